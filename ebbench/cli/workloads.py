@@ -104,7 +104,7 @@ def fit(
     The file is a workload like any other: ebbench run FILE.toml, longer with -n, at another rate with --rate-scale.
     """
     from ebbench.errors import UsageError
-    from ebbench.workloads.fit_log import as_toml, fit_workload, not_learned
+    from ebbench.workloads.fit_log import as_toml, fit_workload
     from ebbench.workloads.options import recorded_file
     from ebbench.workloads.trace import read_trace
 
@@ -117,8 +117,6 @@ def fit(
     workload = fit_workload(trace, output.stem, time_unit)
     output.write_text(as_toml(workload, f"log:{path.name}"), encoding="utf-8")
     typer.echo(f"{output}: {workload.description}; ebbench run {output}")
-    if trace.stamps is not None and (note := not_learned(trace.timed(time_unit))):
-        typer.echo(f"note: {note}")
 
 
 def _print(name: str, found: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ebbench.errors import UsageError
 from ebbench.workloads.drift import drift_of
 from ebbench.workloads.fit_arrivals import fit_arrivals
 from ebbench.workloads.fitted import GROUP, Fitted, Lengths, Prefixes, Repeated, Sessions, points_of
 from ebbench.workloads.lengths import LengthSpec
+from ebbench.workloads.overlap import MAIN, fit_overlap, starts_of
 from ebbench.workloads.prefix_tree import Repeats, repeats_of
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile, WorkloadSpec
@@ -32,10 +34,13 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
     several = bool(requests.turn.any())
     repeats = None if requests.hash_ids is None or several else repeats_of(requests.hash_ids)
     first = requests.turn == 0
+    sessions = _sessions(requests) if several else None
+    if sessions is not None and requests.after is not None:
+        sessions = _with_overlap(sessions, requests, trace.s_per_output_token(time_unit))
     fitted = Fitted(
         lengths=_lengths(requests, first if several else np.ones(len(requests), bool), repeats),
         arrivals=None if requests.arrival_s is None else fit_arrivals(requests.arrival_s),
-        sessions=_sessions(requests) if several else None,
+        sessions=sessions,
         prefixes=None if repeats is None else _prefixes(requests, repeats),
         # Which prompts repeat which depends on their order already; with a drift Mooncake came no closer.
         drift=None if repeats is not None else drift_of(_sizes(requests), None if several else requests.output_tokens),
@@ -60,13 +65,17 @@ def _summary(tokens: Any) -> LengthSpec:
 def _lengths(requests: Requests, of_output: Any, repeats: Repeats | None) -> tuple[Lengths, ...]:
     """Ranges of prompt lengths with the lengths of their requests; of sessions the first prompts and all outputs."""
     inputs, outputs = requests.input_tokens[of_output], requests.output_tokens
+    own_outputs = outputs
+    if requests.after is not None:  # those of requests that overlap are learned apart
+        starts = starts_of(requests)
+        own_outputs = np.delete(outputs, starts.rows[starts.overlaps > 0])
     shared = np.zeros(len(requests)) if repeats is None else _repeated(requests, repeats)
     order = np.argsort(inputs, kind="stable")
     count = max(1, min(_MOST_BINS, len(order) // _BIN))
     found = []
     for rows in np.array_split(order, count):
         own = np.flatnonzero(of_output)[rows]
-        made = outputs if not of_output.all() else outputs[own]
+        made = own_outputs if not of_output.all() else outputs[own]
         found.append(
             Lengths(
                 share=round(len(rows) / len(order), 6),
@@ -127,6 +136,36 @@ def _sessions(requests: Requests) -> Sessions:
     )
 
 
+def _with_overlap(found: Sessions, requests: Requests, s_per_output_token: float) -> Sessions:
+    """The sessions with how their requests overlap; then pauses and added tokens are those of the session itself."""
+    starts = starts_of(requests)
+    previous = _previous(requests)[starts.rows]
+    total = requests.input_tokens.astype(np.int64) + requests.output_tokens
+    added = np.maximum(requests.input_tokens[starts.rows] - total[previous], 1)
+    pauses = np.zeros(len(starts.rows)) if requests.pause_s is None else np.maximum(requests.pause_s[starts.rows], 0.0)
+
+    def points(values: Any, where: Any, digits: int) -> tuple[float, ...]:
+        return points_of(values[where], digits) if where.any() else ()
+
+    waited, side = starts.ended > 0, starts.kind != MAIN
+    at_once = starts.rows[~waited]
+    staggers = np.zeros(len(at_once))
+    if requests.pause_s is not None:
+        before = np.where(requests.turn[at_once] > 1, requests.pause_s[at_once - 1], 0.0)
+        staggers = np.maximum(requests.pause_s[at_once] - before, 0.0)
+    overlap = fit_overlap(
+        starts,
+        s_per_output_token,
+        stagger_s=points(staggers, np.ones(len(staggers), bool), 4),
+        fork_pause_s=points(pauses, waited & (starts.overlaps == 1), 4),
+        side_pause_s=points(pauses, waited & (starts.overlaps == 2), 4),
+        side_added=points(added, side & (previous >= 0), 2),
+        side_output=points(requests.output_tokens[starts.rows], starts.overlaps > 0, 2),
+    )
+    own = points(added, ~side, 2) or found.added
+    return replace(found, added=own, pause_s=points(pauses, starts.overlaps == 0, 4) or found.pause_s, overlap=overlap)
+
+
 def _streams(requests: Requests) -> Int64s:
     return requests.session if requests.content is None else requests.content
 
@@ -139,17 +178,6 @@ def _previous(requests: Requests) -> Int64s:
     found: Int64s = np.full(len(streams), -1, np.int64)
     found[order[same + 1]] = order[same]
     return found
-
-
-def not_learned(requests: Requests) -> str:
-    """What of a log's sessions a fitted workload does not have, as a sentence; empty if nothing is left out."""
-    beside = sum(waits is not None for waits in requests.after or ())
-    if not beside:
-        return ""
-    return (
-        f"{beside:,} of {len(requests):,} requests overlap others of their session or join them, as sub-agents do; "
-        "in the fitted workload the requests of a session follow one another (--sub-agents adds parallel ones)"
-    )
 
 
 def as_toml(workload: WorkloadSpec, source: str) -> str:

@@ -15,6 +15,7 @@ from ebbench.traffic.step_gaps import StepGaps
 from ebbench.traffic.substreams import substream
 from ebbench.workloads.drift import Drift, order_with
 from ebbench.workloads.lengths import LONGEST
+from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
 from ebbench.workloads.prefix_tree import shared_prefixes
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
 
@@ -87,7 +88,8 @@ class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``fresh``: share of later turns whose prompt does not hold the session so far, as those of sub-agents, and
     ``fresh_input`` their prompts' tokens; ``resumes``: share of the turns after these that go on where the session was
-    before them, not after the fresh prompt.
+    before them, not after the fresh prompt. ``overlap``: of logs in which requests of a session overlap; it takes the
+    place of ``fresh`` and ``resumes``, and the other fields are then those of requests that run alone.
     """
 
     turns: tuple[float, ...]
@@ -96,6 +98,7 @@ class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fresh: float = 0.0
     fresh_input: tuple[float, ...] = ()
     resumes: float = 0.0
+    overlap: Overlap | None = None
 
 
 class Repeated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -223,6 +226,8 @@ def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) ->
     session = np.repeat(np.arange(sessions), turns)
     turn = (np.arange(n) - np.repeat(np.cumsum(turns) - turns, turns)).astype(np.int32)
     added = Points(means=found.added).at(_even(rng, n))
+    if found.overlap is not None:
+        return _draw_overlapping(found, found.overlap, (session, turn, inputs, outputs, added), seed)
     fresh = rng.random(n) < found.fresh
     aside = substream(seed, "content/fresh")
     if found.fresh_input:
@@ -233,6 +238,43 @@ def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) ->
     if found.pause_s:
         pause = np.where(turn > 0, Points(means=found.pause_s).at(_even(rng, n)), np.nan)
     return Requests(session, turn, prompts, outputs, content=content, pause_s=pause)
+
+
+def _draw_overlapping(
+    found: Sessions, overlap: Overlap, drawn: tuple[Int64s, Int32s, Int32s, Int32s, Floats], seed: int
+) -> Requests:
+    """Sessions whose requests overlap. ``drawn``: session, turn, first prompt, output and added tokens of each row."""
+    session, turn, inputs, outputs, added = drawn
+    n, rng = len(turn), substream(seed, "content/overlap")
+
+    def of(means: tuple[float, ...], otherwise: tuple[float, ...] = (0.0,)) -> Floats:
+        return Points(means=means or otherwise).at(_even(rng, n))
+
+    pauses = [of(each).tolist() for each in (found.pause_s, overlap.fork_pause_s, overlap.side_pause_s)]
+    staggers, fresh = of(overlap.stagger_s).tolist(), _tokens(of(found.fresh_input))
+    side_added, side = of(overlap.side_added, found.added), _tokens(of(overlap.side_output, (1.0,)))
+    after: list[list[int] | None] = []
+    content, pause, streams = np.zeros(n, np.int64), np.full(n, np.nan), 0
+    starts = np.flatnonzero(turn == 0)
+    for first, last in zip(starts.tolist(), [*starts[1:].tolist(), n], strict=True):
+        one = draw_session(overlap, last - first, rng)
+        if overlap.side_output:
+            outputs[first:last] = np.where(one.overlaps, side[first:last], outputs[first:last])
+        own_pauses = pauses_of(one, [each[first:last] for each in pauses], staggers[first:last])
+        lasts_s = (outputs[first:last] * overlap.s_per_output_token).tolist()
+        order = draw_order(overlap, one, lasts_s, own_pauses, rng)
+        pause[first + 1 : last] = own_pauses[1:]
+        after += [None if waits == [at - 1] or not at else waits for at, waits in enumerate(order.after)]
+        for row, (kind, grew) in enumerate(zip(order.kind, order.grew_from, strict=True), start=first):
+            if grew >= 0:
+                content[row] = content[first + grew]
+                more = added[row] if kind == MAIN else side_added[row]
+                history = int(inputs[first + grew]) + int(outputs[first + grew])
+                inputs[row] = min(LONGEST // 2, history + max(1, round(more)))
+            else:
+                content[row], streams = streams, streams + 1
+                inputs[row] = fresh[row] if row > first and found.fresh_input else inputs[row]
+    return Requests(session, turn, inputs, outputs, content=content, pause_s=pause, after=after)
 
 
 def _in_order(requests: Requests, order: Int64s) -> Requests:
@@ -248,6 +290,7 @@ def _in_order(requests: Requests, order: Int64s) -> Requests:
         requests.output_tokens[rows],
         content=content[rows],
         pause_s=None if requests.pause_s is None else requests.pause_s[rows],
+        after=None if requests.after is None else [requests.after[row] for row in rows.tolist()],
     )
 
 

@@ -40,16 +40,23 @@ def _number(value: Any) -> Stamp | None:
 
 
 def _request(
-    log: LogFile, record: LogRecord, lengths: tuple[Any, Any], start: Any, end: Any = None, **more: Any
+    log: LogFile,
+    record: LogRecord,
+    lengths: tuple[Any, Any],
+    start: Any,
+    end: Any = None,
+    *,
+    timed: bool = True,
+    **more: Any,
 ) -> Recorded | Dropped:
-    """One request with token counts as written; dropped if it has none."""
+    """One request with token counts as written; dropped if it has none, or in a ``timed`` file no start."""
     inputs = tokens_of(log, record, "the prompt's length", lengths[0])
     outputs = tokens_of(log, record, "the output's length", lengths[1])
     reason = unusable(inputs, outputs)
     stamp = _number(start)
     if reason or inputs is None or outputs is None:
         return Dropped(record.line, reason)
-    if stamp is None:
+    if stamp is None and timed:
         return Dropped(record.line, "never sent")
     return Recorded(record.line, stamp, inputs, outputs, end=_number(end), **more)
 
@@ -62,6 +69,9 @@ def _vllm_rows(log: LogFile) -> Rows:
     for record in log.records():
         result = record.value
         columns: list[Any] = [result.get(name) for name in ("input_lens", "output_lens", "start_times")]
+        timed = columns[2] is not None  # versions before start_times have the lengths only
+        if not timed and isinstance(columns[0], list):
+            columns[2] = [None] * len(columns[0])
         if not all(isinstance(column, list) for column in columns):
             problem = "holds no requests, only totals; run vllm bench serve with --save-result --save-detailed"
             raise InputFileError(log.path, problem, record.line)
@@ -78,7 +88,8 @@ def _vllm_rows(log: LogFile) -> Rows:
             if error:
                 yield Dropped(record.line, "an error")
             else:
-                yield _request(log, record, (inputs, outputs), start, start + ttft + sum(itl) if ttft else None)
+                end = start + ttft + sum(itl) if ttft and timed else None
+                yield _request(log, record, (inputs, outputs), start, end, timed=timed)
 
 
 def _guidellm(log: LogFile, options: ReadOptions) -> Reading:

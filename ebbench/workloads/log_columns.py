@@ -20,13 +20,14 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "input": (
         "input_length", "input_tokens", "prompt_tokens", "context_tokens", "request_tokens", "input_len", "prompt_len",
         "prompt_length", "num_prompt_tokens", "n_prompt_tokens", "num_input_tokens", "input_token_count",
-        "prompt_token_count", "input_sequence_length", "context_length", "tokens_in", "isl",
+        "prompt_token_count", "input_sequence_length", "context_length", "tokens_in", "input_usage", "isl",
     ),
     "output": (
         "output_length", "output_tokens", "completion_tokens", "generated_tokens", "response_tokens", "output_len",
         "completion_len", "completion_length", "response_length", "generation_length", "num_generation_tokens",
         "num_output_tokens", "num_completion_tokens", "n_completion_tokens", "output_token_count",
-        "candidates_token_count", "output_sequence_length", "generation_tokens", "decode_tokens", "tokens_out", "osl",
+        "candidates_token_count", "output_sequence_length", "generation_tokens", "decode_tokens", "tokens_out",
+        "output_usage", "osl",
     ),
     "time": (
         "timestamp", "start_time", "arrival_time", "arrived_at", "start_timestamp", "request_start", "started_at",

@@ -99,6 +99,17 @@ class Trace:
             raise UsageError(f"{self.path}: {error}") from None
         return unit, seconds_since_first(self.stamps, unit)
 
+    def s_per_output_token(self, time_unit: str | None = None) -> float:
+        """How long requests took per output token, of all together; 0 where the log has no ends."""
+        if self.stamps is None:
+            return 0.0
+        unit, start_s = self.seconds(time_unit)
+        ends = self._ends(unit, start_s)
+        lasted = np.zeros(0) if ends is None else ends - start_s
+        known = ~np.isnan(lasted)
+        tokens = np.asarray(self.collected.output_tokens, np.int64)
+        return float(lasted[known].sum() / max(1, tokens[: len(lasted)][known].sum()))
+
     def _ends(self, unit: TimeReading, start_s: Floats) -> Floats | None:
         """End of each request in s from the first start, NaN where unknown; None if no end is known."""
         assert self.stamps is not None  # the caller has read start times

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/bench_fit.py FOLDER             # the traces of reference/traces; some 15 CPU minutes
     python tests/benchmarks/bench_fit.py FOLDER --only code --jobs 2
+    python tests/benchmarks/bench_fit.py FOLDER --only code --windows --jobs 2   # other cuts of the trace
 
 Each trace is cut into halves of equally many requests. A workload is fitted to a half and simulated with several seeds,
 and its mean figures are compared with the replay of the same half; then the workload and the replay of the first half
@@ -11,6 +12,10 @@ A replay has no seed, but its figures also depend on chance: which requests met 
 much, as the standard deviation of the replays of resampled logs: stretches of 128 successive requests, with their gaps,
 in random order with repetition (a circular block bootstrap). Logs with shared prefixes are not resampled, since a
 repeated stretch would find its own prompts in the cache.
+
+``--windows`` asks whether an error is of the fit or of one cut of the trace: windows of half and of a quarter of the
+trace, each fitted and replayed, and replayed with gaps dealt anew within each two successive requests. Of TPOT it
+prints the changes at several percentiles and the percentile of the replay at which the other's median lies.
 """
 
 from __future__ import annotations
@@ -87,6 +92,45 @@ def figures(plan: Plan, gpus: int) -> Floats:
     return np.array([rate, np.median(ttft_ms), ttft_ms.mean(), np.median(tpot_ms), tpot_ms.mean()])
 
 
+PERCENTILES = (40, 50, 60, 75)
+WINDOWS = (*((k / 8, k / 8 + 0.5) for k in range(5)), *((k / 4, k / 4 + 0.25) for k in range(4)))
+WINDOW_SEEDS = 8
+
+
+def window_tpots(workload: str, seed: int, shuffled: int = 1) -> Floats:
+    """TPOT (ms) of a workload's requests; ``shuffled``: gaps are dealt anew within so many successive requests."""
+    plan = build_plan(workload, seed=seed, with_text=False)
+    times = plan.table["arrival_ns"].to_numpy()
+    order = np.lexsort((np.random.default_rng(seed).random(len(times)), np.arange(len(times)) // shuffled))
+    column = pa.array(np.cumsum(np.diff(times, prepend=times[0])[order]), plan.table.schema.field("arrival_ns").type)
+    table = plan.table.set_column(plan.table.schema.get_field_index("arrival_ns"), "arrival_ns", column)
+    options = EngineOptions(max_model_len=LONGEST)
+    engine = SimEngine(requests_only=True)
+    result = engine.run(replace(plan, table=table), parse_policy("v1"), load_device(*DEVICE), options)
+    first, last, tokens = (np.asarray(result.requests[x]) for x in ("first_token_ns", "last_token_ns", "output_tokens"))
+    found: Floats = ((last - first) / 1e6)[tokens > 1] / (tokens[tokens > 1] - 1)
+    return found
+
+
+def measure_windows(log: Log, path: Path, folder: Path, pool: ProcessPoolExecutor) -> None:
+    """Print TPOT of the fitted workload and of slightly shuffled replays against the replay, per window."""
+    header, *rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    print(f"| window | | {' | '.join(f'p{one}' for one in PERCENTILES)} | mean | its median is the replay's |")
+    for begin, end in WINDOWS:
+        part = folder / f"window-{begin}-{end}.csv"
+        part.write_text(header + "".join(rows[round(begin * len(rows)) : round(end * len(rows))]), encoding="utf-8")
+        toml = part.with_suffix(".toml")
+        toml.write_text(as_toml(fit_workload(read_trace(part), "window"), part.name), encoding="utf-8")
+        base = window_tpots(f"log:{part}", 0)
+        for name, workload, shuffled in (("fitted", str(toml), 1), ("gaps of two dealt anew", f"log:{part}", 2)):
+            runs = [pool.submit(window_tpots, workload, seed, shuffled) for seed in range(WINDOW_SEEDS)]
+            drawn = [run.result() for run in runs]
+            found = [np.append(np.percentile(one, PERCENTILES), one.mean()) for one in drawn]
+            ranks = [100 * (base < np.median(one)).mean() for one in drawn]
+            text = changes(found, np.append(np.percentile(base, PERCENTILES), base.mean()))
+            print(f"| {begin:.3f} to {end:.3f} | {name} | {text} | {np.mean(ranks):.1f}th |", flush=True)
+
+
 def simulate(workload: str, gpus: int, seed: int) -> Floats:
     """Figures of a workload with a seed."""
     return figures(build_plan(workload, seed=seed, with_text=False), gpus)
@@ -151,7 +195,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder of the Azure and Mooncake traces")
     parser.add_argument("--only", choices=[log.name for log in LOGS], help="one trace")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--windows", action="store_true", help="TPOT of other cuts of one trace without prefixes")
     asked = parser.parse_args()
+    if asked.windows:
+        log = next(log for log in LOGS if log.name == (asked.only or "code"))
+        with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(asked.jobs) as pool:
+            measure_windows(log, asked.folder / log.file, Path(folder), pool)
+        return
     print(f"| trace | half | {' | '.join(HEADER)} |")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(asked.jobs) as pool:
         for log in LOGS:

@@ -154,6 +154,17 @@ def test_a_text_that_looks_like_a_key_is_no_key(tmp_path: Path) -> None:
         read_trace(columns)
 
 
+def test_results_of_vllm_before_start_times_give_lengths(logs: Path, tmp_path: Path) -> None:
+    result = json.loads((logs / "vllm_bench.json").read_text())
+    del result["start_times"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(result))
+    plan = build_plan(f"log:{path}", "poisson", request_rate=2.0)
+    assert plan.table["input_tokens"].to_pylist() == [60] * 3
+    with pytest.raises(UsageError, match="has no times to replay"):
+        build_plan(f"log:{path}")
+
+
 def test_hash_ids_of_any_block_size(logs: Path) -> None:
     timed = build_plan(f"log:{logs / 'timed_trace.jsonl'}", time_unit="s")
     assert block_tokens(timed.table) == 16

@@ -1,0 +1,317 @@
+"""How the requests of a session overlap, as those of sub-agents do, learned from a log and drawn anew.
+
+Requests of a session are taken in the order of their starts. When one starts, some of those that were running have
+ended: none, one, several or all. How often depends on how many were running, so that a fork of three sub-agents stays
+one of three, whether they start together or one by one, and join or not. What a request continues depends on whether
+the one before it was of the session itself, and on whether others are still running.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.workloads.requests import Int64s, Requests
+
+MAIN, FRESH, BESIDE = range(3)
+"""A request continues the session itself, begins anew (as the first one of a sub-agent does), or continues another."""
+_FEWEST = 8
+_NONE, _SOME, _ONLY, _ALL = range(4)
+_CASES = 4
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What has ended when a request starts, by the number of requests that were running (the one before it included).
+
+    ``running``: the largest number of each range, rising; numbers above the last belong to the last range.
+    ``none_ended``, ``one_ended``, ``all_ended``: shares per range; else two or more have and others are running, and
+    ``some_of_rest`` is the mean share of the rest beyond two that have ended then.
+    """
+
+    running: tuple[int, ...]
+    none_ended: tuple[float, ...]
+    one_ended: tuple[float, ...]
+    all_ended: tuple[float, ...]
+    some_of_rest: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        shares = (self.none_ended, self.one_ended, self.all_ended, self.some_of_rest)
+        if not self.running or any(len(one) != len(self.running) for one in shares):
+            raise ValueError("none_ended, one_ended, all_ended and some_of_rest need a share per range of running")
+
+
+class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How requests of a session start beside others.
+
+    ``after``: what has ended, in four cases of the start before: there, none had ended; some had; the only one that was
+    running; all of several. ``continues``: shares of the requests that continue the session, begin anew and continue
+    another, for the same four cases of their own start, each after a request of these three kinds: twelve rows.
+    ``stagger_s``: from the start before to the start of a request at which none had ended. ``fork_pause_s``: pauses
+    before requests that others join while they run, ``side_pause_s``: before those that start while others run.
+    ``side_output``: output tokens of both. ``s_per_output_token``: how long requests took per output token, which tells
+    in a draw which of them end first. ``side_added``: tokens added to a prompt that does not continue the session.
+    """
+
+    after: tuple[Step, ...]
+    continues: tuple[tuple[float, float, float], ...]
+    s_per_output_token: float = 0.0
+    stagger_s: tuple[float, ...] = ()
+    fork_pause_s: tuple[float, ...] = ()
+    side_pause_s: tuple[float, ...] = ()
+    side_added: tuple[float, ...] = ()
+    side_output: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.after) != _CASES or len(self.continues) != 3 * _CASES:
+            raise ValueError(f"an overlap needs {_CASES} entries of after and {3 * _CASES} of continues")
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Per later request of the sessions, in order: ``rows``; what it continues (``kind``).
+
+    ``running`` when it starts, before any is taken as ended; ``ended`` of these. ``kind_before`` and ``case_before`` of
+    the request before it.
+    """
+
+    rows: Int64s
+    kind: Int64s
+    running: Int64s
+    ended: Int64s
+    kind_before: Int64s
+    case_before: Int64s
+
+    @property
+    def case(self) -> Int64s:
+        """The case of each start."""
+        found: Int64s = np.where(
+            self.ended == self.running,
+            np.where(self.running == 1, _ONLY, _ALL),
+            np.where(self.ended == 0, _NONE, _SOME),
+        )
+        return found
+
+    @property
+    def overlaps(self) -> Int64s:
+        """Of each start 0: its request runs alone; 1: others start while it runs; 2: it starts while others run."""
+        # Sessions lie one after the other, and the first row of each is no entry.
+        later = np.append((self.case[1:] <= _SOME) & (np.diff(self.rows) == 1), False)
+        found: Int64s = np.where(self.ended < self.running, 2, np.where(later, 1, 0))
+        return found
+
+
+def _case(ended: int, running: int) -> int:
+    if ended == running:
+        return _ONLY if running == 1 else _ALL
+    return _SOME if ended else _NONE
+
+
+def starts_of(requests: Requests) -> Starts:
+    """The later requests of a log's sessions with what had ended when they started."""
+    streams = requests.session if requests.content is None else requests.content
+    after = requests.after or [None] * len(requests)
+    columns: list[tuple[int, ...]] = []
+    ended_by: list[int] = []  # per turn of the session the turns that had ended at its start, as bits
+    kind_before, case_before = MAIN, _ONLY
+    seen: set[int] = set()
+    main = 0
+    rows = zip(requests.turn.tolist(), streams.tolist(), after, strict=True)
+    for row, (turn, stream, waits) in enumerate(rows):
+        if not turn:
+            ended_by, seen, main = [0], {stream}, stream
+            kind_before, case_before = MAIN, _ONLY
+            continue
+        done = 0
+        for one in [turn - 1] if waits is None else waits:
+            done |= ended_by[one] | 1 << one
+        done |= ended_by[-1]
+        running = turn - ended_by[-1].bit_count()
+        kind = MAIN if stream == main else BESIDE if stream in seen else FRESH
+        ended = (done & ~ended_by[-1]).bit_count()
+        columns.append((row, kind, running, ended, kind_before, case_before))
+        kind_before, case_before = kind, _case(ended, running)
+        seen.add(stream)
+        ended_by.append(done)
+    found = np.array(columns, np.int64).reshape(-1, 6).T
+    return Starts(*found)
+
+
+def fit_overlap(starts: Starts, s_per_output_token: float, **distributions: tuple[float, ...]) -> Overlap:
+    """The overlap of these starts; ``distributions``: the other fields of :class:`Overlap`."""
+    everything, case = np.arange(len(starts.rows)), starts.case
+    after, continues = [], []
+    for each in range(_CASES):
+        rows = np.flatnonzero(starts.case_before == each)
+        after.append(_step(starts, rows if len(rows) >= _FEWEST else everything))
+        own = starts.kind[case == each] if (case == each).sum() >= _FEWEST else starts.kind
+        for kind in (MAIN, FRESH, BESIDE):
+            follow = starts.kind[(case == each) & (starts.kind_before == kind)]
+            continues.append(_kinds(follow if len(follow) >= _FEWEST else own))
+    return Overlap(
+        after=tuple(after), continues=tuple(continues), s_per_output_token=round(s_per_output_token, 6), **distributions
+    )
+
+
+def _step(starts: Starts, rows: Int64s) -> Step:
+    """What has ended at these starts."""
+    running, ended = starts.running[rows], starts.ended[rows]
+    tops = _ranges(running)
+    which = np.minimum(np.searchsorted(tops, running), len(tops) - 1)
+    count = np.bincount(which, minlength=len(tops))
+
+    def share(of: npt.NDArray[np.bool_]) -> tuple[float, ...]:
+        return tuple(round(float(one), 4) for one in np.bincount(which, of, len(tops)) / count)
+
+    everything = ended == running
+    some = (ended > 1) & ~everything
+    room = np.bincount(which, np.where(some, running - 3, 0), len(tops))
+    rest = np.bincount(which, np.where(some, ended - 2, 0), len(tops)) / np.maximum(room, 1)
+    return Step(
+        running=tuple(int(top) for top in tops),
+        none_ended=share(ended == 0),
+        one_ended=share((ended == 1) & ~everything),
+        all_ended=share(everything),
+        some_of_rest=tuple(round(float(one), 4) for one in rest),
+    )
+
+
+def _ranges(running: Int64s) -> Int64s:
+    """Tops of ranges of successive numbers, each with enough requests."""
+    numbers, counts = np.unique(running, return_counts=True)
+    tops, held = [], 0
+    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        held += count
+        if held >= _FEWEST:
+            tops.append(number)
+            held = 0
+    if not tops:
+        return numbers[-1:]
+    tops[-1] = numbers[-1] if held else tops[-1]
+    return np.array(tops, np.int64)
+
+
+def _kinds(kinds: Int64s) -> tuple[float, float, float]:
+    shares = np.bincount(kinds, minlength=3) / max(1, len(kinds))
+    return round(float(shares[0]), 4), round(float(shares[1]), 4), round(float(shares[2]), 4)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session as drawn, by turns: the case of each start, and how many of the running requests had ended at it."""
+
+    case: list[int]
+    ended: list[int]
+
+    @property
+    def overlaps(self) -> list[int]:
+        """As :attr:`Starts.overlaps`, of every turn."""
+        later = [*(case <= _SOME for case in self.case[1:]), False]
+        return [2 if case <= _SOME else int(joined) for case, joined in zip(self.case, later, strict=True)]
+
+
+@dataclass
+class Order:
+    """Of each turn those that it waits for, what it continues (``kind``), and ``grew_from``: the turn whose prompt and
+    answer its prompt holds, -1 where it begins anew.
+    """
+
+    after: list[list[int]] = field(default_factory=lambda: [[]])
+    kind: list[int] = field(default_factory=lambda: [MAIN])
+    grew_from: list[int] = field(default_factory=lambda: [-1])
+
+
+def draw_session(overlap: Overlap, turns: int, rng: np.random.Generator) -> Session:
+    """A session of ``turns`` requests that overlap as learned."""
+    found, running = Session([_ONLY], [0]), 0
+    for what, size in rng.random((turns - 1, 2)).tolist():
+        running += 1
+        ended = _ended(overlap.after[found.case[-1]], running, what, size)
+        found.case.append(_case(ended, running))
+        found.ended.append(ended)
+        running -= ended
+    return found
+
+
+def draw_order(
+    overlap: Overlap, session: Session, lasts_s: Sequence[float], pause_s: Sequence[float], rng: np.random.Generator
+) -> Order:
+    """What the requests of a session wait for and continue.
+
+    ``lasts_s``: about how long each takes, ``pause_s``: the pause before it. Those that would end first have ended.
+    """
+    found, running = Order(), list[int]()
+    ends, before, main = [lasts_s[0]], [0], 0  # ``main``: the newest turn of the session itself
+    sides: list[int] = []  # newest requests of the sub-agents
+    draws = rng.random((len(lasts_s), 2)).tolist()
+    for turn in range(1, len(lasts_s)):
+        running.append(turn - 1)
+        running.sort(key=ends.__getitem__)
+        case, gone = session.case[turn], running[: session.ended[turn]]
+        free = [one for one in (gone or found.after[-1]) if one in sides]
+        kind, grew = _continued(overlap.continues[3 * case + found.kind[-1]], draws[turn], main, free)
+        if kind == MAIN and main in running and main not in gone:  # what is continued has ended
+            kind, grew, gone = (MAIN, main, [*gone[:-1], main]) if gone else (FRESH, -1, gone)
+        running = [one for one in running if one not in gone]
+        _add(found, before, gone, grew)
+        ends.append(max((ends[one] for one in found.after[-1]), default=0.0) + pause_s[turn] + lasts_s[turn])
+        found.kind.append(kind)
+        found.grew_from.append(grew)
+        if kind == MAIN:
+            main = turn
+        else:
+            sides = [one for one in sides if one != grew] + [turn]
+    return found
+
+
+def _ended(after: Step, running: int, what: float, size: float) -> int:
+    """How many of the running requests have ended."""
+    at = min(bisect_left(after.running, running), len(after.running) - 1)
+    none, one = after.none_ended[at], after.one_ended[at]
+    if what < none:
+        return 0
+    if what < none + one:
+        return 1
+    if what < none + one + after.all_ended[at] or running < 3:
+        return running
+    return 2 + int(after.some_of_rest[at] * (running - 3) + size)
+
+
+def _continued(shares: Sequence[float], draws: Sequence[float], main: int, free: Sequence[int]) -> tuple[int, int]:
+    """What a request continues, and from which turn: of other requests only one of ``free``."""
+    which, pick = draws
+    if which < shares[MAIN]:
+        return MAIN, main
+    if which < shares[MAIN] + shares[FRESH] or not free:
+        return FRESH, -1
+    return BESIDE, free[int(pick * len(free))]
+
+
+def _add(found: Order, before: list[int], gone: list[int], grew: int) -> None:
+    """Note what the next turn waits for. ``before``: per turn all that it waits for, also indirectly, as bits.
+
+    It waits for what it takes as ended, and not for what had ended before that: in a run requests end in another order.
+    """
+    waits = {*(gone or found.after[-1]), grew} - {-1}
+    done = implied = 0
+    for one in waits:
+        done |= before[one] | 1 << one
+        implied |= before[one]
+    found.after.append(sorted(one for one in waits if not implied >> one & 1))
+    before.append(done)
+
+
+def pauses_of(session: Session, pauses: Sequence[Sequence[float]], staggers: Sequence[float]) -> list[float]:
+    """Pause of each turn (s) from the end of what it waits for; the first has none, and the number there is unused.
+
+    ``pauses``: as drawn for each kind of :attr:`Session.overlaps`, and ``staggers``, with an entry per turn.
+    """
+    found = [0.0]
+    for turn, overlaps in list(enumerate(session.overlaps))[1:]:
+        at_once = session.case[turn] == _NONE
+        found.append(found[-1] + staggers[turn] if at_once else pauses[overlaps][turn])
+    return found
