@@ -57,7 +57,7 @@ def test_explain_reads_the_crossover_from_the_decision_records(tmp_path: Path) -
     assert facts.eta is None
 
 
-def test_a_run_without_steps_and_decisions_tells_nothing(tmp_path: Path) -> None:
+def test_a_run_without_steps_and_decisions_has_no_explanation(tmp_path: Path) -> None:
     run = made(tmp_path / "r", "v1", steps=STEPS.empty_table(), decisions=DECISIONS.empty_table())
     assert explain(run) == Explanation("v1", None, None)
 

@@ -38,7 +38,7 @@ def test_completion_offers_every_workload_scenario_device_model_and_policy() -> 
         ("ebbench run sharegpt --dispatch pow", {"power-of-two"}),
     ],
 )
-def test_as_the_shell_calls_it(line: str, expected: set[str]) -> None:
+def test_bash_gets_the_completions_of_a_line(line: str, expected: set[str]) -> None:
     words = line.split(" ")
     environ = {
         **os.environ,

@@ -39,7 +39,7 @@ def test_without_cuda_graphs_a_small_decode_step_waits_for_its_launches() -> Non
     assert "eager mode" not in graphs.provenance
 
 
-def test_a_cost_model_that_cannot_tell_says_so() -> None:
+def test_a_cost_model_without_launch_times_warns_about_enforce_eager() -> None:
     assert any("--enforce-eager changes nothing" in text for text in load_device("h200", "qwen3-8b", cost="roofline",
                                                                                   eager=True).warnings)  # fmt: skip
 

@@ -97,7 +97,7 @@ def test_an_operating_system_error_is_one_line(
     assert (done.exit_code, done.stderr) == (4, line)
 
 
-def test_a_reader_that_hangs_up_is_no_regression() -> None:
+def test_a_closed_output_pipe_does_not_exit_with_the_code_of_a_regression() -> None:
     """`ebbench gate ... | head` must not end with the gate's 1."""
     read, write = os.pipe()
     os.close(read)
@@ -108,7 +108,7 @@ def test_a_reader_that_hangs_up_is_no_regression() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), TypeError("a bug"), MemoryError("a bug")])
-def test_a_fault_of_ours_is_shown_whole_and_is_no_regression(
+def test_an_internal_error_prints_its_traceback_and_not_the_code_of_a_regression(
     cli: CliRunner, command: Callable[[BaseException], None], error: Exception
 ) -> None:
     command(error)

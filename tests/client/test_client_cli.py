@@ -153,7 +153,7 @@ def test_the_fake_server_command_says_where_it_is_and_leaves_its_ledger(tmp_path
     assert "exists" in again.stderr
 
 
-def test_client_check_prints_what_the_client_bears(tmp_path: Path) -> None:
+def test_client_check_prints_the_load_that_the_client_can_generate(tmp_path: Path) -> None:
     done = _ebbench(tmp_path, "client-check", "--max-streams", "4", "--seconds", "0.4", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

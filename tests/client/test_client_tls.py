@@ -48,7 +48,9 @@ def completed(server: FakeServerProcess, environ: dict[str, str] | None = None, 
 
 @pytest.mark.parametrize("transport", ["direct", "httpx"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_authority_of_ones_own(server: FakeServerProcess, certificates: Path, workers: int, transport: str) -> None:
+def test_a_certificate_authority_given_by_the_user_is_trusted(
+    server: FakeServerProcess, certificates: Path, workers: int, transport: str
+) -> None:
     ca_file = str(certificates / "ca.pem")
     assert completed(server, ca_file=ca_file, workers=workers, transport=transport) == 12
     environ = {**os.environ, "SSL_CERT_FILE": ca_file}

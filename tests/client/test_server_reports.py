@@ -79,7 +79,7 @@ def test_another_policy_than_the_reported_one_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_silent_server_has_a_label_that_is_stated_and_not_verified(tmp_path: Path) -> None:
+def test_the_policy_of_a_server_that_reports_none_is_a_label(tmp_path: Path) -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
         code, shown, _ = run(server, tmp_path / "run", "-c", "4", "-p", "eb", "--device", "h100")
     assert code == 0

@@ -104,7 +104,7 @@ def test_a_slow_machine_slows_all_points_alike_and_is_said() -> None:
     assert probed.drift == pytest.approx(2.0)
 
 
-def test_runs_between_the_probes_are_predicted_by_a_profile_that_never_saw_them(tmp_path: Path) -> None:
+def test_a_calibrated_profile_predicts_runs_between_its_measured_points(tmp_path: Path) -> None:
     vllm, _ = stepped()
     runs = SteppedRuns.beside(GRID, vllm, 24)
     probed = measure_steps(vllm, GRID, runs.pause)
@@ -139,7 +139,7 @@ def test_requests_are_charged_once_each_when_their_prompt_is_complete() -> None:
         assert charged.step_s(shape) == pytest.approx(plain.step_s(shape) + 0.25 * completed)
 
 
-def test_attention_counts_prompt_by_prompt_and_with_what_it_looks_back_on() -> None:
+def test_the_quadratic_term_is_per_prompt_and_includes_its_context() -> None:
     """Measured with one prompt a step: a + b x + q x^2. Several prompts have several small squares, not a large one."""
     a, b, q = 2e-3, 4e-5, 1e-8
     grid = cost_grid(GRID, {(x, n, c): a + b * x + q * x * x + 1e-4 * n for x, n, c in _keys()})
@@ -152,12 +152,12 @@ def test_attention_counts_prompt_by_prompt_and_with_what_it_looks_back_on() -> N
     assert halves == pytest.approx(2 * a + b * 400 + q * 400**2)
 
 
-def test_a_grid_that_bends_the_other_way_is_taken_as_it_is() -> None:
+def test_a_concave_grid_has_no_quadratic_term() -> None:
     grid = cost_grid(GRID, {(x, n, c): 1e-3 * (1 + x + n) ** 0.5 for x, n, c in _keys()})
     assert GridCost.measured(grid) == GridCost(grid)
 
 
-def test_noise_is_neither_lifted_nor_lowered() -> None:
+def test_decreasing_neighbours_of_a_grid_become_their_mean() -> None:
     """Two adjacent values in decreasing order become their mean; increasing values are unchanged."""
     times = {k: 1.0 + k[0] / 100 + k[1] / 10 for k in _keys()}
     times |= {(0, 8, 32): 3.0, (0, 8, 256): 2.0}

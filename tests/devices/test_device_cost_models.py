@@ -48,7 +48,7 @@ def shape(prefill: list[tuple[int, int]], seqs: int, context: int) -> StepShape:
 
 @settings(deadline=None, max_examples=300)
 @given(cases, chunks, decodes, contexts)
-def test_positive_and_deterministic(
+def test_step_times_are_positive_and_repeatable(
     case: tuple[str, str, str], prefill: list[tuple[int, int]], seqs: int, context: int
 ) -> None:
     if not prefill and not seqs:

@@ -91,7 +91,7 @@ def test_a_budget_beyond_the_tables_is_refused() -> None:
         load_device("h200", "qwen3-8b", max_num_batched_tokens=65_537)
 
 
-def test_constants_that_nobody_fitted_and_scaled_attention_are_caveats(tmp_path: Path) -> None:
+def test_unfitted_constants_and_scaled_attention_are_warned_of(tmp_path: Path) -> None:
     assert any("was never fitted" in text for text in load_device("l40s", "qwen3-8b").warnings)
     assert not load_device("h200", "qwen3-8b").warnings
     odd = tmp_path / "config.json"
@@ -102,13 +102,13 @@ def test_constants_that_nobody_fitted_and_scaled_attention_are_caveats(tmp_path:
     assert any("attention of 18 query and 6 KV heads" in text for text in load_device("h200", str(odd)).warnings)
 
 
-def test_every_profile_loads_and_its_lender_exists() -> None:
+def test_every_profile_loads_and_so_does_the_profile_it_takes_mixed_costs_from() -> None:
     for name in list_devices():
         profile = find_profile(name)
         assert profile.name == name
         assert not profile.mixed_from or profile.mixed_from in list_devices()
 
 
-def test_linear_is_refused_where_nothing_is_published() -> None:
+def test_the_linear_cost_model_is_refused_without_a_calibration() -> None:
     with pytest.raises(UsageError, match="no linear calibration"):
         load_device("l40s", "qwen3-8b", cost="linear")

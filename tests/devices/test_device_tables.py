@@ -73,7 +73,7 @@ def test_decode_steps_agree_with_the_published_calibration(device: str, model: s
     assert cost.step_s(decode_shape(512, 512)) == pytest.approx(line, rel=0.14)
 
 
-def test_the_papers_effect_is_there() -> None:
+def test_mixing_costs_more_from_the_published_decode_share_on() -> None:
     """Figure 1: mixing costs more above a decode share of about 0.2 on RTX PRO 6000, on H200 only near 0.8."""
     narrow = marginal_curve(load_device("rtx-pro-6000", "qwen3-8b", async_scheduling=False).cost, 512).crossover
     wide = marginal_curve(load_device("h200", "qwen3-8b", async_scheduling=False).cost, 512).crossover
@@ -137,7 +137,7 @@ def test_bad_tables_are_refused_with_the_column(tmp_path: Path, change: Callable
         read_table(tmp_path / "bad.parquet", "gemm")
 
 
-def test_a_step_of_no_sampled_sequence_pays_no_head() -> None:
+def test_a_step_without_sampled_sequences_has_no_cost_of_the_output_head() -> None:
     cost = load_device("rtx-pro-6000", "qwen3-8b", host=AS_PROFILED).cost
     chunk = StepShape(((2048, 0),), 0, 0, 0)
     assert cost.step_s(chunk) < cost.step_s(chunk._replace(sampled_seqs=1))

@@ -110,7 +110,7 @@ def test_the_published_calibration_of_16_bits_is_not_taken_for_fp8() -> None:
         ("gpt-oss-120b", 116.8),
     ],
 )  # fmt: skip
-def test_models_have_the_number_of_parameters_that_they_are_named_after(name: str, parameters_b: float) -> None:
+def test_models_have_the_number_of_parameters_in_their_names(name: str, parameters_b: float) -> None:
     assert find_model(name).params / 1e9 == pytest.approx(parameters_b, rel=0.01)
 
 

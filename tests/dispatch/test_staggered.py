@@ -217,7 +217,7 @@ def test_aged_requests_are_not_overtaken_for_ever(aged: int | None, served: bool
     assert (Order(0, 0) in sent) is served
 
 
-def test_topology_change_moves_the_interval_and_frees_who_returns() -> None:
+def test_a_topology_change_changes_the_interval_and_frees_returning_instances() -> None:
     sbs = staggered(2)
     sbs.arrive(request(0), 0)
     assert sbs.poll(0) == [Order(0, 0)]

@@ -236,7 +236,7 @@ def test_the_command_draws_and_says_what_is_missing(run: Run, tmp_path: Path) ->
         (("timeline", "RUN", "--device", "h200"), "`ebbench figures timeline` does not use --device"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_drawn(
+def test_figures_refuses_wrong_options_before_it_draws(
     args: tuple[str, ...], message: str, run: Run, tmp_path: Path
 ) -> None:
     given = [str(run.path) if arg == "RUN" else arg for arg in args]

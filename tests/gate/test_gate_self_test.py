@@ -96,7 +96,7 @@ def test_pairs_grow_with_the_spread_between_them() -> None:
     assert all(upper >= median for _, median, upper in rows)
 
 
-def test_the_published_report_keeps_its_promise() -> None:
+def test_the_report_shows_false_alarms_of_at_most_five_per_cent() -> None:
     text = REPORT.read_text(encoding="utf-8")
     alarms = re.findall(r"\| (\d+) \| ([\d.]+)% \(", text.split("## Power")[0])
     assert len(alarms) == len(gate_trials.NOISES)

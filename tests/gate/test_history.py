@@ -40,7 +40,7 @@ def history(measured: Path, tmp_path: Path) -> Path:
     return tmp_path / "history"
 
 
-def test_otava_finds_the_commit_that_slowed_things_down(history: Path) -> None:
+def test_otava_finds_the_commit_with_the_regression(history: Path) -> None:
     program = os.environ.get("OTAVA") or shutil.which("otava")
     if program is None:
         pytest.skip("no otava on this machine: pip install apache-otava, in an environment of its own; OTAVA names it")

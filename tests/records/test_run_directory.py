@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ebbench
 from ebbench.analysis.slo import METRICS
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.errors import DataError, RunError, UsageError
@@ -196,7 +198,7 @@ def test_a_column_of_another_type_is_named(
         Run.load(tmp_path / "run")
 
 
-def test_other_tools_widths_are_no_other_types(tmp_path: Path, result: EngineResult) -> None:
+def test_wider_integers_and_strings_of_other_tools_are_accepted(tmp_path: Path, result: EngineResult) -> None:
     stored(tmp_path / "run", result)
     wide = result.requests.cast(
         pa.schema(
@@ -356,7 +358,7 @@ def test_slugs(text: str, expected: str) -> None:
 
 
 @given(st.text())
-def test_no_name_escapes_its_directory(text: str) -> None:
+def test_a_slug_is_one_name_inside_its_directory(text: str) -> None:
     name = slug(text)
     assert name
     assert ".." not in name
@@ -382,8 +384,21 @@ def test_a_directory_of_runs_stands_for_them(tmp_path: Path, result: EngineResul
     assert find_runs([tmp_path / "none"]) == [tmp_path / "none"]
 
 
-def test_the_commit_is_known_in_a_checkout() -> None:
+def test_the_commit_of_a_checkout_is_found() -> None:
     top = Path(__file__).resolve().parents[2]
     commit = git_commit()
     assert (commit is not None) == (top / ".git").exists()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
+
+
+def test_an_installed_package_and_a_missing_git_give_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert git_commit() is None
+    inside = tmp_path / "project" / "site-packages" / "ebbench" / "__init__.py"
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for command in (("init", "-q"), (*author, "commit", "-q", "--allow-empty", "-m", "of another project")):
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "-C", str(tmp_path / "project"), *command], check=True)
+    monkeypatch.setattr(ebbench, "__file__", str(inside))
+    assert git_commit() is None

@@ -29,7 +29,7 @@ def said(plan: Plan, waited_s: list[float]) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_a_server_that_takes_minutes_is_waited_for_aloud() -> None:
+def test_a_wait_for_a_server_is_printed_every_minute() -> None:
     plan = build_plan("balanced", None, seed=0, num_prompts=2)
     first, *waiting, last = said(plan, [0.3 * step for step in range(500)])  # 150 s
     assert first == "eb: 2 requests"
@@ -40,7 +40,7 @@ def test_a_server_that_takes_minutes_is_waited_for_aloud() -> None:
     assert last == "eb: 2/2  20 tok/s  exclusive  at 4.00 s"
 
 
-def test_a_server_that_is_up_soon_is_not_worth_a_line() -> None:
+def test_a_wait_for_a_server_below_a_minute_is_not_printed() -> None:
     plan = build_plan("balanced", None, seed=0, num_prompts=2)
     assert said(plan, [0.0, 17.0, 59.0]) == ["eb: 2 requests", "eb: 2/2  20 tok/s  exclusive  at 4.00 s"]
 

@@ -194,7 +194,7 @@ def test_a_crossover_never_evaluated_is_explained() -> None:
     ]
 
 
-def test_an_interval_that_was_never_kept_is_told() -> None:
+def test_the_sentence_on_the_interval_says_where_no_prompt_was_held_back() -> None:
     steps = StepFacts(3, {}, 0.0, (), 0)
     assert (
         "Interval: no prompt was held back, so this is v1."
@@ -344,7 +344,7 @@ def facts_of(k: float, n: float, updates: int) -> DecisionFacts:
         ),
     ],
 )
-def test_refills_are_told_as_each_policy_decides_them(policy: str, updates: int, line: str) -> None:
+def test_the_sentence_on_refills_states_the_rule_of_each_policy(policy: str, updates: int, line: str) -> None:
     [told] = sentences.why(Explanation(policy, None, facts_of(8, 32, updates)))
     assert told.startswith(f"Refill: {line}")
 

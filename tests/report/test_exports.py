@@ -95,7 +95,7 @@ def _schema() -> Any:
         ({"engine": "endpoint"}, [("replica", 1, 0, {})]),
     ],
 )
-def test_llm_d_is_told_of_the_instances_there_were(
+def test_the_llm_d_report_has_the_number_of_instances(
     runs: Path, tmp_path: Path, changes: dict[str, object], expected: list[tuple[object, ...]]
 ) -> None:
     shutil.copytree(runs / "v1", tmp_path / "v1")

@@ -61,7 +61,7 @@ def test_the_numbers_are_those_of_the_runs(browser_page: BrowserPage, page_file:
             assert warning.message in body
 
 
-def test_limits_that_differ_are_not_told_as_one(runs: Path) -> None:
+def test_runs_with_different_limits_show_each_limit(runs: Path) -> None:
     def note(*limits: float) -> str:
         names = ("v1", "eb")
         pairs = zip(names, limits, strict=True)
@@ -187,7 +187,7 @@ def test_phases_of_the_scenario_are_marked_in_the_timeline(
         assert measured == pytest.approx((starts[1] - starts[0]) / (starts[2] - starts[0]), abs=0.02)
 
 
-def test_hovering_a_line_tells_its_value_there(browser_page: BrowserPage, page_file: Path) -> None:
+def test_hovering_over_a_line_shows_its_value(browser_page: BrowserPage, page_file: Path) -> None:
     with browser_page(page_file) as page:
         chart = page.query_selector("[data-chart=cdf_tpot] canvas")
         chart.scroll_into_view_if_needed()

@@ -52,7 +52,7 @@ def sweep_apart(tmp_path: Path, *more: str, **environment: str) -> subprocess.Co
 
 
 @pytest.mark.parametrize("way", ["option", "environment"])
-def test_an_address_where_nobody_listens_is_said_at_once(way: str, tmp_path: Path) -> None:
+def test_an_address_without_a_ray_cluster_is_refused_at_once(way: str, tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"

@@ -189,7 +189,7 @@ def test_a_cell_that_fails_is_reported_and_the_rest_goes_on(tmp_path: Path) -> N
     assert len(list((tmp_path / "out" / "failed").iterdir())) == 4
 
 
-def test_a_fault_inside_an_engine_is_that_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_an_engine_fails_only_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     import ebbench.engines
 
     def broken(name: str) -> object:

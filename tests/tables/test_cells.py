@@ -165,7 +165,7 @@ def test_no_workers_are_refused(tmp_path: Path, small_cell: Cell, workers: int) 
         run_missing([small_cell], RunStore(tmp_path), workers=workers)
 
 
-def test_a_request_that_never_fits_is_told_how_to_leave_out(tmp_path: Path, small_cell: Cell) -> None:
+def test_the_error_on_a_request_that_never_fits_names_the_option_to_drop_it(tmp_path: Path, small_cell: Cell) -> None:
     tiny = replace(small_cell, device="linear:0.001,0.00001,0.001,0.00001,480")
     with pytest.raises(UsageError, match=r"cannot run; drop longer ones with --max-model-len 480 --drop-too-long"):
         run_missing([tiny], RunStore(tmp_path), workers=1)

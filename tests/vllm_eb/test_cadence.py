@@ -66,7 +66,7 @@ def test_prompts_found_in_the_cache_do_not_begin_an_interval() -> None:
     assert cadence.hold(View(0.0, 2, 7, 0, 1, 1000))
 
 
-def test_a_step_that_preempts_says_nothing_about_who_could_be_let_in() -> None:
+def test_a_step_that_preempts_does_not_end_the_backlog() -> None:
     cadence = Cadence(2)
     cadence.hold(View(0.0, 0, 5, 0, 3, 1000))
     assert not cadence.hold(View(0.0, 1, 5, 0, 3, 0))  # nobody was let in: backed up

@@ -233,7 +233,7 @@ def test_without_a_measured_mixed_cost_the_left_side_is_zero() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3), st.integers(0, 50), st.integers(0, 100)), max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_whatever_it_sees_it_never_asks_for_the_impossible(counts: list[tuple[int, int, int, int]]) -> None:
+def test_decisions_stay_within_the_limits_for_any_view(counts: list[tuple[int, int, int, int]]) -> None:
     made = controller(
         "ebplus:update_every=2,min_samples=2,margin=-1,sticky=-1",
         max_num_seqs=50,

@@ -116,7 +116,7 @@ def test_under_endless_overload_every_request_is_admitted_eventually(old: int, s
     assert not any(tokens == long and seen == 0.0 for seen, tokens in waiting)
 
 
-def test_before_their_patience_is_over_late_ones_get_no_turn() -> None:
+def test_late_requests_are_served_only_after_their_patience() -> None:
     queue = PunctualQueue(1.0)
     queue.admitted(10**9)
     assert queue.order(PATIENCE - 0.1, [0.0, PATIENCE - 0.2], [100, 100], WORK).in_order() == [1, 0]
@@ -175,7 +175,7 @@ def test_an_order_due_while_nothing_waits_is_an_order_of_none() -> None:
 
 
 @pytest.mark.parametrize(("admitted", "order"), [(TURN_EVERY * 100 - 1, [1, 0]), (TURN_EVERY * 100, [0, 1])])
-def test_a_turn_comes_with_exactly_so_many_tokens(admitted: int, order: list[int]) -> None:
+def test_a_late_request_is_served_after_a_number_of_admitted_tokens(admitted: int, order: list[int]) -> None:
     queue = PunctualQueue(1.0)
     queue.admitted(admitted)
     assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).in_order() == order

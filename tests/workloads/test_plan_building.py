@@ -159,7 +159,7 @@ def test_unknown_workload_suggests() -> None:
         build_plan("qqq")
 
 
-def test_a_file_given_as_a_workload_is_told_how_to_be_read(tmp_path: Path) -> None:
+def test_the_error_on_a_file_given_as_workload_names_the_prefix(tmp_path: Path) -> None:
     path = tmp_path / "conversation.jsonl"
     path.write_text("{}")
     with pytest.raises(UsageError, match=f"write log:{path} to replay it, .* --source file:{path}"):

@@ -50,7 +50,7 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_hub_that_refuses_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_refuses_connections_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     reason = why_unreachable(NUMINA, os.environ)
@@ -87,11 +87,11 @@ def test_a_hub_is_reachable_if_it_answers_with_these_statuses(
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
-def test_offline_is_believed_without_asking(name: str) -> None:
+def test_offline_mode_sends_no_request_to_the_hub(name: str) -> None:
     assert why_unreachable(NUMINA, {name: "1", "HF_ENDPOINT": "http://127.0.0.1:9"}) == f"{name} is set"
 
 
-def test_an_unusable_address_is_a_reason() -> None:
+def test_an_unusable_hub_address_makes_the_hub_unreachable() -> None:
     assert "127.0.0.1:nope" in (why_unreachable(NUMINA, {"HF_ENDPOINT": "http://127.0.0.1:nope"}) or "")
 
 
