@@ -13,7 +13,7 @@ from ebbench.simulation.queue_limits import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from vllm_eb.decisions import Record
 
-_SLOTS_AT_ONCE = 1 << 20
+_SLOTS_AT_ONCE = 1 << 16  # temporary arrays of 512 KiB, whose memory is used again; larger ones take new pages
 
 
 def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
