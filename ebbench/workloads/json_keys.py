@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-_WHITE_BEFORE_COLON = (b" :", b"\t:", b"\n:", b"\r:")
+_WHITE_BEFORE_COLON = re.compile(rb"[ \t\n\r]:")
 
 
 class RepeatedKeyError(ValueError):
@@ -28,17 +29,22 @@ def check_keys(text: bytes, value: Any) -> None:
     """Raise RepeatedKeyError if an object in ``text``, decoded as ``value``, has a key twice.
 
     A key ends in ``":``. So where the text has as many of these as the decoded objects have keys, none is repeated, and
-    nothing else is looked at: that takes 0.2 us per row, a second pass through the JSON ten times as long.
+    nothing else is looked at. A row with a nested object takes 0.5 us, a second pass through its JSON 4 us.
     """
-    colons = text.count(b":") if any(white in text for white in _WHITE_BEFORE_COLON) else text.count(b'":')
-    if colons != _keys(value):
+    ends = text.count(b'":')
+    spaced = text.count(b":") != ends and _WHITE_BEFORE_COLON.search(text) is not None
+    if spaced or ends != _keys(value):
         json.loads(text, object_pairs_hook=with_unique_keys)
 
 
 def _keys(value: Any) -> int:
     """Keys of all objects in a decoded value; too few where a list begins with a number and holds objects later."""
     if type(value) is dict:
-        return len(value) + sum(_keys(inner) for inner in value.values() if type(inner) in (dict, list))
-    if value and type(value[0]) in (dict, list):
-        return sum(_keys(inner) for inner in value if type(inner) in (dict, list))
-    return 0
+        count = len(value)
+        for inner in value.values():
+            if type(inner) is dict or type(inner) is list:
+                count += _keys(inner)
+        return count
+    if not value or type(value[0]) not in (dict, list):
+        return 0
+    return sum(_keys(inner) for inner in value if type(inner) in (dict, list))
