@@ -25,13 +25,14 @@ ATTRIBUTES: tuple[tuple[str, ...], ...] = (
     ("log_stats",), ("vllm_config",),
     ("kv_cache_manager.block_pool.num_gpu_blocks",),
     ("kv_cache_manager.block_pool.get_num_free_blocks",),
+    ("kv_cache_manager.allocate_slots",),
 )  # fmt: skip
 """Attributes of a scheduler: one of each group, depending on the version."""
 
 REQUEST = (
     "is_prefill_chunk", "status", "num_output_placeholders", "num_computed_tokens", "num_prompt_tokens", "max_tokens",
     "num_output_tokens", "num_preemptions", "num_tokens", "lora_request", "structured_output_request",
-    "_output_token_ids",
+    "_output_token_ids", "priority", "arrival_time",
 )  # fmt: skip
 """Attributes of a request."""
 
