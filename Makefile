@@ -43,9 +43,9 @@ tests: $(TEST)/.stamp
 vllm: $(TEST)/.stamp
 	$(PYTEST) -m "vllm and not nightly"
 
-# Lines of both packages run by the tests without vLLM; commands in processes of their own are counted too.
+# Lines and branches of both packages run by the fast tests; commands in processes of their own are counted too.
 coverage: $(TEST)/.stamp-dev
-	$(PYTEST) -m "not vllm" --cov --cov-report=term:skip-covered
+	$(PYTEST) -m "not vllm and not slow" --cov --cov-report=term:skip-covered
 
 unit: $(TEST)/.stamp-dev
 	$(PYTEST) -m "not vllm"
