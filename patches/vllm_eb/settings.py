@@ -36,7 +36,12 @@ class UnknownSettingError(SettingError):
     """An unknown setting. ``what``: the kind of thing in words; ``name`` and ``known``: the names."""
 
     def __init__(self, of: str, name: str, known: Mapping[str, Setting], noun: str = "setting") -> None:
-        remedy = name_hint(name, known) if known else f"it takes no {noun}s"
+        published = name.replace("-", "_")
+        own = next((own for own, about in known.items() if about.published == published), None)
+        if own is not None:
+            remedy = f"here it is {own}="
+        else:
+            remedy = name_hint(name, known) if known else f"it takes no {noun}s"
         self.what = f"{noun} of {of}"
         super().__init__(f"unknown {self.what} {name!r}; {remedy}")
         self.name, self.known = name, tuple(known)
@@ -50,7 +55,7 @@ class Setting:
     ``s/token``, ``steps``, ``requests``, ``percent``, ``share`` and others; empty for a plain number. ``above`` and
     ``below`` are exclusive bounds, ``at_least`` and ``at_most`` inclusive ones; infinity is allowed only with
     ``infinite``. ``none``: the word for None. ``doubtful_from``: a value this large is probably in another unit.
-    ``example``: a valid value for messages.
+    ``example``: a valid value for messages. ``published``: the name of the same setting where the rule comes from.
     """
 
     help: str
@@ -61,6 +66,7 @@ class Setting:
     below: float | None = None
     doubtful_from: float | None = None
     example: object = None
+    published: str = ""
     none: str = ""
     infinite: bool = False
     default: object = REQUIRED

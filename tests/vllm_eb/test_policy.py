@@ -84,6 +84,13 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("eb:theta_min=0.9", "at most 0.8"),
         ("ebplus:margin=nan", "write a number"),
         ("ebplus:sticky=inf", "write a number"),
+        ("v1:max_num_batched_tokens=2048", "'max_num_batched_tokens'; here it is budget="),
+        ("batchwait:batch_wait_timeout_iters=32,ratio=0.5", "'batch_wait_timeout_iters'; here it is iters="),
+        ("batchwait:iters=32,batch-wait-max-tokens-ratio=0.5", "'batch-wait-max-tokens-ratio'; here it is ratio="),
+        ("delayer:prefill_delayer_max_delay_passes=30", "here it is passes="),
+        ("cadence:prefill_schedule_interval=8", "here it is every="),
+        ("delayer:usage=1.5", "'usage=1.5' is not valid; write a number of at least 0 and at most 1 .share"),
+        ("delayer:wait=3", "wait= limits the delay by ratio=; give that too, e.g. ratio=0.5"),
     ],
 )
 def test_wrong_policy_settings_are_refused_with_the_remedy(text: str, says: str) -> None:

@@ -29,10 +29,13 @@ class BatchWait(PolicySpec):
     colour = "#999933"
     departure = 15
 
-    iters: int = setting(help="most steps that prompts wait", unit="steps", at_least=1, example=32)
-    ratio: float = setting(
-        help="share of the token budget at which they no longer wait", unit="share", above=0, at_most=1, example=0.5
+    iters: int = setting(
+        help="most steps that prompts wait", unit="steps", at_least=1, example=32, published="batch_wait_timeout_iters"
     )
+    ratio: float = setting(
+        help="share of the token budget at which they no longer wait", unit="share", above=0, at_most=1, example=0.5,
+        published="batch_wait_max_tokens_ratio",
+    )  # fmt: skip
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:

@@ -29,7 +29,10 @@ class CadenceSpec(PolicySpec):
         "may come in every step; that is vLLM's rule."
     )
 
-    every: int = setting(help="steps from one that computes prompts to the next", unit="steps", at_least=1, example=8)
+    every: int = setting(
+        help="steps from one that computes prompts to the next", unit="steps", at_least=1, example=8,
+        published="prefill_schedule_interval",
+    )  # fmt: skip
     escape: bool = setting(True, "drop the interval while requests wait for a slot or for memory, as vLLM does")
 
     @property

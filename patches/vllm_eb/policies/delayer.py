@@ -27,7 +27,7 @@ from typing import Literal
 
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
-from vllm_eb.policy import PolicySpec, setting
+from vllm_eb.policy import PolicyError, PolicySpec, setting
 from vllm_eb.strategy import EngineFacts, Strategy
 
 ATTEMPTS = 16
@@ -42,15 +42,24 @@ class Delayer(PolicySpec):
     colour = "#882255"
     departure = 55
 
-    passes: int = setting(30, "most steps that a prefill is delayed; 0: no limit", unit="steps", at_least=0)
+    passes: int = setting(
+        30, "most steps that a prefill is delayed; 0: no limit", unit="steps", at_least=0,
+        published="prefill_delayer_max_delay_passes",
+    )  # fmt: skip
     watermark: Literal["window", "decay", "lifetime"] = setting(
         "window", "largest prefill of the last 16 attempts, ever with decay, or ever (SGLang's first definition)"
     )
     usage: float = setting(
-        0.0, "used share of the KV cache below which no prefill is delayed", unit="share", at_least=0
-    )
+        0.0, "used share of the KV cache below which no prefill is delayed", unit="share", at_least=0, at_most=1,
+        published="prefill_delayer_token_usage_low_watermark",
+    )  # fmt: skip
     ratio: float = setting(0.0, "waiting requests needed per running one; 0: not checked", unit="share", at_least=0)
     wait: float = setting(5.0, "longest delay by ratio", unit="s", above=0)
+
+    def check(self) -> None:
+        """Without a ratio no delay is by ratio."""
+        if "wait" in self.given() and not self.ratio:
+            raise PolicyError("policy delayer: wait= limits the delay by ratio=; give that too, e.g. ratio=0.5")
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:

@@ -21,8 +21,9 @@ class V1(PolicySpec):
     departure = 0
 
     budget: int | None = setting(
-        None, "tokens per step, at most max_num_batched_tokens", unit="tokens per step", at_least=1
-    )
+        None, "tokens per step, at most max_num_batched_tokens", unit="tokens per step", at_least=1,
+        published="max_num_batched_tokens",
+    )  # fmt: skip
 
     @property
     def native(self) -> bool:
