@@ -50,8 +50,7 @@ def prompts_that_stay(steps: float, *, active: int, free_tokens: int, prompt_tok
 class KvRoom:
     """Learns from preemptions how much KV to leave free for the growth of running sequences."""
 
-    def __init__(self, capacity_tokens: int) -> None:
-        self._capacity_tokens = capacity_tokens
+    def __init__(self) -> None:
         self._reserve_share = 0.0
         self._admitted_since_raise = False
         self._active = 1
@@ -76,18 +75,29 @@ class KvRoom:
             self._admitted_since_raise = False
 
     def prompts(
-        self, *, active: int, free_tokens: int, context_tokens: float, prompt_tokens: float, answer_tokens: float
+        self,
+        *,
+        active: int,
+        free_tokens: int,
+        context_tokens: float,
+        prompt_tokens: float,
+        answer_tokens: float,
+        running_tokens: float,
     ) -> float:
         """Number of mean prompts that fit without preemptions: now, with the reserve, and when responses are half done.
 
         The second bound keeps a young batch, whose responses all still have to grow, from being filled with as many
-        requests as fit now. With a steady number of sequences their mean age is at least half a response (renewal
-        theory), so the bound has no effect there. Shared prefixes make contexts (``context_tokens`` per sequence)
+        requests as fit now: what running responses, of ``running_tokens`` tokens so far together, lack to half a mean
+        response each is left free, and a new request takes that half beside its prompt. With a steady number of
+        sequences their mean age is at least half a response (renewal theory), so the bound has no effect there. Ages
+        are counted, since the mean of the last prompts is not that of the running ones: where the shortest is admitted
+        first, the last of a refill are its longest. Shared prefixes make contexts (``context_tokens`` per sequence)
         shorter than prompts.
         """
         reserve_tokens = self._reserve_share * answer_tokens
         fit_now = max(free_tokens - reserve_tokens * active, 0.0) / (prompt_tokens + reserve_tokens)
         if not active:
             return fit_now
-        grown_tokens = min(prompt_tokens, context_tokens) + answer_tokens / 2
-        return min(fit_now, max(self._capacity_tokens / grown_tokens - active, 0.0))
+        lacking_tokens = active * answer_tokens / 2 - running_tokens
+        new_tokens = min(prompt_tokens, context_tokens) + answer_tokens / 2
+        return min(fit_now, max((free_tokens - lacking_tokens) / new_tokens, 0.0))

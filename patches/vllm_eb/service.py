@@ -46,15 +46,19 @@ class AnswerLength:
         self._level: float | None = None
         self.mean = prior_tokens
         """The estimate in tokens."""
+        self.running_tokens = 0
+        """Tokens so far of all running responses: counted, and with ``product_limit`` read anew with every update."""
 
     def decoded(self, seqs: int) -> None:
         """Record a step with one token for each of ``seqs`` sequences."""
+        self.running_tokens += seqs
         self._long.tokens += seqs
         self._short.tokens += seqs
         self._estimate()
 
     def ended(self, output_tokens: int) -> None:
         """Record a response that has ended after ``output_tokens``."""
+        self.running_tokens = max(self.running_tokens - output_tokens, 0)
         self._long.end()
         self._short.end()
         if self._lengths is not None:
@@ -65,7 +69,9 @@ class AnswerLength:
         """Estimate the survival curve again. ``running_ages``: returns the tokens so far of each running response."""
         if self._lengths is None:
             return
-        found = self._lengths.estimate(running_ages())
+        ages = running_ages()
+        self.running_tokens = sum(ages)
+        found = self._lengths.estimate(ages)
         if found is None:
             return
         if self._level is None:

@@ -145,14 +145,15 @@ def test_marginal_is_equal_where_prompts_are_cheapest_in_small_steps() -> None:
         assert sum(tokens) / len(tokens) < 4096, "prompts were computed in steps as large as the budget allows"
 
 
+@pytest.mark.parametrize("order", ["fcfs", "shortest"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_marginal_is_equal_after_estimates_of_the_mean_answer(asynchronous: bool) -> None:
+def test_marginal_is_equal_after_estimates_of_the_mean_answer(asynchronous: bool, order: str) -> None:
     """Memory bounds admissions, and more answers end than its first estimate of their survival curve needs."""
     plan = make_plan(Traffic(sessions=120, concurrency=40, max_input=60, max_output=60, seed=4))
     options = EngineOptions(
         max_num_seqs=36, max_num_batched_tokens=512, num_kv_blocks=90, async_scheduling=asynchronous
     )
-    policy = "marginal:window=30,update_every=10"
+    policy = f"marginal:window=30,update_every=10,order={order}"
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []
     assert sum(sim.steps["preemptions"].to_pylist()) > 0

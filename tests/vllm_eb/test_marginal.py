@@ -205,6 +205,7 @@ def test_after_a_preemption_room_is_left_to_grow_and_less_again_with_time() -> N
     made = controller("marginal:mix=off")
     for _ in range(100):
         made.on_prompt(100)
+    half_answer_each(made, ended=48)
     full = view(decoding=80, waiting=50, free_blocks=200)
     before = made.decide(full).n_limit
     assert 80 < before <= 100
@@ -212,9 +213,16 @@ def test_after_a_preemption_room_is_left_to_grow_and_less_again_with_time() -> N
         made.on_prompt(100)
         after = made.decide(full._replace(preempted=1)).n_limit
     assert after < before
-    for _ in range(1000):
-        made.on_finish(100)
+    half_answer_each(made, ended=1000)
     assert made.decide(full).n_limit > after
+
+
+def half_answer_each(made: Controller, *, ended: int) -> None:
+    """``ended`` answers of 100 tokens end, then 80 are made up to 60 tokens."""
+    for _ in range(ended):
+        made.on_finish(100)
+    for _ in range(60):
+        made.decide(view(decoding=80, waiting=0, free_blocks=200))
 
 
 def test_one_wave_of_preemptions_counts_once() -> None:
@@ -229,6 +237,17 @@ def test_one_wave_of_preemptions_counts_once() -> None:
     state = view(decoding=10, waiting=50, free_blocks=300)
     assert 10 < made.decide(state).n_limit < 100
     assert again.decide(state).n_limit == made.decide(state).n_limit
+
+
+def test_what_running_answers_lack_is_counted_and_not_guessed_from_the_last_prompts() -> None:
+    """The shortest prompts first: the last ones let in are the longest, and most running ones are shorter."""
+    made, _ = young_batch("marginal:mix=off,order=shortest")
+    for prompt in (*[10] * 30, *[400] * 10):
+        made.on_prompt(prompt)
+    for _ in range(200):  # half of 400 tokens: 30 * 10 + 10 * 400 + 40 * 200 of 16,000 tokens are used
+        made.decide(view(decoding=40, waiting=0, free_blocks=230))
+    # 3,680 tokens are free, and hardly any are lacking. By the mean of the last prompts, 166 tokens, 41 would fit.
+    assert 46 <= made.decide(view(decoding=40, waiting=100, free_blocks=230)).n_limit <= 50
 
 
 def young_batch(policy: str) -> tuple[Controller, View]:

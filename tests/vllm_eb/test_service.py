@@ -92,6 +92,18 @@ def closed_loop(length: AnswerLength, seqs: int, steps: int, *, update_every: in
     return means
 
 
+def test_tokens_of_running_answers_are_counted_and_read_anew_with_every_update() -> None:
+    length = AnswerLength(prior_tokens=100, window=500, product_limit=True)
+    for _ in range(30):
+        length.decoded(4)
+    length.ended(30)
+    assert length.running_tokens == 90
+    length.update(lambda: [30, 30])  # the fourth was preempted
+    assert length.running_tokens == 60
+    length.ended(70)  # read at 60 with one token in flight, then counted
+    assert length.running_tokens == 0
+
+
 def test_after_a_full_start_the_product_limit_mean_comes_nearer_to_the_true_one_sooner() -> None:
     """Tokens per ended answer counts all tokens of the start, when hardly an answer has ended."""
     cautious = closed_loop(AnswerLength(100, 500, product_limit=False), 1000, 600)[7:]
