@@ -24,10 +24,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     new = ("-newkey", "rsa:2048", "-nodes")
-    openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority")
+    # From Python 3.13 on an authority must say what its key is for, and a certificate which authority signed it.
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    authority = ("-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority", *usage)
+    openssl("req", "-x509", *new, "-keyout", "ca.key", *authority)
     openssl("req", "-x509", *new, "-keyout", "x.key", "-out", "other.pem", "-days", "2", "-subj", "/CN=another")
     openssl("req", *new, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=127.0.0.1")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
     signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
     openssl("x509", "-req", "-in", "server.csr", *signed, "-out", "server.pem")
     return folder
