@@ -54,10 +54,10 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
         ) from None
     finally:
         call.end()
-        write_manifest(folder, question, call)
+        load_average = write_manifest(folder, question, call)
     judged = judge(outcomes.observations, question.policies[0])
     machine = describe_machine(question)
-    document = as_document(question, outcomes, judged, machine, call.load_average)
+    document = as_document(question, outcomes, judged, machine, load_average)
     found = as_dict(question, outcomes, judged, machine)
     _store(folder, found, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
     if as_json:

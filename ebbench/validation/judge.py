@@ -28,6 +28,8 @@ CHOICE_LIMIT = 0.25
 """Largest such error of throughput at which choices between policies can be used."""
 SMALLEST_GAIN = 0.02
 """The direction of a smaller measured gain is not judged."""
+NO_GAIN = 0.0005
+"""A smaller predicted gain has no direction: it is shown as 0.0 %."""
 WRONG_SHARE = 0.2
 """Share of wrong directions above which choices cannot be used."""
 FEWEST_ROUNDS = 2
@@ -75,7 +77,8 @@ class Error:
 class GainPrediction:
     """Gain in throughput of a policy over the first one at one load, predicted and measured, as shares.
 
-    ``uncertainty``: of the measured gain. ``right``: whether the direction was predicted; None: too close to tell.
+    ``uncertainty``: of the measured gain; the intervals of all gains together hold with 95 %. ``right``: whether the
+    direction was predicted; None: too close to tell.
     """
 
     policy: str
@@ -173,16 +176,16 @@ def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
     return typical, [max(value, typical) for value in own]
 
 
-def interval_factor(groups: Sequence[Sequence[float]]) -> float:
+def interval_factor(groups: Sequence[Sequence[float]], together: int = 1) -> float:
     """Standard errors to either side that cover a mean with 95 %: Student's t, as many degrees of freedom as all groups
-    have values beyond one each.
+    have values beyond one each. ``together``: number of means that are covered at the same time (Bonferroni).
 
     The noise of two rounds in two settings is itself known so badly that it takes 4.3; with many settings it takes 2.
     """
     from scipy import stats
 
     freedom = sum(len(values) - 1 for values in groups)
-    return float(stats.t.ppf(0.975, freedom)) if freedom else math.inf
+    return float(stats.t.ppf(1.0 - 0.025 / together, freedom)) if freedom else math.inf
 
 
 def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:
@@ -200,12 +203,13 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainP
             )
     measured_gains = [[measured for _, measured in pairs] for pairs in logs.values()]
     _, sigmas = noise_of(measured_gains)
-    t = interval_factor(measured_gains)
+    t = interval_factor(measured_gains, len(measured_gains))
     for ((policy, load), pairs), sigma in zip(logs.items(), sigmas, strict=True):
         predicted_gain, measured_gain = (mean(part) for part in zip(*pairs, strict=True))
         uncertainty = t * sigma / math.sqrt(len(pairs))
         clear = abs(measured_gain) > max(uncertainty, SMALLEST_GAIN)
-        right = predicted_gain * measured_gain > 0 if clear else None
+        foreseen = abs(predicted_gain) >= NO_GAIN and predicted_gain * measured_gain > 0
+        right = foreseen if clear else None
         yield GainPrediction(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
 
 

@@ -72,11 +72,15 @@ def describe_machine(question: ValidationQuestion) -> dict[str, Any]:
     }
 
 
-def write_manifest(folder: Path, question: ValidationQuestion, call: Call) -> None:
-    """Write the manifest, or add the call to an existing one. Raises DataError for a damaged one."""
+def write_manifest(folder: Path, question: ValidationQuestion, call: Call) -> list[float]:
+    """Write the manifest, or add the call to an existing one; returns the load averages of all calls.
+
+    Raises DataError for a damaged manifest.
+    """
     path = folder / MANIFEST
     try:
         earlier = json.loads(path.read_bytes())["calls"] if path.exists() else []
+        loads = [sample for one in earlier for sample in one["load_average"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete it") from None
     content = {
@@ -86,3 +90,4 @@ def write_manifest(folder: Path, question: ValidationQuestion, call: Call) -> No
         "calls": [*earlier, call.to_dict()],
     }
     files.write_bytes(json.dumps(content, indent=1).encode() + b"\n", path)
+    return [*loads, *call.load_average]

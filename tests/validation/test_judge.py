@@ -140,7 +140,8 @@ def test_one_erratic_setting_does_not_hide_the_others() -> None:
 
 
 def test_a_gain_that_was_not_predicted_at_all_is_wrong() -> None:
-    assert [gain.right for gain in judged(observations(gain=1.0, noise=0.002)).gains] == [False, False]
+    for gain in (1.0, 1.0004):  # both are shown as 0.0 %
+        assert [one.right for one in judged(observations(gain=gain, noise=0.002)).gains] == [False, False]
 
 
 @pytest.mark.parametrize(("true_gain", "right"), [(1.01, None), (1.04, True)])
@@ -150,9 +151,9 @@ def test_a_gain_has_a_direction_from_two_per_cent_on(true_gain: float, right: bo
 
 
 def test_where_policies_are_equal_noise_seldom_looks_like_a_gain() -> None:
-    made = (with_true_gain(observations(noise=0.05, rounds=2, seed=seed), 1.0) for seed in range(400))
-    clear = [gain.right is not None for one in made for gain in judged(one).gains]
-    assert len(clear) == 800
+    made = (judged(with_true_gain(observations(noise=0.05, rounds=2, seed=seed), 1.0)) for seed in range(400))
+    clear = [any(gain.right is not None for gain in found.gains) for found in made]
+    assert len(clear) == 400
     assert sum(clear) < 0.05 * len(clear)
 
 

@@ -13,6 +13,7 @@ from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
 from ebbench.validation import drive
 from ebbench.validation.drive import TimeBudget, fitted_schedule, validate
+from ebbench.validation.machine import Call, write_manifest
 from ebbench.validation.question import ValidationQuestion
 
 SMALL = [
@@ -65,6 +66,12 @@ def test_the_manifest_names_the_machine_and_every_call(done: tuple[Result, Path]
     (call,) = manifest["calls"]
     assert call["began"] <= call["ended"]
     assert call["load_average"]
+
+
+def test_a_continued_validation_shows_the_load_of_all_calls(tmp_path: Path) -> None:
+    first, second = Call(["one"], 0, load_average=[0.5, 3.5]), Call(["two"], 0, load_average=[1.0])
+    assert write_manifest(tmp_path, question(), first) == [0.5, 3.5]
+    assert write_manifest(tmp_path, question(), second) == [0.5, 3.5, 1.0]
 
 
 def question() -> ValidationQuestion:
