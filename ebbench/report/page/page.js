@@ -60,6 +60,14 @@
 
   const panelWidth = (element) => Math.max(element.clientWidth - 70, 160);
 
+  // The text in lines that a panel has room for, whatever the font: a longer title makes the whole page scroll sideways.
+  const CHARACTER_PX = 7;
+  const wrapped = (text, width) => text.split(" ").reduce((lines, word) => {
+    const longer = [...lines.slice(-1), word].join(" ");
+    const full = lines.length > 0 && longer.length * CHARACTER_PX > width;
+    return full ? [...lines, word] : [...lines.slice(0, -1), longer];
+  }, []);
+
   // Panels of one width over one axis of time that ends where the longest does; a panel without a row is left out.
   const fitPanels = (spec, data, element) => {
     spec.vconcat = spec.vconcat.filter((panel) => data[panel.layer[0].data.name].length);
@@ -68,6 +76,7 @@
     const end = rows.reduce((latest, row) => Math.max(latest, row.t2 ?? row.t), 0);
     spec.vconcat.forEach((panel) => {
       panel.width = width;
+      panel.title.text = wrapped(panel.title.text, width);
       panel.layer.forEach((layer) => { layer.encoding.x.scale = { nice: false, domain: [0, end] }; });
     });
     data.phases = data.phases.map((phase, i) => {
