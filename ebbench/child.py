@@ -106,15 +106,15 @@ def descendants_guarded() -> Iterator[None]:
     mark = uuid.uuid4().hex
     guard = Child([sys.executable, "-I", "-S", str(TREE_GUARD), str(os.getpid()), mark], start_new_session=True)
     try:
-        with _environment(EBBENCH_GUARDED=mark, SPT_NOENV="1"):  # setproctitle writes over the environment without it
+        with environment(EBBENCH_GUARDED=mark, SPT_NOENV="1"):  # setproctitle writes over the environment without it
             yield
     finally:
         guard.end(KILL_WAIT_S)
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables and put the old values back."""
+def environment(**variables: str) -> Iterator[None]:
+    """Inside, environment variables have these values; afterwards their old ones."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -29,7 +29,7 @@ class Scraper:
             await asyncio.sleep(self._interval_s)
 
     async def once(self) -> bool:
-        """Read once; returns False if the server has no such page: a failed read after a first one is left out."""
+        """Read once. Returns False if the server has no such page; a later read that fails is left out."""
         text = await self._server.metrics()
         if text is None:
             return bool(self._last)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ebbench.child import environment
 from ebbench.engines.vllm_command import cpu_build
 from ebbench.validation.question import ValidationQuestion
 
@@ -52,18 +53,9 @@ def starting_on(processors: frozenset[int]) -> Iterator[None]:
 @contextmanager
 def starting_as_measured(question: ValidationQuestion) -> Iterator[None]:
     """Servers started inside run on :func:`server_processors`, the CPU build's model in the engine core's process."""
-    changed = ONE_PROCESS if question.engine == "vllm" and cpu_build() else {}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        with starting_on(server_processors(question)):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    variables = ONE_PROCESS if question.engine == "vllm" and cpu_build() else {}
+    with environment(**variables), starting_on(server_processors(question)):
+        yield
 
 
 def move_api_servers(supervisors: Iterable[int], processors: frozenset[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ebbench
 from ebbench.analysis.slo import METRICS
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.errors import DataError, RunError, UsageError
@@ -29,7 +27,6 @@ from ebbench.records.manifest import (
     RunWarning,
     decode_manifest,
     encode_manifest,
-    git_commit,
     plan_hash,
 )
 from ebbench.records.plan import ClosedPhase, Plan
@@ -382,23 +379,3 @@ def test_a_directory_of_runs_stands_for_them(tmp_path: Path, result: EngineResul
     assert find_runs([tmp_path / "all"]) == [tmp_path / "all" / "a", tmp_path / "all" / "b"]
     assert find_runs([tmp_path / "all" / "b"]) == [tmp_path / "all" / "b"]
     assert find_runs([tmp_path / "none"]) == [tmp_path / "none"]
-
-
-def test_the_commit_of_a_checkout_is_found() -> None:
-    top = Path(__file__).resolve().parents[2]
-    commit = git_commit()
-    assert (commit is not None) == (top / ".git").exists()
-    assert commit is None or len(commit.removesuffix("-dirty")) == 40
-
-
-def test_an_installed_package_and_a_missing_git_give_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))
-        assert git_commit() is None
-    inside = tmp_path / "project" / "site-packages" / "ebbench" / "__init__.py"
-    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    for command in (("init", "-q"), (*author, "commit", "-q", "--allow-empty", "-m", "of another project")):
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["git", "-C", str(tmp_path / "project"), *command], check=True)
-    monkeypatch.setattr(ebbench, "__file__", str(inside))
-    assert git_commit() is None

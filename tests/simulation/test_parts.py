@@ -61,13 +61,19 @@ def step_of(made: Scheduler, now_ns: int) -> Step:
     return step
 
 
-def test_a_token_budget_below_the_decodes_leaves_the_last_ones_out() -> None:
-    made = scheduler([(8, 4)] * 3)
-    for row in range(3):
+def decoding(requests: list[tuple[int, int]]) -> Scheduler:
+    """A scheduler that has computed the prompts of the requests in its first step."""
+    made = scheduler(requests)
+    for row in range(len(requests)):
         made.add(row)
     made.take_arrivals(0)
     step_of(made, 0)
     made.deliver()
+    return made
+
+
+def test_a_token_budget_below_the_decodes_leaves_the_last_ones_out() -> None:
+    made = decoding([(8, 4)] * 3)
     step = Step(MS)
     made.fill(step, made.running, admit=False, running_limit=4, token_budget=2)
     assert step.rows.tolist() == [0, 1]
@@ -97,12 +103,7 @@ def test_a_scheduler_chunks_prompts_by_its_budget_and_hands_out_tokens_when_a_st
 
 def test_a_decode_step_keeps_no_array_of_its_own() -> None:
     """The log keeps thousands of steps: an array in each would take new memory at every step."""
-    made = scheduler([(8, 9)] * 4)
-    for row in range(4):
-        made.add(row)
-    made.take_arrivals(0)
-    step_of(made, 0)
-    made.deliver()
+    made = decoding([(8, 9)] * 4)
     step = step_of(made, MS)
     assert step.decode_seqs == 4
     arrays = [value for field in fields(step) if isinstance(value := getattr(step, field.name), np.ndarray)]

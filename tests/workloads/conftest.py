@@ -24,3 +24,9 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def data() -> Path:
     return DATA
+
+
+@pytest.fixture
+def logs() -> Path:
+    """Small files of the log formats."""
+    return DATA / "logs"

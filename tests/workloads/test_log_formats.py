@@ -15,14 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
-from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UsageError
-from ebbench.records.content import block_tokens, token_ids
 from ebbench.workloads import build_plan
 from ebbench.workloads.trace import read_trace
-from vllm_eb.policy import parse_policy
 
 
 class Expected(NamedTuple):
@@ -63,11 +58,6 @@ FILES = {
     "access.log": Expected("access log", [0, 5], [812, 77], [90, 31], [0, 1], {"no prompt length": 1, "status 503": 1}),
     "chat.jsonl": Expected("chat log", [0, 3], [230, 221], [12, 9], [0, 1], {"status 500": 1}),
 }
-
-
-@pytest.fixture
-def logs(data: Path) -> Path:
-    return data / "logs"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -120,40 +110,6 @@ def test_openinference_spans_as_phoenix_exports_them(logs: Path, tmp_path: Path)
     assert trace.collected.cached_tokens == 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ('{"timestamp": 0.5, "input_length": 1, "input_length": 2, "output_length": 4}', ":1: has the key"),
-        ('{"timestamp" : 0.5, "input_length" : 1, "input_length" : 2, "output_length" : 4}', ":1: has the key"),
-        (
-            '{"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "a": [{"input_length": 1, "input_length": 2}]}',
-            ":1:",
-        ),
-        ('[{"timestamp": 1},\n{"input_length": 1, "input_length": 2}]', ":2: record 2 has the key"),
-        ('{"metadata": {"input_length": 1,\n "input_length": 2}}', ": has the key"),
-        ("metadata:\n  input_length: 1\n  input_length: 2\n", ":3: is not valid YAML: the key"),
-    ],
-)
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, where: str) -> None:
-    path = tmp_path / "log"
-    path.write_text(text)
-    with pytest.raises(InputFileError) as caught:
-        read_trace(path)
-    assert f"log{where}" in str(caught.value)
-    assert "'input_length'" in str(caught.value)
-
-
-def test_a_text_that_looks_like_a_key_is_no_key(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    row = {"time": "09:00", "note": '"input_length": 1, "input_length": 2', "input_length": 3, "output_length": 4}
-    path.write_text(json.dumps({**row, "time": "2026-03-01T09:00:00Z"}) + "\n")
-    assert read_trace(path).requests.input_tokens.tolist() == [3]
-    columns = tmp_path / "twice.parquet"
-    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["isl", "isl"]), columns)
-    with pytest.raises(InputFileError, match="two columns named 'isl'"):
-        read_trace(columns)
-
-
 def test_results_of_vllm_before_start_times_give_lengths(logs: Path, tmp_path: Path) -> None:
     result = json.loads((logs / "vllm_bench.json").read_text())
     del result["start_times"]
@@ -163,78 +119,6 @@ def test_results_of_vllm_before_start_times_give_lengths(logs: Path, tmp_path: P
     assert plan.table["input_tokens"].to_pylist() == [60] * 3
     with pytest.raises(UsageError, match="has no times to replay"):
         build_plan(f"log:{path}")
-
-
-def test_hash_ids_of_any_block_size(logs: Path) -> None:
-    timed = build_plan(f"log:{logs / 'timed_trace.jsonl'}", time_unit="s")
-    assert block_tokens(timed.table) == 16
-    assert any("blocks of 16 tokens" in warning for warning in timed.warnings)
-    weka = build_plan(f"log:{logs / 'weka.json'}").table
-    assert block_tokens(weka) == 64
-    ids = weka["hash_ids"].to_pylist()
-    assert ids[4][:3] == ids[0]
-    assert ids[1][0] == ids[0][0]
-    assert ids[1][1] not in ids[0]
-    assert block_tokens(build_plan(f"log:{logs / 'bailian.jsonl'}").table) == 16
-
-
-def test_hash_ids_of_another_trace_file_mean_other_prompts(tmp_path: Path, logs: Path) -> None:
-    one = json.loads((logs / "weka.json").read_text())
-    path = tmp_path / "two.jsonl"
-    path.write_text(json.dumps(one) + "\n" + json.dumps({**one, "id": "trace_0002"}) + "\n")
-    ids = read_trace(path).requests.hash_ids
-    assert ids is not None
-    assert not set(ids[0].as_py()) & set(ids[5].as_py()) or len(set(map(str, ids.to_pylist()))) > 5
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    size=st.sampled_from([16, 64, 128, 512]),
-    blocks=st.lists(st.integers(1, 30), min_size=3, max_size=8),
-    whole=st.booleans(),
-)
-def test_the_block_size_read_gives_every_prompt_its_ids(
-    tmp_path_factory: pytest.TempPathFactory, size: int, blocks: list[int], whole: bool
-) -> None:
-    path = tmp_path_factory.mktemp("blocks") / "t.jsonl"
-    rows: list[dict[str, Any]] = [
-        {
-            "timestamp": 1000 * at,
-            "input_length": count * size if whole else (count - 1) * size + 1,
-            "output_length": 3,
-            "hash_ids": list(range(count)),
-        }
-        for at, count in enumerate(blocks)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = block_tokens(build_plan(f"log:{path}").table)
-    for row in rows:
-        assert found * (len(row["hash_ids"]) - 1) < row["input_length"]
-    if whole and len(set(blocks)) > 1:
-        assert found == size
-
-
-def test_equal_hash_ids_give_equal_tokens_in_blocks_of_any_size() -> None:
-    for size in (16, 64, 512):
-        one = token_ids(1, [5, 6], 0, 3 * size, 1000, size)
-        other = token_ids(2, [5, 7], 0, 3 * size, 1000, size)
-        assert np.array_equal(one[:size], other[:size])
-        assert not np.array_equal(one[size : 2 * size], other[size : 2 * size])
-        assert not np.array_equal(one[2 * size :], other[2 * size :])
-
-
-def test_the_simulated_cache_tells_small_blocks_apart(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    rows = [[1, 2, 3, 4], [1, 2, 8, 9], [1, 2, 3, 7], [5, 6, 10, 11]]
-    path.write_text("".join(
-        json.dumps({"timestamp": 20.5 * at, "input_length": 64, "output_length": 4, "hash_ids": ids}) + "\n"
-        for at, ids in enumerate(rows)
-    ))  # fmt: skip
-    plan = build_plan(f"log:{path}", time_unit="s")
-    assert block_tokens(plan.table) == 16
-    options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=2048)
-    result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), options, None)
-    assert result.requests["cached_tokens"].to_pylist() == [0, 32, 48, 0]
 
 
 def test_pauses_and_parallel_requests(logs: Path) -> None:

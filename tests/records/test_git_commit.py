@@ -1,0 +1,31 @@
+"""The commit in a manifest: that of ebbench's own checkout, or none."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ebbench
+from ebbench.records.manifest import git_commit
+
+
+def test_the_commit_of_a_checkout_is_found() -> None:
+    top = Path(__file__).resolve().parents[2]
+    commit = git_commit()
+    assert (commit is not None) == (top / ".git").exists()
+    assert commit is None or len(commit.removesuffix("-dirty")) == 40
+
+
+def test_an_installed_package_and_a_missing_git_give_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert git_commit() is None
+    inside = tmp_path / "project" / "site-packages" / "ebbench" / "__init__.py"
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for command in (("init", "-q"), (*author, "commit", "-q", "--allow-empty", "-m", "of another project")):
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "-C", str(tmp_path / "project"), *command], check=True)
+    monkeypatch.setattr(ebbench, "__file__", str(inside))
+    assert git_commit() is None
