@@ -15,13 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 from vllm_eb.config import ConfigError
-
-# Read from every running request, in C.
-_IN_FLIGHT, _ID_AND_OUTPUT = attrgetter("num_output_placeholders"), attrgetter("request_id", "_output_token_ids")
 
 
 def limit_name(scheduler: Any) -> str:
@@ -87,11 +83,11 @@ def output_tokens(scheduler: Any, running: Sequence[Any]) -> dict[str, list[int]
     step, so the lists are not copied: that would take longer than everything else the plugin does.
     """
     known = scheduler.prev_step_scheduled_req_ids
-    if any(map(_IN_FLIGHT, running)):
-        running = [request for request in running if not request.num_output_placeholders]
-    sent = dict(map(_ID_AND_OUTPUT, running))
-    for request_id in known.intersection(sent):
-        del sent[request_id]
+    sent = {
+        request.request_id: request._output_token_ids
+        for request in running
+        if request.request_id not in known and not request.num_output_placeholders
+    }
     known.update(sent)
     return sent
 

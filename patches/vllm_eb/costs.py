@@ -78,17 +78,8 @@ class CostGrid:
 
     def decode_at(self, context_tokens: float) -> Callable[[float], float]:
         """See StepCosts."""
-        table, axis, last, (j, v) = self.decode, self.seqs, len(self.seqs) - 2, _locate(self.contexts, context_tokens)
-
-        def at(seqs: float) -> float:  # as decode_s; a scheduler asks several times per step, so it calls no function
-            i = bisect_right(axis, seqs) - 1
-            i = 0 if i < 0 else last if i > last else i
-            first, second = table[i], table[i + 1]
-            low, high = first[j] + (first[j + 1] - first[j]) * v, second[j] + (second[j + 1] - second[j]) * v
-            share = (seqs - axis[i]) / (axis[i + 1] - axis[i])
-            return low + (high - low) * (share if share > 0.0 else 0.0)
-
-        return at
+        column = _locate(self.contexts, context_tokens)
+        return lambda seqs: _plane(self.decode, _locate(self.seqs, seqs), column)
 
     def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
         """See StepCosts."""

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heapify, heappush, heappushpop
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, compress, count
-from operator import gt, le, neg, not_
+from operator import gt, le, not_
 from typing import NamedTuple, Protocol
 
 SHORTEST_EVERY_S = 0.02  # about a decode step: ordering thousands of requests takes a millisecond
@@ -174,8 +174,8 @@ class PunctualQueue:
         first = in_time = list(compress(others, fits))
         dropped = given_up(list(compress(prompt_s, fits)), list(compress(slack_s, fits)), answer_s)
         if dropped:
-            first = list(compress(in_time, map(not_, map(dropped.__contains__, count()))))
-            first += map(in_time.__getitem__, sorted(dropped))
+            first = [place for number, place in enumerate(in_time) if number not in dropped]
+            first += [in_time[number] for number in sorted(dropped)]
         late = [] if len(in_time) == len(others) else list(compress(others, map(not_, fits)))
         self._first_s = seen_s[first[0]] if len(first) > len(dropped) else None
         if oldest is None and overdue:
@@ -205,16 +205,14 @@ def given_up(prompt_s: Sequence[float], slack_s: Sequence[float], answer_s: floa
     if begin is None:
         return set()
     dropped: set[int] = set()
-    # The longest first, of equal lengths the youngest.
-    kept = list(zip(map(neg, prompt_s[:begin]), range(0, -begin, -1), strict=True))
+    kept = [(-prompt_s[index], -index) for index in range(begin)]  # longest first, of equal lengths the youngest
     heapify(kept)
     total_s = served_s[begin - 1] if begin else 0.0
     for index, one_s, left_s in zip(count(begin), prompt_s[begin:], slack_s[begin:], strict=False):
+        heappush(kept, (-one_s, -index))
         total_s += one_s + answer_s
         if total_s - answer_s > left_s:
-            longest_s, longest = heappushpop(kept, (-one_s, -index))
+            longest_s, longest = heappop(kept)
             total_s += longest_s - answer_s
             dropped.add(-longest)
-        else:
-            heappush(kept, (-one_s, -index))
     return dropped

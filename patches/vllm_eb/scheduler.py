@@ -19,7 +19,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import filterfalse
 from typing import Any
 
 import vllm
@@ -278,7 +277,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     def _decode_step(self, args: Any, kwargs: Any) -> Any:
         visible = self.running
         if self._prefilling:
-            visible = list(filterfalse(set(self._prefilling).__contains__, self.running))
+            aside = set(self._prefilling)
+            visible = [request for request in self.running if request not in aside]
         return self._partial_step(visible, len(visible), args, kwargs)
 
     def _partial_step(self, visible: list[Request], limit: int, args: Any, kwargs: Any) -> Any:

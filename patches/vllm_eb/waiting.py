@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from itertools import repeat, starmap
 from typing import Any
 
 from vllm_eb.controller import Controller
@@ -29,7 +28,6 @@ class WaitingOrder:
         self._admitted = 0  # of these, from the first on
         self._seen_s: list[float] = []  # their arrival times
         self._prompt_tokens: list[int] = []
-        self._first = self._overdue = 0  # requests before the overdue ones, and overdue ones, of the last ordering
         self._last_overdue: Any = None  # the last of the overdue requests in the queue; None if there are none
         self._overdue_until_s = -math.inf  # its arrival
         self._turn: Any = None  # the overdue request that the last ordering put before all others
@@ -92,7 +90,6 @@ class WaitingOrder:
         waiting.extend(map(fresh.__getitem__, places.overdue))
         self._turn = waiting.popleft() if places.oldest_first else None
         self._last_overdue = waiting[-1] if waiting else self._turn
-        self._overdue, self._first = len(waiting), len(places.first)
         if self._last_overdue is not None:
             self._overdue_until_s = self.arrived_s[self._last_overdue.request_id]
         first, rest = list(map(fresh.__getitem__, places.first)), list(map(fresh.__getitem__, places.rest))
@@ -110,8 +107,6 @@ class WaitingOrder:
             requests = list(waiting)
             waiting.clear()
             return requests
-        if (known := self._take_out_known(waiting)) is not None:
-            return known
         before, after, turn = [], [], None
         while waiting and (waiting[0] is self._turn or not self._is_overdue(waiting[0])):
             request = waiting.popleft()
@@ -128,27 +123,6 @@ class WaitingOrder:
             after = [*waiting, *after]
             waiting.clear()
         return before + after
-
-    def _take_out_known(self, waiting: deque[Any]) -> list[Any] | None:
-        """As :meth:`_take_out` where the queue is that of the last ordering, but for admitted and new requests.
-
-        Otherwise the queue stays as it is, and the result is None.
-        """
-        known = self._ordered[self._admitted :]
-        front = max(self._first - self._admitted, 0)
-        behind = len(waiting) - front - self._overdue
-        if not known or self._turn is not None or behind < len(known) - front:
-            return None
-        before = list(starmap(waiting.popleft, repeat((), front)))
-        after = list(starmap(waiting.pop, repeat((), behind)))
-        after.reverse()
-        taken = before + after
-        stands = waiting and waiting[-1] is self._last_overdue and taken[: len(known)] == known
-        if stands and not any(map(self._is_overdue, taken[len(known) :])):
-            return taken
-        waiting.extendleft(reversed(before))
-        waiting.extend(after)
-        return None
 
     def _read(self, queued: list[Any]) -> tuple[list[Any], list[Any]]:
         """Started and fresh requests in queue order; updates the lists of the fresh ones."""
