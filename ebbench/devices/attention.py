@@ -44,8 +44,9 @@ class Grid:
         """Bilinear interpolation with linear extrapolation."""
         xs, ys = self.axes
         # The search leaves out the ends of the axes, so that the cell found always has a right neighbour.
+        width = len(ys)
         i = bisect_right(xs, x, 1, len(xs) - 1) - 1
-        j = bisect_right(ys, y, 1, len(ys) - 1) - 1
+        j = bisect_right(ys, y, 1, width - 1) - 1
         x0, y0 = xs[i], ys[j]
         u = (x - x0) / (xs[i + 1] - x0)
         v = (y - y0) / (ys[j + 1] - y0)
@@ -53,7 +54,7 @@ class Grid:
             u = 0.0
         if v < 0.0:
             v = 0.0
-        values, width = self.values, len(ys)
+        values = self.values
         at = i * width + j
         low = values[at] + (values[at + 1] - values[at]) * v
         at += width

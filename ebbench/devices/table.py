@@ -43,7 +43,8 @@ class TableCost:
 
     def step_s(self, shape: StepShape) -> float:
         """Time (s) from one step to the next: host and GPU one after the other, or overlapped."""
-        host = self.host.step_s + self.host.sequence_s * (shape.decode_seqs + len(shape.prefill))
+        prefill, seqs, _, _ = shape  # reading one field of a NamedTuple takes as long as unpacking all
+        host = self.host.step_s + self.host.sequence_s * (seqs + len(prefill))
         gpu = self.gpu_s(shape)
         if self.experts_s is not None:
             gpu += self._experts_s(_tokens(shape))
@@ -79,21 +80,23 @@ class TableCost:
 
     def gpu_s(self, shape: StepShape) -> float:
         """Time (s) of GPU work only, without experts that several units share."""
-        prefill, seqs, kv_tokens = shape.prefill, shape.decode_seqs, shape.decode_kv_tokens
+        prefill, seqs, kv_tokens, sampled = shape
         tokens, single = seqs, False
         for chunk, _ in prefill:
             tokens += chunk
             if chunk == 1:
                 single = True
-        sampled = shape.sampled_seqs
+        sliding = self.sliding
         total = self.dense_s[tokens if tokens < MAX_TOKENS else MAX_TOKENS]
         total += self.head_s[sampled if sampled < MAX_SAMPLED else MAX_SAMPLED]
-        full, sliding = self.full, self.sliding
-        time_s = full.single_token_step_s if single else full.step_s
-        total += self.full_layers * time_s(prefill, seqs, kv_tokens)
+        if single:
+            total += self.full_layers * self.full.single_token_step_s(prefill, seqs, kv_tokens)
+            if sliding is not None:
+                total += self.sliding_layers * sliding.single_token_step_s(prefill, seqs, kv_tokens)
+            return total
+        total += self.full_layers * self.full.step_s(prefill, seqs, kv_tokens)
         if sliding is not None:
-            time_s = sliding.single_token_step_s if single else sliding.step_s
-            total += self.sliding_layers * time_s(prefill, seqs, kv_tokens)
+            total += self.sliding_layers * sliding.step_s(prefill, seqs, kv_tokens)
         return total
 
 

@@ -23,7 +23,7 @@ from ebbench.devices.base import CostModel, PassCost, StepShape
 from ebbench.simulation.coasting import Attempts, coast
 from ebbench.simulation.gate import Gate, gate_for
 from ebbench.simulation.scheduler import Scheduler
-from ebbench.simulation.step import NS_PER_S, Step, StepSink
+from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step, StepSink
 from vllm_eb.controller import Controller
 
 
@@ -144,8 +144,9 @@ class EngineLoop:
     def _take_arrivals(self, now_ns: int) -> bool:
         """Move arrivals into every unit's queue; returns whether any unit has a request."""
         if self._alone is not None:
-            self._scheduler.take_arrivals(now_ns)
-            return bool(self._scheduler.waiting) or len(self._scheduler.running) > 0
+            scheduler = self._scheduler
+            scheduler.take_arrivals(now_ns)
+            return len(scheduler.running) > 0 or len(scheduler.waiting) > 0
         found = False
         for unit in self.units:
             unit.scheduler.take_arrivals(now_ns)
@@ -155,9 +156,9 @@ class EngineLoop:
     def _schedule(self, now_ns: int) -> Pass:
         """Schedule one pass. It has no steps and takes no time if no unit could schedule anything."""
         if self._alone is not None:
-            step = Step(now_ns)
+            step = Step(now_ns, rows=NO_ROWS, tokens=NO_ROWS, sampled=NO_ROWS)  # as the defaults, which are calls
             self._alone.gate.fill(step)
-            if step.empty:
+            if not len(step.rows):
                 return Pass(now_ns, [])
             self._run_alone(step, self._alone.scheduler.advance(step))
             if self.on_pass is not None:
@@ -222,10 +223,10 @@ class EngineLoop:
         Returns False if no such step was made; nothing has then changed. Only engines with one unit coast, and only if
         no listener follows the passes.
         """
+        if not self._attempts.due():
+            return False
         unit, passes = self._alone, self._passes
         if unit is None or self.on_pass is not None or (passes and not passes[0].steps):
-            return False
-        if not self._attempts.due():
             return False
         until_ns = quiet_until_ns()
         if until_ns <= now_ns or (passes and passes[0].end_ns >= until_ns):  # at most one step would fit

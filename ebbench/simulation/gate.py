@@ -105,12 +105,13 @@ class PolicyGate:
 
     def _follow(self, step: Step, decision: Decision, prefilling: int) -> None:
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
-        candidates, partial = self._scheduler.running, self._scheduler.state.partial
+        scheduler = self._scheduler
+        candidates = scheduler.running
         if decision.phase == "prefill":
-            candidates = candidates[partial[candidates]] if prefilling else NO_ROWS
+            candidates = candidates[scheduler.state.partial[candidates]] if prefilling else NO_ROWS
         elif decision.phase == "decode" and prefilling:
-            candidates = candidates[~partial[candidates]]
-        self._scheduler.fill(
+            candidates = candidates[~scheduler.state.partial[candidates]]
+        scheduler.fill(
             step,
             candidates,
             admit=decision.phase != "decode",

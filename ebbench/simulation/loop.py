@@ -84,6 +84,7 @@ class EventLoop:
         self._plan, self._begin, self._warming = plan, begin, warmup > 0
         self._network_ns, self._queue_limits = network_ns, queue_limits
         self._releases = Releases(plan, warmup)
+        self._pauses = self._releases.pauses
         self.hang_ups = HangUps(plan)
         # Requests that have reached their unit, by stage; kept if clients may hang up.
         self._inside: list[set[int]] = [set() for _ in self.stages]
@@ -141,7 +142,7 @@ class EventLoop:
 
     def _release(self, rows: list[int], ready_ns: int) -> None:
         """Send requests when they have paused."""
-        if self._releases.pauses:
+        if self._pauses:
             pausing = [row for row in rows if self._releases.pause_ns(row)]
             for row in pausing:
                 self.push(ready_ns + self._releases.pause_ns(row), RESUME, row)
@@ -262,7 +263,8 @@ class EventLoop:
 
     def gone(self, rows: list[int]) -> None:
         """Requests have ended for their clients: send those that their ends release."""
-        self.hang_ups.ended(rows)
+        if self.hang_ups.any:
+            self.hang_ups.ended(rows)
         if self._queue_limits is not None:
             for row in rows:
                 self._queue_limits.ended(row)
@@ -352,16 +354,15 @@ class EventLoop:
         index, rows = subject
         if self.hang_ups.any:
             rows = self.hang_ups.still_wanted(rows)
-        if self.stages[index].dispatcher is None:
-            pass
-        elif self._network_ns and index == FRONT:
-            self.push(self.now_ns + self._network_ns, NOTICE, (index, rows))
-        else:
-            self._notice((index, rows))
-        if index == FRONT and self._decode_pool is not None:
-            self._decode_pool.hand_over(rows)
-            return
+        if self.stages[index].dispatcher is not None:
+            if self._network_ns and index == FRONT:
+                self.push(self.now_ns + self._network_ns, NOTICE, (index, rows))
+            else:
+                self._notice((index, rows))
         if self._decode_pool is not None:
+            if index == FRONT:
+                self._decode_pool.hand_over(rows)
+                return
             self._decode_pool.departed(rows)
         self.gone(rows)
 

@@ -137,14 +137,19 @@ class Releases:
 
     def _release_closed(self) -> list[int]:
         rows: list[int] = []
-        while self._queue and self._limits:
-            sessions, max_concurrency = self._limits[0]
-            if len(self._limits) > 1 and self._released_in_phase >= sessions:
-                self._limits.pop(0)
+        queue, limits, starts = self._queue, self._limits, self._graph.parallel_starts
+        while queue and limits:
+            sessions, max_concurrency = limits[0]
+            if len(limits) > 1 and self._released_in_phase >= sessions:
+                limits.pop(0)
                 self._released_in_phase = 0
-            elif self._open < max_concurrency:
-                rows += self._begin(self._queue.popleft())
-                self._released_in_phase += 1
-            else:
+                continue
+            if self._open >= max_concurrency:
                 break
+            self._open += 1
+            self._released_in_phase += 1
+            row = queue.popleft()
+            rows.append(row)
+            if starts:
+                rows += starts.get(row, ())
         return rows

@@ -98,7 +98,8 @@ class Scheduler:
         if not len(running):
             return False
         first = running[0]  # the first request nearly always decides
-        if not state.partial[first] and state.computed[first] < state.last[first]:
+        in_decode = not self.prefilling or not state.partial[first]
+        if in_decode and state.computed[first] < state.last[first]:
             return True
         return bool(((state.computed[running] < state.last[running]) & ~state.partial[running]).any())
 
@@ -151,11 +152,11 @@ class Scheduler:
 
         ``token_budget``: of this step, where it is less than that of the limits.
         """
-        most = self.limits.max_num_batched_tokens
+        limits = self.limits
+        most = limits.max_num_batched_tokens
         if token_budget is not None and token_budget < most:
             most = token_budget
-        bounded = self.limits.long_prefill_token_threshold > 0
-        threshold = admission.chunk_limit(self, len(candidates)) if bounded else 0
+        threshold = admission.chunk_limit(self, len(candidates)) if limits.long_prefill_token_threshold else 0
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
             new_rows, new_tokens = admission.admit(self, step.scheduled_ns, budget, threshold, running_limit)
@@ -286,9 +287,11 @@ class Scheduler:
         state, rows = self.state, step.rows
         self.steps += 1
         self.in_flight.append(step)
-        before = step.computed if len(step.computed) == len(rows) else state.computed.take(rows)
+        before = step.computed
+        if before is None or len(before) != len(rows):
+            before = state.computed.take(rows)
         after = before + step.tokens
-        step.computed = NO_ROWS  # steps are kept until the log folds them: this array would stay with each
+        step.computed = None  # steps are kept until the log folds them: this array would stay with each
         state.computed[rows] = after
         if not self.prefilling:
             step.sampled, step.decode_seqs = rows, len(rows)

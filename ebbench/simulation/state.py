@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +54,18 @@ class RequestState:
         self.end_ns: Ints = np.full(count, UNSET, np.int64)
         self.preemptions: Ints = np.zeros(count, np.int64)
         self.cached_tokens: Ints = np.zeros(count, np.int64)
+        self._last_of_content: list[bool] | None = None
 
-    @cached_property
+    @property
     def last_of_content(self) -> list[bool]:
         """Per request: no later request shares its content."""
-        found = np.zeros(self.count, np.bool_)
-        found[self.count - 1 - np.unique(self.content[::-1], return_index=True)[1]] = True
-        return found.tolist()
+        # Not a cached_property: one makes a dictionary of the attributes, and Python 3.11 then takes twice as long to
+        # read each of them, hundreds of thousands of times in a run.
+        if self._last_of_content is None:
+            found = np.zeros(self.count, np.bool_)
+            found[self.count - 1 - np.unique(self.content[::-1], return_index=True)[1]] = True
+            self._last_of_content = found.tolist()
+        return self._last_of_content
 
     def forget_token_times(self) -> None:
         """Free the times of all tokens, once the requests table has them."""

@@ -30,7 +30,7 @@ class SchedulerLimits:
 class Step:
     """A scheduled step. ``rows`` and ``tokens`` are in scheduling order; ``sampled`` rows get a token at ``end_ns``.
 
-    ``computed``: tokens of each row computed before it, where scheduling the decodes had to look them up.
+    ``computed``: tokens of each row computed before it, where scheduling the decodes had to look them up, else None.
     ``pass_number``: of the pass that several units make together.
     """
 
@@ -40,7 +40,7 @@ class Step:
     rows: Ints = field(default_factory=lambda: NO_ROWS)
     tokens: Ints = field(default_factory=lambda: NO_ROWS)
     sampled: Ints = field(default_factory=lambda: NO_ROWS)
-    computed: Ints = field(default_factory=lambda: NO_ROWS)
+    computed: Ints | None = None
     prefill_tokens: int = 0
     decode_seqs: int = 0
     preempted: list[int] = field(default_factory=list)

@@ -49,7 +49,7 @@ def test_coasting_makes_the_same_steps(world: World) -> None:
 
 
 def test_attempts_to_coast_are_left_out_after_several_failed_in_a_row() -> None:
-    """One failure, at the end of a request, leaves out none; a success begins anew."""
+    """Fewer failures, at the ends of requests, leave out none; a success starts the count again."""
 
     def left_out(attempts: coasting.Attempts, *made: bool) -> list[int]:
         pauses = []
@@ -60,7 +60,9 @@ def test_attempts_to_coast_are_left_out_after_several_failed_in_a_row() -> None:
                 pauses[-1] += 1
         return pauses
 
-    assert left_out(coasting.Attempts(), False, True, False, False, False, True, False) == [0, 0, 0, 1, 2, 0, 0]
+    few, attempts = coasting.PATIENCE - 1, coasting.Attempts()
+    assert left_out(attempts, *[False] * few, True, *[False] * few) == [0] * (2 * few + 1)
+    assert left_out(attempts, False, False, True, False) == [1, 2, 0, 0]
     assert max(left_out(coasting.Attempts(), *[False] * 20)) == coasting.LONGEST_PAUSE
 
 
