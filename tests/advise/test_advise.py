@@ -181,7 +181,7 @@ def test_the_tables_fit_80_columns(runs: Path) -> None:
 
 
 def advice_of(theory: float | None, eb: float) -> Any:
-    """As much of an Advice as its agreement rests on: EB over v1 in theory and in simulation, as shares."""
+    """The parts of an Advice that decide its agreement: gain of EB over v1 in theory and in simulation."""
     scores = [
         SimpleNamespace(policy=name, tokens_per_s=rate, at_reference=True)
         for name, rate in (("v1", 100.0), ("eb", 100 * (1 + eb)))
@@ -316,7 +316,7 @@ def test_plans_are_alike_when_only_the_seed_of_their_contents_differs() -> None:
     assert not alike(plan(0), plan(0, "uniform"))
     assert not alike(plan(0), replace(plan(0), phases=(ClosedPhase("saturated", 9, 5),)))
     mixed = plan(0).table["content"].to_pylist()
-    mixed[1] = mixed[0]  # two requests that share their prompt
+    mixed[1] = mixed[0]  # two requests with the same prompt
     table = plan(0).table
     at = table.schema.get_field_index("content")
     assert not alike(plan(0), replace(plan(0), table=table.set_column(at, table.schema.field(at), [mixed])))

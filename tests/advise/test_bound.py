@@ -1,4 +1,4 @@
-"""The bound on a run's duration: no simulated policy is faster, and prices are fair for every step that one makes."""
+"""The bound on a run's duration: no simulated policy is faster, no simulated step costs less than its work's prices."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def one_seed(policy: str, objective: float, best: float) -> PolicyScore:
 
 
 def of_runs(policy: str, values: tuple[float, ...], best: tuple[float, ...]) -> PolicyScore:
-    """As the command makes it: a run in which nothing met the targets leaves the gain undefined."""
+    """The gain as the command computes it: undefined if no request of a run met the targets."""
     mean = sum(values) / len(values)
     return PolicyScore(policy, mean, values, None, relative_gain(values, best), None, 1.0, 1.0, mean, 8192)
 
@@ -46,7 +46,7 @@ def test_a_policy_whose_gain_may_be_zero_is_not_chosen_beside_one_with_a_sure_ga
     chosen, reason = choose([sure, noisy, behind])
     assert chosen.policy == "marginal"
     assert reason == "it is surely ahead of v1; ebplus may be as good, less certainly"
-    # As sure and as good: the simpler one.
+    # Equal gains, equally certain: the simpler policy is chosen.
     also = replace(score("ebplus", 114.8, -0.01, 0.005), gain=PairedInterval(0.148, 0.13, 0.16))
     assert choose([sure, also, behind])[0].policy == "ebplus"
 

@@ -229,7 +229,7 @@ def steady(table: list[dict[str, Any]], phases: list[PhaseFact]) -> list[tuple[s
 
 
 def naive_steady(table: list[dict[str, Any]], phase: PhaseFact) -> tuple[int, int] | None:
-    """Walk every instant at which something happens."""
+    """The steady window by a loop over the times of all events."""
     sessions: dict[int, list[int]] = {}
     for r in table:
         span = sessions.setdefault(r["session"], [r["intended_ns"], r["end_ns"]])

@@ -80,7 +80,7 @@ def test_an_interrupted_run_is_invalid() -> None:
 @pytest.mark.parametrize(
     ("lag_ms", "first_token_ms", "limit"),
     [
-        (9.9, 15, None),  # 10 ms is borne however short the TTFT
+        (9.9, 15, None),  # 10 ms are allowed however short the TTFT is
         (10.1, 15, "10"),
         (49, 1000, None),  # 5 % of a median TTFT of 1 s is 50 ms
         (51, 1000, "50"),

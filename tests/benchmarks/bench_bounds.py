@@ -99,7 +99,7 @@ def nobody_behind(device: Device, wave: Wave) -> int:
 
 
 def _largest(device: Device, budget: int, held: int, waiting: list[int], seqs: int, kv_tokens: int) -> int:
-    """How many of the waiting fit the memory and one TPOT target together with a token for everybody."""
+    """Number of waiting requests that fit the memory and, with one token for each running answer, one TPOT target."""
     count = 0
     while count < len(waiting):
         some = waiting[: count + 1]

@@ -175,7 +175,7 @@ class TurnTakers:
             self._turns[number].acquire()
 
     def end(self, number: int) -> None:
-        """Hand over for good."""
+        """Hand over and do not wait: the run of this thread has ended."""
         self._ended[number] = True
         self._turns[1 - number].release()
 

@@ -99,7 +99,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """All of it in one line: the key of the digests."""
+        """All settings in one line: the key of the digests."""
         return json.dumps(
             [self.policy, *self.device, self.plan, self.options, self.topology, self.dispatch], sort_keys=True
         )
@@ -225,7 +225,7 @@ def differences(old: dict[str, dict[str, str]], new: dict[str, dict[str, str]]) 
 
 
 def main() -> int:
-    """Write digests, or hold them against those of a file."""
+    """Write digests, or compare them with those of a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", type=Path, metavar="FILE", help="Write the digests of the code as it is.")

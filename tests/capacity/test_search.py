@@ -62,8 +62,8 @@ def test_the_interval_covers_the_truth_and_the_estimate_is_close(limit_s: float)
 
 
 def test_the_interval_covers_the_truth_in_short_runs_too() -> None:
-    """A queue remembers for longer than a twentieth of 1,000 customers: batches of that length alone gave 167 of
-    200."""
+    """Waiting times are correlated over more than a twentieth of 1,000 customers: with batches of that length alone,
+    167 of 200 intervals covered the truth."""
     truth = true_capacity(0.3)
     found = [search_queue(trial, 0.3, customers=1000, precision=0.04) for trial in range(200)]
     assert sum(each.low <= truth <= each.high for each in found) >= 180

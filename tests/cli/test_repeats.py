@@ -134,7 +134,7 @@ def test_looking_after_every_pair_keeps_the_error_rate() -> None:
     trials, sequential, one_look = 200, 0, 0
     for _ in range(trials):
         logs = rng.normal(0, 0.03, (len(TESTED), 30))
-        # Its p-value never rises again, so that the last look stands for all.
+        # The p-value of the sequential test never rises, so the last look is sufficient.
         sequential += min(adjusted({k: logs[k].tolist() for k in range(3)}, sequential=True).values()) <= ALPHA
         one_look += any(
             min(adjusted({k: logs[k, :n].tolist() for k in range(3)}).values()) <= ALPHA for n in (7, 8, 9, 10, 11, 12)

@@ -53,7 +53,7 @@ def plan_of(
 
 
 def run(url: str, plan: Plan, environ: dict[str, str] | None = None, **options: object) -> DriveResult:
-    """Drive in this process, without metrics. Timeouts bear a machine that stalls for seconds."""
+    """Drive in this process, without metrics. Timeouts are long enough for a machine that stalls for seconds."""
     settings: dict[str, object] = {"workers": 0, "metrics_interval_s": None, "idle_timeout_s": 30.0, **options}
     return drive(url, plan, ClientOptions(**settings), environ=environ or {})  # type: ignore[arg-type]
 

@@ -67,7 +67,7 @@ def test_connections_are_opened_ahead_of_need_in_an_open_loop_only(reserve: bool
         await pool.prepare(2, reserve=reserve)
         sends = [asyncio.create_task(pool.send(f"r{i}", b"", Nothing())) for i in range(5)]
         await settled(listener, 5)
-        # Five are busy. A reserve is beside them; without one, nobody opened more than was asked for.
+        # Five are busy. The pool opens a reserve besides; without a reserve it opens no further connection.
         if reserve:
             await settled(listener, 5 + _RESERVE)
         assert listener.opened == (5 + _RESERVE if reserve else 5)

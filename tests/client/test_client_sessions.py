@@ -128,7 +128,7 @@ def test_bundled_tokens_before_a_hang_up_are_counted_from_the_usage_so_far() -> 
 
 
 def test_an_aborted_request_closes_its_connection_so_that_the_server_stops() -> None:
-    plan = plan_of(12, concurrency=1, output_tokens=120)  # the run outlasts the first response, were it not stopped
+    plan = plan_of(12, concurrency=1, output_tokens=120)  # 600 ms per response, if it is not stopped
     with FakeServerProcess(replace(QUICK, itl_ms=5)) as server:
         result = run(server.url, plan, total_timeout_s=0.2)
         outcomes = {entry.outcome for entry in closed(server)}

@@ -1,4 +1,4 @@
-"""A server's own word on its settings: the policy's name is checked against it, and the KV cache is recorded."""
+"""What a server reports of its settings: the policy's name is compared with it, and the KV cache is recorded."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_pipeline_parallelism_is_refused_with_the_reason() -> None:
 
 
 def test_a_pass_of_units_that_share_experts_computes_them_for_the_tokens_of_all() -> None:
-    """Largest unit's attention and dense part, then its share of the experts for all tokens, whoever they belong to."""
+    """Attention and dense part of the largest unit, then its share of the experts for the tokens of all units."""
     cost = load_device("h200", "qwen3-30b-a3b", parallel=Parallel(dp=2, ep=2)).cost
     assert isinstance(cost, PassCost)
     large, small = StepShape(((2048, 0),), 0, 0, 1), StepShape(((1024, 0),), 0, 0, 1)

@@ -206,7 +206,7 @@ def test_a_grid_that_fits_is_kept_and_one_that_cannot_fit_is_refused() -> None:
 
 
 def test_a_mixed_step_has_a_fixed_cost_of_its_own() -> None:
-    """On a small machine a mixed step costs the host more than a lone prompt's; that is not the tokens' fault."""
+    """On a small machine a mixed step costs the host more than a step with one prompt, at any number of tokens."""
     grid = linear_machine((32, 128, 512), (1, 8, 32), decode_s=3e-3, mixed_s=3.5e-3, a=5e-5, b=6e-5)
     measured = fit(grid, "made up", 1)
     cal = measured.calibration

@@ -89,7 +89,7 @@ def test_every_point_and_what_a_request_costs_come_back() -> None:
 
 
 def test_a_slow_machine_slows_all_points_alike_and_is_said() -> None:
-    """Half of the rounds at half the speed: a grid measured point after point would mix the two up with its shapes."""
+    """Half of the rounds at half the speed: measured point after point, speeds would look like effects of shapes."""
     vllm, engine = stepped()
     calls = []
 

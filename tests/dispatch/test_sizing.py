@@ -36,7 +36,7 @@ def test_prompts_of_a_kind_share_a_pass() -> None:
 
 
 def test_a_pass_is_filled_up_to_the_longest_backlog() -> None:
-    """Unit 0 goes on for 800 tokens: others may bring as much for nothing."""
+    """Unit 0 has 800 tokens left to compute: other units can take as many without a longer pass."""
     assert [(request.key, unit) for request, unit in choose_pass(waiting([900, 800]), {0: 800, 1: 0}, MODEL)] == [
         (1, 1)
     ]
@@ -96,5 +96,5 @@ def test_overhead_is_guessed_where_passes_tell_nothing(passes: int) -> None:
     for _ in range(passes):
         cost.planned(0, 500)
         cost.ended(0, 7)
-        cost.ended(0, 10**9)  # of a pass that nobody planned
+        cost.ended(0, 10**9)  # of a pass that was not planned
     assert cost.overhead_tokens == FIRST_GUESS * 1000

@@ -42,7 +42,7 @@ def test_dispatch_needs_the_interval_and_a_ready_instance() -> None:
     assert sbs.next_ns(10 * MS) == 50 * MS  # I = 100 ms / 2
     assert sbs.poll(50 * MS) == [Order(1, 1)]
     sbs.arrive(request(2), 60 * MS)
-    assert sbs.poll(100 * MS) == []  # the interval is over, but nobody has on_signal
+    assert sbs.poll(100 * MS) == []  # the interval is over, but no unit has signalled
     sbs.end_forward(done(1, 1, 1), 110 * MS)
     assert sbs.poll(110 * MS) == [Order(2, 1)]
 
@@ -200,7 +200,7 @@ def test_without_overdraw_a_prompt_goes_only_where_it_fits() -> None:
     assert sbs.poll(100 * MS) == [Order(1, 0)]
     long = staggered(1, overdraw="off", interval=False)
     long.arrive(request(0, 5000), 0)
-    assert long.poll(0) == [Order(0, 0)]  # it fits nowhere: chunked over several passes
+    assert long.poll(0) == [Order(0, 0)]  # it fits into no pass: computed in chunks over several passes
 
 
 @pytest.mark.parametrize(("aged", "served"), [(3, True), (None, False)])
@@ -208,7 +208,7 @@ def test_aged_requests_are_not_overtaken_for_ever(aged: int | None, served: bool
     sbs = staggered(1, aged_cycles=aged, interval=False, overdraw="off", default_forward_ns=MS)
     sbs.arrive(request(0, 500), 0)
     sent: list[Order] = []
-    for cycle in range(12):  # two full chunks come for each that goes, so longer ones are always left over
+    for cycle in range(12):  # two full chunks arrive for each one sent, so longer requests always remain
         now = cycle * 10 * MS
         for key in (2 * cycle + 1, 2 * cycle + 2):
             sbs.arrive(request(key, 1000), now)
@@ -308,7 +308,7 @@ def test_every_request_is_ordered_exactly_once_whatever_happens(
             active = {i for i in range(instances) if rng.random() < 0.8}
             dispatcher.topology(active, now)
         poll()
-    # Liveness: with everyone back and ended, and time passing, everything left is placed or refused.
+    # Liveness: with all units back, all requests ended, and time passing, every remaining request is placed or refused.
     active = set(range(instances))
     dispatcher.topology(active, now)
     for _ in range(200):
@@ -356,7 +356,7 @@ def test_a_batch_is_sent_ahead_by_the_length_of_the_pass_that_runs() -> None:
         assert sbs.poll(19_000 * MS) == [Order(10, 0)]
         report = (UnitReport(0, 11, queued, 0),)
         sbs.end_forward(EndForward(0, 110 * MS, continues=True, units=report), 20_000 * MS)
-        for key in (11, 12):  # with the one that runs too many for a light load
+        for key in (11, 12):  # with the running request, too many for a light load
             sbs.arrive(request(key, 100), 20_000 * MS)
         assert sbs.poll(20_000 * MS) == []
         opens_ns = sbs.next_ns(20_000 * MS)

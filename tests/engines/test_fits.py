@@ -17,7 +17,7 @@ PLAN = build_plan("balanced", seed=0, num_prompts=20, input_len=600, output_len=
 
 
 def test_hardware_whose_memory_is_unknown_is_not_refused() -> None:
-    """vLLM on a CPU or a GPU without a profile: it knows itself what fits."""
+    """On a CPU, or a GPU without a profile, vLLM itself checks what fits."""
     unknown = unknown_device("CPU", "a-model")
     check_fits(PLAN, unknown, EngineOptions())  # does not raise
     with pytest.raises(UsageError, match="max-model-len"):  # as it would where the memory is known and too small

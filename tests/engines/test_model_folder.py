@@ -68,7 +68,7 @@ def test_positions_are_checked_before_anything_starts(folder: Path) -> None:
     check_positions(str(folder), 2048)
     with pytest.raises(UsageError, match=r"2,048 tokens.*2,049"):
         check_positions(str(folder / "config.json"), 2049)
-    check_positions("Qwen/Qwen3-8B", 10**9)  # not known here: vLLM says
+    check_positions("Qwen/Qwen3-8B", 10**9)  # not known before the start: vLLM checks it
 
 
 def test_a_model_folder_is_refused_with_only_the_files_it_lacks(folder: Path) -> None:

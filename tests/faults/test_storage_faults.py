@@ -51,7 +51,7 @@ def measured() -> tuple[RunContext, EngineResult]:
 
 
 def store(directory: Path, measured: tuple[RunContext, EngineResult]) -> None:
-    """What ``ebbench run`` does with a measurement in real time; left as it is by whatever ends it."""
+    """Store a measurement in real time as ``ebbench run`` does; an exception ends it without cleanup."""
     context, result = measured
     writer = RunWriter.create(directory)
     begin(writer, context)
@@ -110,7 +110,7 @@ def test_12_killed_at_any_moment_leaves_a_run_that_can_be_rebuilt(
         store(tmp_path / "run", measured)
     monkeypatch.undo()
     for shard in (tmp_path / "run").glob("*.parquet"):
-        files.read_table(shard)  # whatever has its name is whole
+        files.read_table(shard)  # a file under its final name is complete
     with pytest.raises(DataError):
         Run.load(tmp_path / "run")
     if not cut_off_runs([tmp_path / "run"]):
@@ -304,7 +304,7 @@ def test_15_a_damaged_shard_is_named_or_left_out_on_request(
     assert done.exit_code == 0
     assert "40 of 60 requests have a record" in done.stdout
     assert "requests.part-0001.parquet: damaged, left out" in done.stdout
-    assert (tmp_path / "run" / "requests.part-0001.parquet").exists()  # evidence is not destroyed
+    assert (tmp_path / "run" / "requests.part-0001.parquet").exists()  # the damaged files are kept
     assert "without 1 damaged shard" in str(Run.load(tmp_path / "run").manifest.warnings[-1])
 
 

@@ -58,7 +58,7 @@ def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_trials_of_all_designs_are_one_job_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool per design would start its processes anew for each; the order of the results changes no tally."""
+    """A pool per design would start new processes for each; the order of results changes no count."""
     monkeypatch.setattr(gate_trials, "trial", lambda design, seed: Trial("pass" if seed % 3 else "fail", seed % 5))
     jobs = []
 

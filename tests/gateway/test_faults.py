@@ -130,8 +130,8 @@ def test_no_request_is_lost_while_upstreams_are_killed_and_return(dispatch: str)
         first.__exit__(None, None, None)
         second.__exit__(None, None, None)
     ok = whole_answers(answers, at_most_broken=sum(under_way))
-    # The servers' own account: what is ok was answered in full by some server, at least once and by none twice since
-    # an answer that has begun is never asked for again. A killed server took its last entries with it.
+    # By the servers' ledgers, each ok request was answered in full exactly once: the gateway does not repeat a request
+    # whose answer has begun. Requests without an entry were answered by a killed server, whose last entries are lost.
     assert all(ledgers.get(f"q{number}", 1) == 1 for number in ok)
     assert all(upstream["state"] == "active" for upstream in state["upstreams"])
     assert all(upstream["ejections"] >= 1 for upstream in state["upstreams"])

@@ -70,7 +70,7 @@ def scenario(server: Server, play: Callable[[str], Awaitable[Any]]) -> Any:
 
 def through_gateway(server: Server, play: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     async def run(url: str) -> Any:
-        # No health check comes between that would forgive the upstream what it is wrongly accused of.
+        # No health check runs meanwhile: it would reinstate an upstream that was wrongly marked as failed.
         gateway = GatewayProcess(GatewaySettings(upstreams=(url,), port=0, drain_s=2.0, health_interval_s=60.0))
         await asyncio.to_thread(gateway.__enter__)
         try:
@@ -141,7 +141,7 @@ async def stream(client: httpx.AsyncClient) -> bytes:
         (b"", 0),
         (b"d", 0),
         (b'data: {"choices":[{"text":"b","fin', 0),
-        (b'data: {"choices":[{"text":"b"}]}', 0),  # nobody knows that this is all
+        (b'data: {"choices":[{"text":"b"}]}', 0),  # without the end of its line, the event may be incomplete
         (b'data: {"choices":[{"text":"b"}]}\n', 1),
         (b'data: {"choices":[{"text":"b"}]}\r\n', 1),
         (b'data: {"choices":[{"text":"b"}]}\r\n\r', 1),

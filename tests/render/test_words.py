@@ -115,7 +115,7 @@ def test_goodput_decides_where_limits_were_given(tmp_path: Path) -> None:
     assert lines[-1].startswith("Requests within tpot:15 ms: v1 ")
     none = sentences.verdict([with_goodput(v1, 20), with_goodput(eb, 0)])
     assert none[0] == "v1 is ahead: 20 requests/s within the limits (0 under eb)."
-    # Where limits tell nothing apart, or nobody met them, throughput decides as before.
+    # If limits do not separate the policies, or no request met them, throughput decides.
     for rates in ((7, 7), (0, 0)):
         assert sentences.verdict([with_goodput(g, r) for g, r in zip((v1, eb), rates, strict=True)])[0].startswith(
             "eb is ahead"

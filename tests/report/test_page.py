@@ -200,7 +200,7 @@ def test_hovering_over_a_line_shows_its_value(browser_page: BrowserPage, page_fi
             told = page.evaluate("document.querySelector('#vg-tooltip-element.visible')?.innerText")
             if told:
                 shares |= set(re.findall(r"share\s+([\d.]+)%", told))
-        assert len(shares) > 3  # a line by itself would tell its first point wherever it is touched
+        assert len(shares) > 3  # a line's own tooltip would show its first point wherever the pointer is
 
 
 def test_a_wide_window_shows_every_table_without_horizontal_scrolling(

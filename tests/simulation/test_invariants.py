@@ -76,7 +76,7 @@ def test_s2_scheduled_tokens_add_up(world: World) -> None:
 @given(worlds())
 @settings(max_examples=100, deadline=None)
 def test_s3_kv_blocks_are_conserved(world: World) -> None:
-    """Never more blocks than there are, and all of them back at the end, each once and referenced by nobody."""
+    """No more blocks are held than exist; at the end all are free, each once and without a reference."""
     for step in world.run().steps.to_pylist():
         assert 0 < step["kv_blocks_used"] <= step["kv_blocks_total"] == world.options.num_kv_blocks
     blocks = world.options.num_kv_blocks

@@ -121,7 +121,7 @@ def test_the_oldest_remaining_copy_of_a_block_is_found() -> None:
     for row in (0, 2, 4):
         kv.release(row, SIZE)
     assert kv.free_queue() == [3, 4, 5, 0, 1, 2]
-    kv.allocate((1,), (3,))  # the blank ones
+    kv.allocate((1,), (3,))  # the blocks without cached content
     for taken, found in ((0, 1), (1, 2)):
         assert kv.lookup(6, SIZE + 1) == [taken]
         kv.allocate((1,), (1,))

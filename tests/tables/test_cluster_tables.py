@@ -86,7 +86,7 @@ def result(steps: list[dict[str, object]], sent_ns: list[int]) -> EngineResult:
 
 
 def test_figures_of_a_group_are_counted_per_pass() -> None:
-    """Two units of one instance; three passes of a second, of which the first is not counted; the third one-sided."""
+    """Two units of one instance, three passes of a second: the first is not counted, one unit is idle in the third."""
 
     def step(unit: int, start_s: float, tokens: int, decodes: int, blocks: int) -> dict[str, object]:
         start = round(start_s * 1e9)

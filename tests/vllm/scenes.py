@@ -38,7 +38,7 @@ DRAWN = tuple(f"{kind}:?" for kind in policy_types())
 
 @dataclass
 class Scene:
-    """An engine under a policy and the dice of a seed. The same seed gives every policy the same scene."""
+    """An engine under a policy and a seeded random generator. The same seed gives every policy the same scene."""
 
     policy: str
     seed: int
@@ -114,7 +114,7 @@ class Scene:
                 dice.choice((PauseState.UNPAUSED, PauseState.UNPAUSED, PauseState.PAUSED_NEW, PauseState.PAUSED_ALL))
             )
         elif roll < 0.63:
-            # With a session between two turns vLLM cannot: it holds blocks and cannot be preempted.
+            # vLLM cannot do it while a session is between two turns: it holds blocks and cannot be preempted.
             scheduler.reset_prefix_cache(reset_running_requests=dice.random() < 0.5 and not self.sessions)
         elif roll < 0.70 and self.grammars:
             self._compile(self.grammars.pop())
@@ -172,7 +172,7 @@ class Scene:
         grammar.grammar = create_autospec(StructuredOutputGrammar, instance=True)
 
     def _settle(self) -> None:
-        """From now on nothing holds a request up."""
+        """Release all held requests, and hold none from now on."""
         from vllm.v1.core.sched.interface import PauseState
 
         self.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -188,7 +188,7 @@ class Scene:
 
 
 def failure(policy: str, seed: int) -> str:
-    """What goes wrong in a scene, in a line; empty where nothing does."""
+    """The failure of a scene in one line; empty if it passes."""
     drawn = policy
     try:
         scene = Scene(policy, seed)
@@ -200,7 +200,7 @@ def failure(policy: str, seed: int) -> str:
 
 
 def ours(policy: str, seed: int) -> str:
-    """What goes wrong under the policy and not on stock vLLM."""
+    """The failure under the policy that stock vLLM does not show; empty if there is none."""
     found = failure(policy, seed)
     if found and (known := failure("stock", seed)):
         print(f"seed {seed}: {policy} and stock vLLM fail ({known[:80]})", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A mix of requests as a server gets them in a day, a client for them, and ``ebbench serve`` to answer them.
+"""A mix of all kinds of requests, a client that sends them, and ``ebbench serve`` to answer them.
 
 Priorities, guided JSON, several answers per prompt, log-probabilities of answers and of prompts, stop strings, shortest
 lengths, echo, chat and completions, streamed and whole, clients that leave; a KV cache too small for all of them.

@@ -57,5 +57,5 @@ def test_the_steps_are_those_of_vllms_own_interval(
     theirs = steps_of(plan, "v1", options)
     monkeypatch.undo()
     assert ours == theirs
-    if slots > 22 and rate is None:  # nobody waits for a slot, so the interval is kept
+    if slots > 22 and rate is None:  # no request waits for a slot, so the interval is kept
         assert ours != steps_of(plan, "v1", options)

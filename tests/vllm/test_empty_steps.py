@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 @dataclass(frozen=True)
 class OneToken:
-    """What came of steps while requests for one token each wait."""
+    """Results of steps while requests for one output token each wait."""
 
     empty: int
     ended: int
@@ -111,7 +111,7 @@ def test_no_event_of_a_connector_is_lost_with_a_step_that_is_given_up(policy: st
 
 
 def test_events_would_be_lost_if_an_empty_output_were_made_and_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the plugin did once; else the test above would prove nothing."""
+    """An earlier version of the plugin did this; if no event were lost here, the test above could not fail."""
     from vllm_eb.scheduler import _PhasedScheduler
 
     def made_and_thrown_away(self: Any, decision: Any, view: Any, args: Any, kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder:
         assert summary["failed"] == 0
         assert summary["completed"] > 0
         run = Run.load(summary["run_dir"])
-        assert run.manifest.device == machine_name()  # whose costs the policy computes from is another matter
+        assert run.manifest.device == machine_name()  # the policy may compute from the costs of another device
         requests = run.table("requests").to_pylist()
         assert all(row["output_tokens"] == row["output_tokens_planned"] for row in requests if row["status"] == "ok")
         assert (Path(summary["run_dir"]) / "server.log").stat().st_size > 0

@@ -88,7 +88,7 @@ def exceeds_the_budget(patch: Patch) -> None:
 
 
 def decided(patch: Patch, change: Callable[[Any, Decision], Decision]) -> None:
-    """Let ``change(view, decision)`` have the last word on each decision."""
+    """Replace each decision by ``change(view, decision)``."""
     decide = Controller.decide
     patch.setattr(Controller, "decide", lambda self, view: change(view, decide(self, view)))
 
@@ -155,7 +155,7 @@ def test_settings_are_drawn_of_every_kind(policy: str) -> None:
 
 
 def test_scenes_hold_what_they_are_about() -> None:
-    """Images, preemptions, adapters, sessions and grammars do occur; else nothing would be learned of them."""
+    """Images, preemptions, adapters, sessions and grammars do occur; without them the scenes would not test them."""
     seen = dict.fromkeys(("images", "preemptions", "adapters", "sessions", "cache"), 0)
     for seed in range(25):
         scene = Scene("v0", seed)

@@ -84,7 +84,7 @@ class Ledger:
 
 
 def play(scene: Scene) -> tuple[Any, Ledger]:
-    """Run a scene to its end; fails when the engine needs more turns than any sane schedule would."""
+    """Run a scene to its end; fails if the engine needs far more turns than its requests have tokens."""
     from vllm.v1.core.sched.interface import PauseState
 
     from ebbench.engines.emulated_core import VirtualClock, build_core, make_request

@@ -1,4 +1,4 @@
-"""What the plugin cannot do right is refused at start, with the remedy."""
+"""Settings that the plugin does not support are refused at the start, with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A day's mix of requests through ``ebbench serve``: under every policy the answers and counters of stock vLLM."""
+"""A mix of all kinds of requests through ``ebbench serve``: every policy gives stock vLLM's answers and counters."""
 
 from __future__ import annotations
 

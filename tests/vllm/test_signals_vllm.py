@@ -1,4 +1,4 @@
-"""A real vLLM and its engine core end with the command that started them, whichever way that one is ended."""
+"""A real vLLM and its engine core end with the command that started them, however the command ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def end(process: subprocess.Popen[bytes] | ForkedCommand, number: signal.Signals
 def started(
     process: subprocess.Popen[bytes] | ForkedCommand, folder: Path, condition: Callable[[], object], problem: str
 ) -> None:
-    """Wait until a command is as far as the test needs it; one that has ended will never be."""
+    """Wait until a command has reached the state that the test needs; fail if it has ended."""
 
     def far_enough() -> bool:
         assert process.poll() is None, (folder / "said").read_text()

@@ -79,7 +79,7 @@ def test_equal_after_a_warmup(policy: str, kv: str, rate: float | None, asynchro
 
 
 def lone_requests_uncapped() -> bool:
-    """Whether vLLM lifts the cap on long prompts where nobody else would starve (after 0.29)."""
+    """Whether vLLM lifts the cap on long prompts for a request that is alone (after 0.29)."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return "num_eligible_reqs" in Scheduler.schedule.__code__.co_varnames

@@ -195,7 +195,7 @@ def test_only_aborted_requests_have_shortened_answers(served: dict[str, Served])
 
 
 def test_the_runs_preempt_switch_phases_and_reorder(served: dict[str, Served]) -> None:
-    """Preemption, switches of phase and mode and a new order did happen; else the identity would prove little."""
+    """Preemption, switches of phase and mode and reordering did occur; without them equal tokens would show little."""
     for policy in POLICIES[:4]:  # marginal leaves room for answers to grow into
         assert served[policy].preemptions > 0, policy
     for policy in POLICIES[4:]:

@@ -89,7 +89,7 @@ def test_tokens_do_not_change_while_a_worker_may_read_them(policy: str) -> None:
 
 
 def test_preempted_requests_come_back_too() -> None:
-    """Else the tests above would prove nothing of them."""
+    """Without preemptions the tests above would not cover them."""
     assert served("v0", 120).read["resumed"] > 0
 
 

@@ -1,4 +1,4 @@
-"""Prompts in every n-th step only, unless somebody cannot be let in (equality with vLLM's own: tests/vllm)."""
+"""Prompts in every n-th step only, unless a waiting request cannot be admitted (equality with vLLM: tests/vllm)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_eb.policy import parse_policy
 
 
 def served(every: int, arrivals: list[int], slots: int) -> Iterator[tuple[bool, int]]:
-    """Whether each step held prompts back, and who waited before it; answers never end."""
+    """Per step: whether it held prompts back, and how many requests waited before it; answers never end."""
     cadence, running, waiting = Cadence(every), 1, 0
     for step, coming in enumerate(arrivals):
         waiting += coming
@@ -69,8 +69,8 @@ def test_prompts_found_in_the_cache_do_not_begin_an_interval() -> None:
 def test_a_step_that_preempts_does_not_end_the_backlog() -> None:
     cadence = Cadence(2)
     cadence.hold(View(0.0, 0, 5, 0, 3, 1000))
-    assert not cadence.hold(View(0.0, 1, 5, 0, 3, 0))  # nobody was let in: backed up
-    assert not cadence.hold(View(0.0, 2, 4, 0, 0, 0, preempted=1))  # nothing waited in between, but it preempted
+    assert not cadence.hold(View(0.0, 1, 5, 0, 3, 0))  # no request was admitted: backlog
+    assert not cadence.hold(View(0.0, 2, 4, 0, 0, 0, preempted=1))  # no request waits any more, but this step preempted
 
 
 def test_the_controller_lets_vllm_mix_or_only_decode() -> None:

@@ -1,4 +1,4 @@
-"""Refills of data-parallel ranks that make every pass together: they meet, and cost what the slowest rank costs."""
+"""Refills of data-parallel ranks that make every pass together: in the same pass, at the cost of the slowest rank."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def half_answer_each(made: Controller, *, ended: int) -> None:
 
 
 def test_one_wave_of_preemptions_counts_once() -> None:
-    """Who is preempted while nobody was let in was let in before the reserve was raised."""
+    """Requests preempted while none was admitted had been admitted before the reserve was raised."""
     made, again = controller("marginal:mix=off"), controller("marginal:mix=off")
     for each in (made, again):
         each.on_prompt(100)
@@ -276,7 +276,7 @@ def test_without_targets_a_young_batch_fills_all_slots() -> None:
 @pytest.mark.parametrize(
     ("targets", "wait_s", "least", "most"),
     [
-        ("ttft=10,tpot=1", 1.0, 70, 78),  # nobody is nearly late
+        ("ttft=10,tpot=1", 1.0, 70, 78),  # no request is nearly late
         ("ttft=10,tpot=1", 7.0, 100, 100),  # tokens take 20 ms of a second
         ("ttft=10,tpot=0.024", 7.0, 70, 78),  # answers cannot pause
         ("ttft=10", 7.0, 100, 100),
@@ -297,7 +297,7 @@ def test_a_first_token_that_is_nearly_late_lets_in_as_many_more_as_answers_can_p
 def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_much_cheaper(
     alpha_d: float, beta_d: float, beta_p: float, active: int, prompt: float
 ) -> None:
-    """With linear costs one more sequence saves alpha_d / n a token, whatever it costs itself."""
+    """With linear costs one more sequence saves alpha_d / n per token, whatever its own cost."""
     assume(abs(alpha_d / active - beta_p) > 1e-6 * (alpha_d / active + beta_d))  # else rounding decides
     costs = LinearCosts(1e-3, beta_p, alpha_d, beta_d, 1e-3)
     steps = payback_steps(costs, beta_p, active=active, context_tokens=100, prompt_tokens=prompt)

@@ -84,7 +84,7 @@ def test_a_scheduler_that_is_forgotten_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_way_is_not_written_to(tmp_path: Path) -> None:
-    """/dev/shm is everybody's: no link that somebody else made is followed."""
+    """All users can write to /dev/shm: links that other users made are not followed."""
     other = tmp_path / "other"
     other.write_bytes(b"keep me")
     (tmp_path / f"vllm_eb-{os.getuid()}-17-0-{os.getpid()}").symlink_to(other)

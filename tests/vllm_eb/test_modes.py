@@ -67,7 +67,7 @@ def _threshold_that_lags(mixed_s: float, lag_s: float) -> float:
 
 @given(mixed_s=st.floats(0.0, 5e-4))
 def test_a_stickiness_below_nothing_makes_it_change_at_every_chance(mixed_s: float) -> None:
-    """What the tests of switching rely on."""
+    """With negative margins it switches at every chance; the tests of switching use this."""
     chosen = selector(mixed_s, margin=-1.0, sticky=-1.0)
     switched = [chosen.evaluate(**MEANS).switched for _ in range(3 * (COOLDOWN_EVALUATIONS + 1))]
     assert switched == ([True] + [False] * COOLDOWN_EVALUATIONS) * 3

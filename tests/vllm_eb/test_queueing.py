@@ -103,7 +103,7 @@ def test_the_wait_of_the_oldest_punctual_request_is_told_until_the_next_ordering
 @given(st.integers(1, 30), st.integers(100, 900), st.integers(900, 9_000))
 @settings(max_examples=30)
 def test_under_endless_overload_every_request_is_admitted_eventually(old: int, short: int, long: int) -> None:
-    """As many punctual requests come as are let in; only turns reach the old ones, one for so much other work."""
+    """As many punctual requests arrive as are admitted: old ones are admitted only by turns, one per share of work."""
     queue, ttft_s, step_s = PunctualQueue(1.0), 1.0, 0.05
     waiting = [(0.0, long)] * old
     needed = old * (TURN_EVERY * long / short + 3) + PATIENCE * ttft_s / step_s

@@ -133,7 +133,7 @@ def test_prompts_wait_while_answers_are_behind_their_target_and_come_again_when_
     assert debt_after([*behind, *[(0.05, True)] * 5]).exceeded
     assert not debt_after([*behind, *[(0.05, True)] * 20]).exceeded
     assert not debt_after([(0.05, True)] * 1000 + [(0.4, False)]).exceeded
-    # What was saved before does not count.
+    # Time saved before the target was missed does not count.
     assert debt_after([(0.05, True)] * 1000 + behind).exceeded
 
 

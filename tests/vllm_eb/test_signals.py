@@ -86,7 +86,7 @@ def subscriber() -> Iterator[Any]:
 
 
 def meet(publisher: SignalPublisher, subscriber: Any) -> None:
-    """Connect. An XPUB would say when the subscription has arrived; a PUB is asked until something does."""
+    """Connect. A PUB, unlike an XPUB, does not report a subscription, so signals are sent until one arrives."""
     subscriber.connect(publisher.endpoint)
     subscriber.setsockopt(zmq.RCVTIMEO, 20)
     for _ in range(WAIT_MS // 20):
@@ -115,7 +115,7 @@ def test_signals_arrive_in_order_over_a_socket(tmp_path: Path, subscriber: Any) 
 
 def test_publishing_without_subscribers_or_to_a_stuck_one_never_waits(tmp_path: Path, subscriber: Any) -> None:
     publisher = SignalPublisher(f"ipc://{tmp_path}/s")
-    for step in range(50):  # nobody is there
+    for step in range(50):  # no subscriber is connected
         publisher.publish(Signal(0, step, 1, 1, 0, 0, False, False))
     subscriber.setsockopt(zmq.RCVHWM, 1)
     meet(publisher, subscriber)
@@ -124,7 +124,7 @@ def test_publishing_without_subscribers_or_to_a_stuck_one_never_waits(tmp_path: 
     subscriber.setsockopt(zmq.RCVTIMEO, 200)
     steps = [step for step in iter(lambda: next_step(subscriber), None) if step >= 0]
     publisher.close()
-    # What the queues held arrives, in order and once; the rest was dropped, and so was what nobody was there for.
+    # Queued signals arrive in order, each once; further ones were dropped, as were those before the subscription.
     assert steps == sorted(set(steps))
     assert 0 < len(steps) < STUCK - 100
     assert steps[0] == 100

@@ -51,12 +51,12 @@ class Server:
                 self.order._controller.on_prompt(request.num_prompt_tokens)
 
     def preempt(self, *, put_off: bool) -> None:
-        """The last running request comes back: to the front, or to the end if vLLM had put it off."""
+        """Preempt the last running request: it returns to the front of the queue, or to the end with ``put_off``."""
         self.running[-1].num_preemptions += 1
         (self.waiting.append if put_off else self.waiting.appendleft)(self.running.pop())
 
     def wait_for_next_turn(self) -> None:
-        """A session whose turn has ended waits for the next one at the end of the queue, as old as it is."""
+        """A session whose turn has ended waits for its next turn at the end of the queue, with its old arrival time."""
         self.waiting.append(self.running.pop())
 
     def continue_session(self, place: int, now_s: float) -> None:

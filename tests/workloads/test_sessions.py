@@ -58,7 +58,7 @@ def test_sub_agents_start_together_and_the_next_turn_joins_them(
         assert len(waits) in (0, count)
         joined += sum(rows[one]["output_tokens"] for one in waits)
         before = bare.table["input_tokens"][main.index(place)].as_py()
-        assert rows[place]["input_tokens"] == before + joined  # their last answers stay in the history
+        assert rows[place]["input_tokens"] == before + joined  # their last answers remain in the history
     contents = [row["content"] for row in rows if row["content"] not in own]
     assert all(contents.count(one) == turns for one in contents)
 

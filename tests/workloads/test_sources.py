@@ -65,7 +65,7 @@ def test_a_hub_that_never_answers_is_given_up_at_the_deadline(silent: str) -> No
 
 
 def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is on a thread, so that not even a resolver that hangs can hold up the decision."""
+    """The wait is in a thread, so that a resolver that hangs does not delay the decision."""
     waited = []
     monkeypatch.setattr(hub, "_ask", lambda *_: threading.Event().wait())
     monkeypatch.setattr(threading.Thread, "join", lambda _, timeout=None: waited.append(timeout))
