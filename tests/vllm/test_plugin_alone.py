@@ -40,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(site: Path, small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server started by the printed line in a shell that knows nothing of this checkout; it forks its processes."""
+    """A server started by the printed line in a shell without this checkout on its paths; it forks its processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -83,7 +83,7 @@ def test_a_refill_is_due_once_the_waiting_time_costs_as_much_as_the_refill(waiti
 
 
 def test_prompts_below_the_fixed_cost_of_a_prefill_do_not_hasten_a_refill() -> None:
-    """Up to 1,024 prompt tokens a prefill costs 20 ms whatever it holds: that is its fixed cost, how full it may be."""
+    """Up to 1,024 prompt tokens a prefill costs 20 ms whatever its number of tokens: all of that is its fixed cost."""
     for prompts in (1, 7):
         rule = MarginalRefill(FLAT_THEN_LINEAR, may_mix=False)
         steps = 0
@@ -108,7 +108,7 @@ def test_marginal_mixes_at_once_where_a_mixed_step_is_cheap_and_waits_where_it_i
 
 
 def test_ways_are_compared_at_their_best_not_at_what_happens_to_be_idle() -> None:
-    """One prompt is cheaper beside the decodes than alone, thirty are cheaper alone: with a queue, thirty count."""
+    """One prompt is cheaper beside the decodes than alone, thirty are cheaper alone: with a queue, the cost of thirty decides."""
     costs = replace(LINEAR, alpha_p=3e-2, alpha_d=3e-2, alpha_mb=3e-2, mixed_a=6e-5, mixed_b=4e-5)
     rule = MarginalRefill(costs, may_mix=True)
     now = rule.choose(decoding=500, context_tokens=300, refill=Refill(1, 512.0), must=True)
@@ -240,7 +240,7 @@ def test_one_wave_of_preemptions_counts_once() -> None:
 
 
 def test_what_running_answers_lack_is_counted_and_not_guessed_from_the_last_prompts() -> None:
-    """The shortest prompts first: the last ones let in are the longest, and most running ones are shorter."""
+    """The shortest prompts first: the last ones admitted are the longest, and most running ones are shorter."""
     made, _ = young_batch("marginal:mix=off,order=shortest")
     for prompt in (*[10] * 30, *[400] * 10):
         made.on_prompt(prompt)

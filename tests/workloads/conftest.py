@@ -14,7 +14,7 @@ def free_port() -> int:
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No test asks the real hub or sees this machine's cache: the address is a local port that refuses."""
+    """No test connects to the real hub or reads this machine's cache: the address is a local port that refuses."""
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
