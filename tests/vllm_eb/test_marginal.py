@@ -108,7 +108,7 @@ def test_marginal_mixes_at_once_where_a_mixed_step_is_cheap_and_waits_where_it_i
 
 
 def test_ways_are_compared_at_their_best_not_at_what_happens_to_be_idle() -> None:
-    """One prompt is cheaper beside the decodes than alone, thirty are cheaper alone: with a queue, the cost of thirty decides."""
+    """One prompt is cheaper beside the decodes, thirty are cheaper alone: with a queue, the cost of thirty decides."""
     costs = replace(LINEAR, alpha_p=3e-2, alpha_d=3e-2, alpha_mb=3e-2, mixed_a=6e-5, mixed_b=4e-5)
     rule = MarginalRefill(costs, may_mix=True)
     now = rule.choose(decoding=500, context_tokens=300, refill=Refill(1, 512.0), must=True)
