@@ -234,7 +234,8 @@ class _Reader:
         try:
             return read_stamp(value)
         except ValueError as error:
-            raise InputFileError(self._log.path, f"{self._columns.names[role]} {error}", record.line) from None
+            remedy = "" if str(value).strip() else f"; --columns {role}=- reads the log without this column"
+            raise InputFileError(self._log.path, f"{self._columns.names[role]} {error}{remedy}", record.line) from None
 
     def _duration(self, value: Any) -> float | None:
         """Seconds, None if the column has no unit or the cell no number."""

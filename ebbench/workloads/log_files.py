@@ -282,12 +282,22 @@ def _csv_records(path: Path, text: IO[str]) -> Iterator[LogRecord]:
             line = above + rows.line_num
             if not row:
                 continue
+            if len(row) > width and not any(row[width:]):
+                row = row[:width]  # separators at the end of each row, and none at the end of the header
             if len(row) != width:
-                raise InputFileError(path, f"has {len(row)} cells where the header names {width} columns", line)
+                raise InputFileError(path, _wrong_width(row, names, separator), line)
             yield LogRecord(line, dict(zip(names, row, strict=True)))
     except csv.Error as error:
         why = "a quote is not closed" if "end of data" in str(error) else str(error)
         raise InputFileError(path, f"cannot be read as CSV after this line: {why}", line) from None
+
+
+def _wrong_width(row: list[str], names: list[str], separator: str) -> str:
+    found = f"has {len(row)} cells where the header names {len(names)} columns"
+    if len(row) > len(names):
+        return f"{found}; a cell that holds {separator!r} needs quotes"
+    missing = ", ".join(repr(name) for name in names[len(row) :])
+    return f"{found}; if {missing} is empty, end the row with {separator * (len(names) - len(row))!r}"
 
 
 _CLOCK = re.compile(r"\[(\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]|(?:^|\s)\"(?:GET|POST) ")

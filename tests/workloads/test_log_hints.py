@@ -15,7 +15,9 @@ from ebbench.workloads.trace import read_trace
 HEADER = "timestamp,input_tokens,output_tokens\n"
 BAD = [
     ("timestamp;input_tokens;output_tokens\n0,134;1;1\n", 2, r"write decimals with a point, 0\.134"),
-    (HEADER + "0.1,1,1\n,1,1\n", 3, "timestamp is empty; expected a number or ISO 8601"),
+    (HEADER + "0.1,1,1\n,1,1\n", 3, "timestamp is empty; expected a number or ISO 8601; --columns time=- reads"),
+    ("timestamp,input_tokens,output_tokens,note\n0.1,1,1\n", 2, r"4 columns; if 'note' is empty, end the row with ','$"),
+    (HEADER + "0.1,1,1,9\n", 2, "3 columns; a cell that holds ',' needs quotes$"),
     (HEADER + "03/02/2026 09:00,1,1\n", 2, "which number is the month cannot be told"),
     (HEADER + "noon,1,1\n", 2, "such as 12.5 or 2026"),
     (HEADER + "1772000000,1,1\n1772000001,1,1\n1772000002500,1,1\n", 4, "Unix time in milliseconds, .* in seconds"),
@@ -41,6 +43,20 @@ def test_bad_rows_are_refused_with_their_line_and_a_remedy(
     with pytest.raises(InputFileError, match=message) as caught:
         build_plan(f"log:{path}")
     assert caught.value.line == line
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "timestamp,input_tokens,output_tokens,note\n0.1,7,1,\n0.2,7,1,\n",
+        "timestamp,input_tokens,output_tokens,\n0.1,7,1,\n0.2,7,1,\n",
+        HEADER + "0.1,7,1,\n0.2,7,1,,\n",
+    ],
+)
+def test_a_last_column_that_is_empty_is_read(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    assert build_plan(f"log:{path}").table["input_tokens"].to_pylist() == [7, 7]
 
 
 @pytest.mark.parametrize(
