@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.step_gaps import StepGaps, stepped_gaps
+from ebbench.traffic.step_gaps import gaps_at, stepped_gaps
 
 Process = Literal["poisson", "gamma", "constant"]
 Floats = npt.NDArray[np.float64]
@@ -96,21 +96,20 @@ def arrival_times(
     gaps: Sequence[float] = (),
     curve: Curve | None = None,
     even: bool = False,
-    bursts: Sequence[StepGaps] = (),
+    roots: Sequence[float] = (),
 ) -> Floats:
     """Times (s) of ``n`` arrivals at mean rate ``rate_per_s``; the first arrival is one gap after zero.
 
     ``gaps``: means of equally many sorted gaps, drawn from by interpolation instead of from the process. ``even``: the
-    gaps are scaled to a mean of exactly one, which takes the randomness out of the rate. ``bursts``: gaps by the steps
-    of the curve, which then needs widths and holds equally many arrivals per step.
+    gaps are scaled to a mean of exactly one, which takes the randomness out of the rate. ``roots``: mean square
+    roots of the gaps in the steps of the curve, which then needs widths and holds equally many arrivals per step.
     """
-    if bursts and curve is not None:
+    if roots and curve is not None:
         per_step = rate_per_s * curve.period_s / len(curve.levels)
-        return curve.seconds(np.cumsum(stepped_gaps(bursts, curve.widths, per_step, n, rng)) / rate_per_s)
+        return curve.seconds(np.cumsum(stepped_gaps(gaps, curve.widths, roots, per_step, n, rng)) / rate_per_s)
     drawn = unit_gaps(process, burstiness, rng, n)
     if gaps:
-        places = (np.arange(len(gaps)) + 0.5) / len(gaps)
-        drawn = np.interp((rng.permutation(n) + 0.5) / max(n, 1), places, gaps)
+        drawn = gaps_at((rng.permutation(n) + 0.5) / max(n, 1), gaps)
     if even and n:
         drawn /= drawn.mean()
     operational = np.cumsum(drawn) / rate_per_s

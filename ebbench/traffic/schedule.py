@@ -141,7 +141,7 @@ def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phas
         return spec.phases
     if not any(phase.process == "gamma" for phase in spec.phases):
         raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
-    return tuple(msgspec.structs.replace(phase, burstiness=burstiness, gaps=(), bursts=()) for phase in spec.phases)
+    return tuple(msgspec.structs.replace(phase, burstiness=burstiness, gaps=(), roots=()) for phase in spec.phases)
 
 
 def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.
         gaps=phase.gaps,
         curve=curve,
         even=phase.even,
-        bursts=phase.bursts,
+        roots=phase.roots,
     )
 
 

@@ -12,7 +12,6 @@ from ebbench.config.strict_toml import given_of, load_toml, not_positive
 from ebbench.config.topology import TopologySpec
 from ebbench.resources import bundled_dir
 from ebbench.traffic.arrivals import Process
-from ebbench.traffic.step_gaps import StepGaps
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.spec import resolve
 
@@ -41,7 +40,7 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         _refuse([not_positive("period_s", self.period_s)])
 
 
-_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even", "bursts")
+_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even", "roots")
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,8 +51,8 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``rate``, else ``share`` times the saturation rate. ``burstiness``: shape of gamma gaps (below 1: burstier than
     Poisson). ``tick_s``: sessions arrive only at multiples of it. ``gaps``: means of equally many sorted gaps, in the
     mean gap, which take the place of the gamma distribution. ``even``: the gaps drawn are scaled to their mean, so that
-    n sessions take n / rate seconds. ``bursts``: gaps by the steps of the curve and their rank in the step. ``input``
-    and ``output`` replace the workload's lengths, in all phases or in none.
+    n sessions take n / rate seconds. ``roots``: mean square root of the ``gaps`` in each step of the curve.
+    ``input`` and ``output`` replace the workload's lengths, in all phases or in none.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     gaps: tuple[float, ...] = ()
     tick_s: float | None = None
     even: bool = False
-    bursts: tuple[StepGaps, ...] = ()
+    roots: tuple[float, ...] = ()
     input: LengthSpec | None = None
     output: LengthSpec | None = None
 
@@ -82,8 +81,8 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError("a phase has rate or share, not both")
         if (self.input is None) != (self.output is None):
             raise ValueError("a phase that brings its own lengths needs both input and output")
-        if self.bursts and (self.curve is None or not self.curve.widths):
-            raise ValueError("bursts are the gaps in the steps of a curve; give curve.levels and curve.widths")
+        if self.roots and (self.curve is None or len(self.curve.widths) != len(self.roots) or not self.gaps):
+            raise ValueError("roots are those of gaps in the steps of a curve; give gaps, and as many curve.widths")
 
 
 class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ebbench.traffic.step_gaps import StepGaps, rank_of, step_edges
+from ebbench.traffic.step_gaps import step_edges
+from ebbench.traffic.stretches import roots_of
 from ebbench.workloads.fitted import GROUP, Arrivals, points_of
 from ebbench.workloads.requests import Floats
 
@@ -16,8 +16,6 @@ _STEP, _MOST_STEPS = 50, 120
 """Requests per step of the rate curve in the mean, at least, and most steps."""
 _BURSTY, _MOST_STEPS_OF_BURSTS = 0.5, 1200
 """Burstiness below which steps hold equally many sessions, and most steps then."""
-_MOST_KINDS, _MOST_RANKS, _MOST_PER_RANK = 8, 16, 16
-"""Most kinds of steps by their length, ranks of gaps, and numbers per rank."""
 _SHORTEST_STEP_S = 1e-6
 _TICK_JITTER = 0.01
 
@@ -54,29 +52,15 @@ def _bursty(starts: Floats, period: float, burstiness: float) -> Arrivals:
     per_step = count / min(_MOST_STEPS_OF_BURSTS, count // GROUP)
     edges = step_edges(count, per_step)
     widths = np.maximum(np.add.reduceat(gaps, edges[:-1]), _SHORTEST_STEP_S)
+    roots = np.add.reduceat(roots_of(gaps), edges[:-1]) / np.diff(edges)
     return Arrivals(
         rate=round(count / period, 6),
         period_s=round(period, 6),
         burstiness=round(burstiness, 4),
+        gaps=points_of(gaps / gaps.mean(), 6, _MOST_GAPS),
         steps_s=tuple(round(float(width), 6) for width in widths),
-        bursts=_step_gaps(gaps, edges, widths),
+        step_roots=tuple(round(float(root), 4) for root in roots),
     )
-
-
-def _step_gaps(gaps: Floats, edges: npt.NDArray[np.int64], widths: Floats) -> tuple[StepGaps, ...]:
-    """The gaps of steps by their length and by the rank of the gap in its step, in the mean gap of all steps."""
-    sizes = np.diff(edges)
-    step = np.repeat(np.arange(len(sizes)), sizes)
-    relative = gaps[np.lexsort((gaps, step))] / gaps.mean()
-    ranks = min(_MOST_RANKS, int(sizes.min()))
-    rank = rank_of(np.arange(len(gaps)) - edges[:-1][step], sizes[step], ranks)
-    kinds = max(1, min(_MOST_KINDS, len(sizes) // (2 * GROUP)))
-    found = []
-    for members in np.array_split(np.argsort(widths, kind="stable"), kinds):
-        inside = np.isin(step, members)
-        by_rank = tuple(points_of(relative[inside & (rank == at)], 5, _MOST_PER_RANK) for at in range(ranks))
-        found.append(StepGaps(width=round(float(widths[members[-1]]), 6), gaps_by_rank=by_rank))
-    return tuple(found)
 
 
 def _levels(counts: Any, burstiness: float) -> tuple[float, ...]:

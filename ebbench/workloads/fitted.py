@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.step_gaps import StepGaps
+from ebbench.traffic.stretches import order_with
 from ebbench.traffic.substreams import substream
-from ebbench.workloads.drift import Drift, order_with
+from ebbench.workloads.drift import Drift
 from ebbench.workloads.lengths import LONGEST
 from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
 from ebbench.workloads.prefix_tree import shared_prefixes
@@ -69,8 +69,9 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Sessions per second; ``levels``: relative rates of equal parts of ``period_s``; ``burstiness``: gamma shape.
 
     ``gaps``: their distribution in the mean gap, which takes the gamma's place. ``tick_s``: times are multiples of it,
-    as in logs with coarse clocks. ``steps_s``: of bursty traffic, in place of levels and gaps: how long each step of
-    equally many sessions lasts; ``bursts``: the gaps in them.
+    as in logs with coarse clocks. ``steps_s``: of bursty traffic, in place of levels: how long each step of equally
+    many sessions lasts; ``step_roots``: the mean square root of its gaps in the mean gap. ``bursts``: what files of
+    earlier versions have; refused.
     """
 
     rate: float
@@ -80,7 +81,14 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     levels: tuple[float, ...] = ()
     tick_s: float | None = None
     steps_s: tuple[float, ...] = ()
-    bursts: tuple[StepGaps, ...] = ()
+    step_roots: tuple[float, ...] = ()
+    bursts: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.bursts:
+            raise ValueError("bursts are of an earlier version; fit the workload to the log again")
+        if len(self.step_roots) != len(self.steps_s) or (self.steps_s and not self.gaps):
+            raise ValueError("steps_s need as many step_roots, and gaps")
 
 
 class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -148,7 +156,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             curve=curve,
             tick_s=found.tick_s,
             even=True,
-            bursts=found.bursts,
+            roots=found.step_roots,
         )
         return ScenarioSpec(name="fitted", description="arrivals fitted to a log", loop="open", phases=(phase,))
 
@@ -164,15 +172,16 @@ def draw_fitted(fitted: Fitted, sessions: int, seed: int, rate_scale: float = 1.
         if fitted.drift is None:
             return drawn
         sizes, level = np.bincount(drawn.session, drawn.input_tokens), fitted.drift.level_of(sessions, rate_scale)
-        return _in_order(drawn, order_with(fitted.drift.prompts, level, sizes, rng))
+        return _in_order(drawn, order_with(level, sizes, rng, means=fitted.drift.prompts))
     inputs, outputs, repeated, which = _draw_lengths(fitted.lengths, sessions, seed)
     if fitted.drift is not None:
         level = fitted.drift.level_of(sessions, rate_scale)
-        order = order_with(fitted.drift.prompts, level, inputs, rng)
+        order = order_with(level, inputs, rng, means=fitted.drift.prompts)
         inputs, outputs, repeated, which = inputs[order], outputs[order], repeated[order], which[order]
         if fitted.drift.outputs:
             # Outputs change places only among prompts of one range, so that they go on depending on the prompt.
-            outputs = outputs[order_with(fitted.drift.outputs, level, outputs, rng, which)]
+            means, roots = fitted.drift.outputs, fitted.drift.output_roots
+            outputs = outputs[order_with(level, outputs, rng, means=means, roots=roots, group=which)]
     if fitted.prefixes is None:
         return single_turn(inputs, outputs)
     size = fitted.prefixes.block_tokens

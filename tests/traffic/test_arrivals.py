@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.traffic.arrivals import Curve, arrival_times, dispersion
-from ebbench.traffic.step_gaps import StepGaps, step_edges, stepped_gaps
+from ebbench.traffic.step_gaps import step_edges, stepped_gaps
 from ebbench.traffic.substreams import substream
 
 SEEDS = st.integers(0, 2**32)
@@ -84,17 +84,16 @@ def test_a_curve_with_widths_has_its_rate_in_each_piece() -> None:
 
 @given(
     widths=st.lists(st.floats(0.001, 1000), min_size=2, max_size=20),
-    means=st.lists(st.lists(st.floats(0, 50), min_size=1, max_size=5), min_size=1, max_size=10),
+    means=st.lists(st.floats(0, 50), min_size=1, max_size=20),
+    root=st.floats(0, 2),
     per_step=st.floats(0.1, 40.0),
     n=st.integers(1, 400),
     seed=SEEDS,
 )
 def test_each_step_of_bursts_is_filled_exactly(
-    widths: list[float], means: list[list[float]], per_step: float, n: int, seed: int
+    widths: list[float], means: list[float], root: float, per_step: float, n: int, seed: int
 ) -> None:
-    by_rank = tuple(tuple(rank) for rank in means)
-    kinds = (StepGaps(width=1.0, gaps_by_rank=by_rank), StepGaps(width=1000.0, gaps_by_rank=((1.0,),)))
-    gaps = stepped_gaps(kinds, widths, per_step, n, substream(seed, "x"))
+    gaps = stepped_gaps(sorted(means), widths, [root] * len(widths), per_step, n, substream(seed, "x"))
     assert len(gaps) == n
     assert (gaps >= 0).all()
     edges = step_edges(n, per_step)
@@ -103,12 +102,14 @@ def test_each_step_of_bursts_is_filled_exactly(
     assert gaps.sum() == pytest.approx(n, abs=1.0 + per_step)
 
 
-def test_every_step_has_a_gap_of_each_rank() -> None:
-    kinds = (StepGaps(width=1.0, gaps_by_rank=((0.0,), (0.1,), (0.1,), (3.8,))),)
-    gaps = stepped_gaps(kinds, [1.0, 2.0], 4.0, 400, substream(1, "x")).reshape(-1, 4)
-    # Steps of 1 and 2 s have 2/3 and 4/3 of the mean gap; the short gaps keep their length in time.
-    mean_gap = np.tile([2 / 3, 4 / 3], 50)[:, None]
-    short = np.tile([0.0, 0.1, 0.1], (100, 1))
-    assert np.sort(gaps * mean_gap)[:, :3] == pytest.approx(short)
+def test_steps_of_one_length_differ_in_how_much_of_it_one_gap_takes() -> None:
+    """Of two steps one has a pause and three short gaps, the other four middling gaps."""
+    steps = np.array([[0.0, 0.1, 0.1, 3.8], [1.0, 1.0, 1.0, 1.0]])
+    roots = np.sqrt(steps).mean(axis=1)
+    means = np.sort(np.tile(steps, (50, 1)).ravel())
+    gaps = stepped_gaps(means.tolist(), [1.0, 1.0], roots.tolist(), 4.0, 400, substream(1, "x")).reshape(-1, 4)
     assert gaps.sum(axis=1) == pytest.approx(np.full(100, 4.0))
-    assert len({tuple(row) for row in gaps.round(3).tolist()}) > 5  # in random order
+    longest = gaps.max(axis=1)  # a pause and three short gaps cannot be told from a pause and three middling ones
+    assert np.median(longest[::2]) > 2.8
+    assert np.percentile(longest[1::2], 95) < 2.0
+    assert len(set(gaps[::2].argmax(axis=1).tolist())) == 4  # in random order

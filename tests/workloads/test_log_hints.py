@@ -16,7 +16,11 @@ HEADER = "timestamp,input_tokens,output_tokens\n"
 BAD = [
     ("timestamp;input_tokens;output_tokens\n0,134;1;1\n", 2, r"write decimals with a point, 0\.134"),
     (HEADER + "0.1,1,1\n,1,1\n", 3, "timestamp is empty; expected a number or ISO 8601; --columns time=- reads"),
-    ("timestamp,input_tokens,output_tokens,note\n0.1,1,1\n", 2, r"4 columns; if 'note' is empty, end the row with ','$"),
+    (
+        "timestamp,input_tokens,output_tokens,note\n0.1,1,1\n",
+        2,
+        r"4 columns; if 'note' is empty, end the row with ','$",
+    ),
     (HEADER + "0.1,1,1,9\n", 2, "3 columns; a cell that holds ',' needs quotes$"),
     (HEADER + "03/02/2026 09:00,1,1\n", 2, "which number is the month cannot be told"),
     (HEADER + "noon,1,1\n", 2, "such as 12.5 or 2026"),

@@ -1,0 +1,51 @@
+"""Values in an order with given means and mean roots of stretches."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbench.traffic.stretches import order_with, roots_of
+
+
+def per_stretch(values: np.ndarray, stretch: np.ndarray) -> np.ndarray:
+    return np.bincount(stretch, values) / np.bincount(stretch)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 2)), min_size=0, max_size=200),
+    st.lists(st.floats(0, 5), min_size=1, max_size=9),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_values_only_change_places_within_their_group(
+    rows: list[tuple[float, int]], levels: list[float], rooted: bool, seed: int
+) -> None:
+    sizes, groups = np.array([size for size, _ in rows]), np.array([group for _, group in rows], int)
+    stretch = np.arange(len(rows)) // 7 % len(levels)
+    roots = np.sqrt(levels) if rooted else ()
+    order = order_with(stretch, sizes, np.random.default_rng(seed), means=levels, roots=roots, group=groups)
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    assert (groups[order] == groups).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stretches_with_one_large_value_differ_from_those_of_middling_ones(seed: int) -> None:
+    """Every second stretch is heavy-tailed, the others are of nearly equal values; both have the same mean."""
+    rng = np.random.default_rng(seed)
+    stretch = np.repeat(np.arange(200), 8)
+    sigma = np.where(stretch % 2, 0.3, 1.6)
+    values = np.exp(rng.standard_normal(1600) * sigma - sigma**2 / 2)
+    means, roots = per_stretch(values, stretch), per_stretch(roots_of(values), stretch)
+    shuffled = rng.permutation(values)
+    for known, spread_is_kept in ((roots, True), ((), False)):
+        found = shuffled[order_with(stretch, shuffled, rng, means=means, roots=known)]
+        assert np.abs(per_stretch(found, stretch) - means).mean() < 0.2 * means.mean()
+        spreads = [np.log(one).reshape(-1, 8).std(axis=1) for one in (values, found)]
+        assert (np.corrcoef(*spreads)[0, 1] > 0.7) == spread_is_kept
+        assert (np.abs(per_stretch(roots_of(found), stretch) - roots).mean() < 0.03) == spread_is_kept
+
+
+def test_an_order_of_no_values() -> None:
+    assert len(order_with(np.zeros(0, int), [], np.random.default_rng(0), means=[1.0])) == 0
