@@ -33,18 +33,19 @@ class StreamTransport(httpx.AsyncBaseTransport):
         """Send a request; returns when the response headers are complete. Raises httpx's transport errors.
 
         If the server has closed a kept connection in the meantime, the request is sent on a new one: no response had
-        begun.
+        begun. It is sent once more at most, as the server may close every connection that brings this request.
         """
         body = await request.aread()
+        connections = self._connections(Address.of(request.url))
+        kept = connections.take()
         while True:
-            connections = self._connections(Address.of(request.url))
-            kept = connections.take()
             connection = kept or await connections.connect()
             try:
                 return await connection.exchange(request, body)
             except httpx.RemoteProtocolError:
                 if kept is None or not connection.untouched:
                     raise
+                kept = None
             except BaseException:
                 connection.abort()
                 raise

@@ -68,10 +68,14 @@ def scenario(server: Server, play: Callable[[str], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
-def through_gateway(server: Server, play: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+def through_gateway(
+    server: Server, play: Callable[[httpx.AsyncClient], Awaitable[Any]], health_interval_s: float = 60.0
+) -> Any:
+    """By default no health check runs meanwhile: it would reinstate an upstream that was wrongly marked as failed."""
+
     async def run(url: str) -> Any:
-        # No health check runs meanwhile: it would reinstate an upstream that was wrongly marked as failed.
-        gateway = GatewayProcess(GatewaySettings(upstreams=(url,), port=0, drain_s=2.0, health_interval_s=60.0))
+        settings = GatewaySettings(upstreams=(url,), port=0, drain_s=2.0, health_interval_s=health_interval_s)
+        gateway = GatewayProcess(settings)
         await asyncio.to_thread(gateway.__enter__)
         try:
             async with httpx.AsyncClient(base_url=gateway.url, timeout=120, trust_env=False) as client:
@@ -195,3 +199,12 @@ def test_a_line_that_never_ends_does_not_fill_the_memory() -> None:
     rest = len(lines.rest())
     assert passed + rest == 1_000_000
     assert rest <= MAX_LINE_BYTES
+
+
+def test_upstreams_that_pass_health_checks_and_answer_nothing_give_502() -> None:
+    async def play(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post("/v1/completions", json={"prompt": "a"})
+
+    answer = through_gateway(Server(), play, health_interval_s=0.05)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["message"] == "2 upstreams gave no answer"

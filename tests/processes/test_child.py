@@ -74,6 +74,15 @@ def test_run_supervised_returns_exit_code_and_output() -> None:
         run_supervised(["no-such-program"], 1.0)
 
 
+def test_a_program_that_cannot_be_started_is_named_with_the_reason(tmp_path: Path) -> None:
+    command = supervised([str(tmp_path / "missing")], 1.0)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as supervisor:
+        status = supervisor.wait()  # before its standard input closes, which would end it
+        assert supervisor.stderr is not None
+        said = supervisor.stderr.read()
+    assert (status, said) == (127, f"cannot start {tmp_path}/missing: No such file or directory\n")
+
+
 def test_the_program_does_not_inherit_the_lifeline(tmp_path: Path) -> None:
     """It would keep the pipe of its own supervisor open, or take its end of file for input."""
     program = ["sh", "-c", "cat >&2; ls -l /proc/self/fd >&2"]
