@@ -142,7 +142,8 @@ def with_relay(play: Callable[[Relay, Ordered, GatewayMetrics], Any]) -> None:
         queue = DispatchQueue(dispatcher, 10)
         upstreams = Upstreams(settings, queue.topology)
         try:
-            await play(Relay(settings, upstreams, queue, transport, metrics, infer=False), dispatcher, metrics)
+            relay = Relay(settings, upstreams, queue, transport, metrics, infer=False)
+            await asyncio.wait_for(play(relay, dispatcher, metrics), 60)
         finally:
             await upstreams.close()
             await transport.aclose()
