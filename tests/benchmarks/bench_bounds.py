@@ -81,7 +81,7 @@ def _steps(prompts: list[int], budget: int) -> Iterator[list[tuple[int, int]]]:
         yield step
 
 
-def nobody_behind(device: Device, wave: Wave) -> int:
+def no_request_behind(device: Device, wave: Wave) -> int:
     """Prompts computed within the TTFT target while every answer begun gets a token per TPOT target."""
     now_s, seqs, kv_tokens, waiting = 0.0, 0, 0, wave.prompts
     while waiting:
@@ -135,7 +135,7 @@ def main() -> None:
             counts = (
                 prompts_only(device, wave, memory=False),
                 prompts_only(device, wave, memory=True),
-                nobody_behind(device, wave),
+                no_request_behind(device, wave),
             )
             shares = (1.0 - (len(wave.prompts) - count) / wave.total for count in counts)
             entries = " | ".join(f"{c:,} | {s:.1%}" for c, s in zip(counts, shares, strict=True))

@@ -44,9 +44,9 @@ def test_figures_can_be_asked_for_in_sql(runs: Path) -> None:
 def test_the_load_the_machine_and_the_policys_settings_can_be_asked_for(runs: Path) -> None:
     wanted = "load, sessions, max_concurrency, request_rate, gpus, topology, max_num_batched_tokens, max_num_seqs"
     (row,) = answer(runs, f"select {wanted}, policy_settings from runs where policy = 'eb'")
-    told = summarise(Run.load(runs / "eb")).to_dict()
-    assert json.loads(str(row.pop("policy_settings"))) == told["policy_settings"] != {}
-    assert row == {name: told[name] for name in row}
+    summary = summarise(Run.load(runs / "eb")).to_dict()
+    assert json.loads(str(row.pop("policy_settings"))) == summary["policy_settings"] != {}
+    assert row == {name: summary[name] for name in row}
     assert row["sessions"] == 450
 
 

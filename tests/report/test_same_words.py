@@ -14,7 +14,7 @@ from tests.gate.gate_data import invoke, side
 RUN = ("run", "sharegpt", "--source", "profile", "--device", "h200", "--model", "qwen3-8b", "--quiet")
 
 
-def told(*args: object) -> str:
+def output_of(*args: object) -> str:
     """What a command prints, in one line."""
     done = invoke(*args)
     assert done.exit_code == 0, done.output
@@ -22,8 +22,8 @@ def told(*args: object) -> str:
 
 
 def test_show_and_compare_decide_by_latency_where_every_policy_keeps_up(tmp_path: Path) -> None:
-    told(*RUN, "-n", 150, "--request-rate", 16, "-p", "v1", "-p", "v0", "--repeats", 2, "-o", tmp_path / "runs")
-    shown, compared = told("show", tmp_path), told("compare", tmp_path)
+    output_of(*RUN, "-n", 150, "--request-rate", 16, "-p", "v1", "-p", "v0", "--repeats", 2, "-o", tmp_path / "runs")
+    shown, compared = output_of("show", tmp_path), output_of("compare", tmp_path)
     assert re.search(r"v1 is ahead: a request takes .* latency decides", shown)
     assert re.search(r"v1 is ahead: \+[\d.]+ % time per request .* latency decides", compared)
     assert "E2EL median decides" in compared or "cannot show" in compared
@@ -39,8 +39,8 @@ def test_a_difference_too_small_to_matter_has_no_winner_however_sure_it_is() -> 
 def test_policies_that_do_the_same_are_not_to_be_repeated_and_cases_are_named(tmp_path: Path) -> None:
     for rate, other in ((16, "v0"), (4, "ebplus")):
         sides = ("-p", "v1", "-p", other)
-        told(*RUN, "-n", 60, "--request-rate", rate, *sides, "--repeats", 2, "-o", tmp_path / str(rate))
-    both = told("show", tmp_path)
+        output_of(*RUN, "-n", 60, "--request-rate", rate, *sides, "--repeats", 2, "-o", tmp_path / str(rate))
+    both = output_of("show", tmp_path)
     assert "rate 4/s: The policies have the same figures in every pair" in both
     assert re.search(r"rate 16/s: 2 pairs of runs do not tell", both)
-    assert "do not tell" not in told("show", tmp_path / "4")
+    assert "do not tell" not in output_of("show", tmp_path / "4")
