@@ -9,6 +9,7 @@ and their descendants. What a library starts inside this process is watched by :
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -28,11 +29,13 @@ from typing import Any
 
 from ebbench.without_pandas import process_of_ebbench
 
-STDIN = 0
+STDIN, STDERR = 0, 2
 KILL_WAIT_S = 15.0
 """How long a supervisor may take to reap killed processes."""
 EXIT_WAIT_S = 1.0
 """How long a child that closed its output may take to end."""
+KEPT_BYTES = 65536
+"""How much of a program's output is kept to look for the reason of a failure."""
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 TREE_GUARD = Path(__file__).with_name("tree_guard.py")
 
@@ -79,21 +82,52 @@ def supervised(command: Sequence[str], grace_s: float) -> list[str]:
     return [sys.executable, "-I", "-S", str(SUPERVISOR), f"{grace_s:g}", *command]
 
 
-def run_supervised(command: Sequence[str], grace_s: float, **options: Any) -> tuple[int, str]:
+def run_supervised(
+    command: Sequence[str], grace_s: float, *, shows_errors: bool = False, **options: Any
+) -> tuple[int, str]:
     """Run another program to its end; returns its exit status, and its stderr if that is a pipe.
 
-    ``options`` go to ``Popen``. On KeyboardInterrupt the program gets ``grace_s`` seconds to end, then the exception is
-    raised again. Raises FileNotFoundError if the program does not exist.
+    ``options`` go to ``Popen``. ``shows_errors``: what it writes to stderr is written to this process's stderr at
+    once, and the last ``KEPT_BYTES`` of it are returned. On KeyboardInterrupt the program gets ``grace_s`` seconds to
+    end, then the exception is raised again. Raises FileNotFoundError if the program does not exist.
     """
     if shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH")) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    if shows_errors:
+        options["stderr"] = subprocess.PIPE
     process = Child(supervised(command, grace_s), start_new_session=True, **options)
+    shown = _Shown(process) if shows_errors else None
     try:
-        _, errors = process.communicate()
+        errors = process.communicate()[1] if shown is None else shown.to_the_end()
     except KeyboardInterrupt:
         process.end(grace_s + KILL_WAIT_S)
         raise
     return process.returncode, (errors or b"").decode(errors="replace")
+
+
+class _Shown:
+    """Writes the stderr of a process to this process's stderr, and keeps its end."""
+
+    def __init__(self, process: Child) -> None:
+        self._process, self._kept = process, b""
+        # A thread of its own: while the process is being ended it still writes, and would wait for a full pipe.
+        self._thread = threading.Thread(target=self._copy, name="stderr", daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        assert self._process.stderr is not None
+        pipe = self._process.stderr.fileno()
+        while piece := os.read(pipe, KEPT_BYTES):
+            self._kept = (self._kept + piece)[-KEPT_BYTES:]
+            with contextlib.suppress(OSError):  # nobody reads our stderr any more
+                while piece:
+                    piece = piece[os.write(STDERR, piece) :]
+
+    def to_the_end(self) -> bytes:
+        """Wait for the end of the process; returns the last bytes that it wrote."""
+        self._process.wait()
+        self._thread.join(EXIT_WAIT_S)
+        return self._kept
 
 
 @contextmanager

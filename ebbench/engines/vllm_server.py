@@ -14,13 +14,13 @@ from types import TracebackType
 
 import httpx
 
-from ebbench.child import KILL_WAIT_S, Child, supervised
+from ebbench.child import KEPT_BYTES, KILL_WAIT_S, Child, supervised
+from ebbench.engines.kv_memory import memory_remedy
 from ebbench.errors import RunError
 
 POLL_S = 0.25
 TERM_WAIT_S = 15.0  # time for the server to end its own children
 TAIL_LINES = 15
-TAIL_BYTES = 65536
 
 
 class ServerProcess:
@@ -83,9 +83,10 @@ class ServerProcess:
     def tail(self) -> str:
         """The last lines of the log, and its path."""
         with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        return f"log {self.log}, its end:\n" + "\n".join(lines[-TAIL_LINES:])
+            file.seek(max(0, self.log.stat().st_size - KEPT_BYTES))
+            end = file.read().decode(errors="replace")
+        reason = f"{remedy}; " if (remedy := memory_remedy(end)) else ""
+        return "\n".join([f"{reason}log {self.log}, its end:", *end.splitlines()[-TAIL_LINES:]])
 
     def stop(self) -> None:
         """Stop the server: SIGTERM lets it end its own children; remaining processes are then killed."""

@@ -162,14 +162,14 @@ class Controller:
         if not self._keep_records:
             return
         phases, strategy, lengths = self._phases, self._strategy, self._lengths
-        facts = strategy.facts
+        facts, idle = strategy.facts, phases.idle(view)
         common: dict[str, float | int | None] = {
             "decoding": view.decoding,
             "prefilling": view.prefilling,
             "waiting": view.waiting,
-            "idle": max(phases.idle(view), 0),
+            "idle": max(idle, 0),
             "k": strategy.slots,
-            "n_limit": phases.batch_limit(view),
+            "n_limit": phases.batch_limit(view, idle),
             "theta": strategy.theta,
             "theta0": facts.get("theta0"),
             "mu_l": lengths.mu_l,

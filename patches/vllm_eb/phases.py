@@ -100,11 +100,14 @@ class Phases:
         fit = strategy.prompts_that_fit(view)
         return slots if fit == math.inf else min(slots, math.ceil(fit))
 
-    def batch_limit(self, view: View) -> int:
-        """The current batch limit; if the strategy bounds memory, at most the number of sequences with room."""
+    def batch_limit(self, view: View, idle: int | None = None) -> int:
+        """The current batch limit; if the strategy bounds memory, at most the number of sequences with room.
+
+        ``idle``: what :meth:`idle` returns, if that is known already.
+        """
         if not self._strategy.bounds_mixed:
             return self._strategy.seqs_allowed
-        return view.decoding + view.prefilling + max(self.idle(view), 0)
+        return view.decoding + view.prefilling + max(self.idle(view) if idle is None else idle, 0)
 
     def decision(self, view: View) -> Decision:
         """The decision for the next step."""

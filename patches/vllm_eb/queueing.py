@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
-from itertools import accumulate, compress, count
-from operator import gt, le, not_
+from heapq import heapify, heappush, heappushpop
+from itertools import compress, count
+from operator import le, not_
 from typing import NamedTuple, Protocol
 
 SHORTEST_EVERY_S = 0.02  # about a decode step: ordering thousands of requests takes a millisecond
@@ -166,17 +166,21 @@ class PunctualQueue:
         self._ordered_s = now_s
         latest_s, (token_s, answer_s, _) = self._slack_s(work), work
         by_age = sorted(range(len(seen_s)), key=seen_s.__getitem__)
-        overdue = bisect_left(by_age, True, key=lambda place: latest_s - (now_s - seen_s[place]) >= 0.0)
-        others = by_age[overdue:]
+        overdue = 0
+        if by_age and latest_s - (now_s - seen_s[by_age[0]]) < 0.0:
+            overdue = bisect_left(by_age, True, key=lambda place: latest_s - (now_s - seen_s[place]) >= 0.0)
+        others = by_age[overdue:] if overdue else by_age
         slack_s = [latest_s - (now_s - seen_s[place]) for place in others]
         prompt_s = [prompt_tokens[place] * token_s for place in others]
+        first, late = others, []
         fits = list(map(le, prompt_s, slack_s))
-        first = in_time = list(compress(others, fits))
-        dropped = given_up(list(compress(prompt_s, fits)), list(compress(slack_s, fits)), answer_s)
+        if not all(fits):
+            first, late = list(compress(others, fits)), list(compress(others, map(not_, fits)))
+            prompt_s, slack_s = list(compress(prompt_s, fits)), list(compress(slack_s, fits))
+        dropped = given_up(prompt_s, slack_s, answer_s)
         if dropped:
-            first = [place for number, place in enumerate(in_time) if number not in dropped]
+            in_time, first = first, [place for number, place in enumerate(first) if number not in dropped]
             first += [in_time[number] for number in sorted(dropped)]
-        late = [] if len(in_time) == len(others) else list(compress(others, map(not_, fits)))
         self._first_s = seen_s[first[0]] if len(first) > len(dropped) else None
         if oldest is None and overdue:
             oldest = Waited(seen_s[by_age[0]], prompt_tokens[by_age[0]])
@@ -199,20 +203,24 @@ def given_up(prompt_s: Sequence[float], slack_s: Sequence[float], answer_s: floa
     ``prompt_s``: time to compute the prompt. ``slack_s`` (increasing): time until the first token is due, at least as
     long. ``answer_s``: further time that a request takes before the next one's turn.
     """
-    served_s = list(accumulate([one_s + answer_s for one_s in prompt_s]))  # time for all up to each
-    late = map(gt, [total_s - answer_s for total_s in served_s], slack_s)
-    begin = next(compress(count(), late), None)
-    if begin is None:
+    total_s = before_s = 0.0
+    for begin, one_s in enumerate(prompt_s):
+        before_s, total_s = total_s, total_s + (one_s + answer_s)
+        if total_s - answer_s > slack_s[begin]:
+            break
+    else:
         return set()
     dropped: set[int] = set()
-    kept = [(-prompt_s[index], -index) for index in range(begin)]  # longest first, of equal lengths the youngest
+    # Longest first, of equal lengths the youngest.
+    kept = [(-one_s, -index) for index, one_s in enumerate(prompt_s[:begin])]
     heapify(kept)
-    total_s = served_s[begin - 1] if begin else 0.0
+    total_s = before_s
     for index, one_s, left_s in zip(count(begin), prompt_s[begin:], slack_s[begin:], strict=False):
-        heappush(kept, (-one_s, -index))
         total_s += one_s + answer_s
-        if total_s - answer_s > left_s:
-            longest_s, longest = heappop(kept)
+        if total_s - answer_s <= left_s:
+            heappush(kept, (-one_s, -index))
+        else:
+            longest_s, longest = heappushpop(kept, (-one_s, -index))
             total_s += longest_s - answer_s
             dropped.add(-longest)
     return dropped

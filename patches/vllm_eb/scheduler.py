@@ -206,7 +206,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         if self._reports is not None:
             self._reports.received()
         if self._waiting_order is not None:
-            self._waiting_order.arrived(request.request_id, self._clock())
+            self._waiting_order.arrived(request, self.waiting, self._clock())
 
     def _schedule_as_decided(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
@@ -220,12 +220,14 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             self.max_num_scheduled_tokens = usual
 
     def _phase_step(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
+        if decision.phase == "decode":
+            return self._decode_step(args, kwargs)
+        if self._waiting_order is not None:
+            self._waiting_order.arrange(self.waiting)
         if decision.phase == "mixed":
             if decision.running_limit >= getattr(self, self._limit_name):
                 return super().schedule(*args, **kwargs)
             return self._partial_step(self.running, decision.running_limit, args, kwargs)
-        if decision.phase == "decode":
-            return self._decode_step(args, kwargs)
         return self._prefill_step(decision, view, args, kwargs)
 
     def _prefill_step(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
@@ -350,7 +352,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         if self.controller is not None and request.status in _ENDS and request.num_output_tokens:
             self.controller.on_finish(request.num_output_tokens)
         if self._waiting_order is not None:
-            self._waiting_order.left(request.request_id)
+            self._waiting_order.left(request)
         return super()._free_request(request, *args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import takewhile
+from operator import gt
 from typing import Any
 
 from vllm_eb.controller import Controller
@@ -16,90 +18,155 @@ class WaitingOrder:
     """Keeps the arrival times of requests, and orders those that were never started by the controller's rule.
 
     Preempted requests stay in front. All times in seconds of the scheduler's clock. Overdue requests stand together in
-    the queue and keep their order, so an ordering takes only the others out of it: under overload thousands are overdue
-    and some dozens are not. Of these, the queue mostly loses some at its front and gets new ones at its end between two
-    orderings: then the lists of the last ordering are cut and extended instead of made anew.
+    the queue and keep their order, so an ordering reads only the others: under overload thousands are overdue and some
+    dozens are not. Most steps admit nothing, so an ordering changes only lists of these others, and :meth:`arrange` the
+    queue itself. The queue mostly loses requests at its front and gets new ones at its end: then the lists are cut and
+    extended. After any other change the next ordering reads the queue anew.
     """
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self.arrived_s: dict[str, float] = {}
-        self._ordered: list[Any] = []  # the requests of the last ordering that were not overdue, if all were fresh
-        self._admitted = 0  # of these, from the first on
+        # Requests that were not overdue at the last ordering, in its order, then those that have come since.
+        self._others: list[Any] = []
         self._seen_s: list[float] = []  # their arrival times
         self._prompt_tokens: list[int] = []
-        self._last_overdue: Any = None  # the last of the overdue requests in the queue; None if there are none
+        self._admitted = 0  # of these, from the first on
+        self._known = True  # whether the queue holds these and the overdue requests, and no preempted one
+        # The queue as it was last arranged.
+        self._overdue = 0  # its overdue requests
+        self._last_overdue: Any = None  # the last of them; None if there are none
         self._overdue_until_s = -math.inf  # its arrival
-        self._turn: Any = None  # the overdue request that the last ordering put before all others
+        self._turn: Any = None  # the overdue request that stands before all others
+        # What the last ordering changed.
+        self._first: int | None = None  # how many of the others go before the overdue requests; None: it is arranged
+        self._ordered = 0  # how many of the others were there
+        self._late: list[Any] = []  # found overdue since the queue was arranged
+        self._oldest: Waited | None = None  # the oldest overdue request
+        self._oldest_first = False  # whether it goes before all others
 
-    def arrived(self, request_id: str, now_s: float) -> None:
-        """Keep a request's arrival time."""
-        if request_id in self.arrived_s:  # the next turn of a streaming session
-            self.forget()
-        self.arrived_s[request_id] = now_s
+    def arrived(self, request: Any, waiting: deque[Any], now_s: float) -> None:
+        """Keep the arrival time of a request that was added to the queue."""
+        if request.request_id in self.arrived_s:  # the next turn of a streaming session
+            self.forget(waiting)
+        self.arrived_s[request.request_id] = now_s
+        if self._known:
+            self._append(request)
 
-    def left(self, request_id: str) -> None:
+    def left(self, request: Any) -> None:
         """Forget a request that ended."""
-        self.arrived_s.pop(request_id, None)
+        self.arrived_s.pop(request.request_id, None)
+        if not request.num_computed_tokens:  # it was waiting
+            self._known = False
 
     def admitted(self, request: Any) -> None:
         """Record that a request left the queue to run."""
+        place = self._admitted
+        if place < len(self._others) and self._others[place] is request and self._first is None:
+            self._admitted += 1
+            return
         if request is self._turn:
             self._turn = None
-        elif self._admitted < len(self._ordered) and self._ordered[self._admitted] is request:
-            self._admitted += 1
-        else:
-            self._ordered, self._admitted = [], 0
+        self._known = False
 
-    def forget(self) -> None:
-        """Forget the queue of the last ordering: one of its requests has changed."""
-        self._ordered, self._admitted = [], 0
-        self._last_overdue, self._turn = None, None
+    def forget(self, waiting: deque[Any]) -> None:
+        """Let the next ordering read all requests: one of them has changed."""
+        self.arrange(waiting)
+        self._known, self._last_overdue, self._turn = False, None, None
 
     def order(self, waiting: deque[Any], now_s: float) -> float:
-        """Order the queue if due; returns the waiting time (s) of the oldest request that can meet its target."""
+        """Find a new order if due; returns the waiting time (s) of the oldest request that can meet its target."""
         queue = self._controller.queue
         if queue.due(now_s):
             if not waiting:
-                self.forget()
+                self._empty()
                 queue.emptied(now_s)
-            elif not self._stands(waiting, now_s):
-                self._reorder(waiting, now_s)
+            elif not self._is_known(waiting):
+                self._order_anew(waiting, now_s)
+            elif not self._stands(now_s):
+                self._reorder(now_s)
         return queue.oldest_wait_s(now_s)
 
-    def _stands(self, waiting: deque[Any], now_s: float) -> bool:
-        """Whether the queue is short and certainly needs no other order, which costs less to find out than an order."""
-        if len(waiting) > SHORT or self._last_overdue is not None:
-            return False
-        prompt_tokens, oldest_s, last_s = 0, None, -math.inf
-        for request in waiting:
-            seen_s = self.arrived_s.get(request.request_id)
-            if seen_s is None or seen_s < last_s or request.num_preemptions:
-                return False
-            if oldest_s is None:
-                oldest_s = seen_s
-            last_s = seen_s
-            prompt_tokens += request.num_prompt_tokens
-        return oldest_s is not None and self._controller.order_stands(now_s, oldest_s, len(waiting), prompt_tokens)
+    def arrange(self, waiting: deque[Any]) -> None:
+        """Put the queue into the order last found. Call it before a step that may admit requests."""
+        if self._first is None:
+            return
+        queued, started = self._take_out(waiting), []
+        first, late, rest = self._others[: self._first], self._late, self._others[self._first :]
+        if {*first, *late, *rest}.symmetric_difference(queued):
+            self._known = False
+            present, ordered = set(queued), {*late, *self._others[: self._ordered]}
+            first, late, rest = ([one for one in part if one in present] for part in (first, late, rest))
+            rest = [one for one in rest if one in ordered]
+            started = list(takewhile(lambda one: one not in ordered, queued))
+            rest += [one for one in queued[len(started) :] if one not in ordered]
+        self._place(waiting, started, first, late, rest)
 
-    def _reorder(self, waiting: deque[Any], now_s: float) -> None:
-        """Order the requests that are not overdue; meanwhile ``waiting`` holds the overdue ones alone."""
-        started, fresh = self._read(self._take_out(waiting))
-        oldest = Waited(self.arrived_s[waiting[0].request_id], waiting[0].num_prompt_tokens) if waiting else None
-        places = self._controller.queue_order(now_s, self._seen_s, self._prompt_tokens, oldest)
-        waiting.extend(map(fresh.__getitem__, places.overdue))
-        self._turn = waiting.popleft() if places.oldest_first else None
+    def _place(
+        self, waiting: deque[Any], started: list[Any], first: list[Any], late: list[Any], rest: list[Any]
+    ) -> None:
+        """Add requests to ``waiting``, which holds the overdue ones alone; ``late`` ones are overdue too."""
+        waiting.extend(late)
+        self._overdue = len(waiting)
+        self._turn = waiting.popleft() if self._oldest_first and waiting else None
         self._last_overdue = waiting[-1] if waiting else self._turn
         if self._last_overdue is not None:
             self._overdue_until_s = self.arrived_s[self._last_overdue.request_id]
-        first, rest = list(map(fresh.__getitem__, places.first)), list(map(fresh.__getitem__, places.rest))
         waiting.extend(rest)
-        front = [*started, *first] if self._turn is None else [*started, self._turn, *first]
-        waiting.extendleft(reversed(front))
+        waiting.extendleft(reversed([*started, *first] if self._turn is None else [*started, self._turn, *first]))
+        self._first, self._late = None, []
+
+    def _empty(self) -> None:
+        self._others, self._seen_s, self._prompt_tokens, self._admitted, self._known = [], [], [], 0, True
+        self._overdue, self._last_overdue, self._turn = 0, None, None
+        self._first, self._late, self._oldest, self._oldest_first = None, [], None, False
+
+    def _append(self, request: Any) -> None:
+        self._others.append(request)
+        self._seen_s.append(self.arrived_s[request.request_id])
+        self._prompt_tokens.append(request.num_prompt_tokens)
+
+    def _is_known(self, waiting: deque[Any]) -> bool:
+        """Whether the lists hold all requests that are not overdue; takes admitted ones out of them."""
+        if self._admitted:
+            for part in (self._others, self._seen_s, self._prompt_tokens):
+                del part[: self._admitted]
+            self._admitted = 0
+        return self._known and len(waiting) == self._overdue + len(self._late) + len(self._others)
+
+    def _stands(self, now_s: float) -> bool:
+        """Whether the queue is short and certainly needs no other order, which costs less to find out than an order."""
+        seen_s = self._seen_s
+        if not seen_s or len(seen_s) > SHORT or self._overdue or self._late or any(map(gt, seen_s, seen_s[1:])):
+            return False
+        return self._controller.order_stands(now_s, seen_s[0], len(seen_s), sum(self._prompt_tokens))
+
+    def _reorder(self, now_s: float) -> None:
+        """Order the requests that are not overdue."""
+        others, seen_s, prompt_tokens = self._others, self._seen_s, self._prompt_tokens
+        places = self._controller.queue_order(now_s, seen_s, prompt_tokens, self._oldest)
+        if places.overdue:
+            self._late += map(others.__getitem__, places.overdue)
+            if self._oldest is None:
+                self._oldest = Waited(seen_s[places.overdue[0]], prompt_tokens[places.overdue[0]])
         ordered = [*places.first, *places.rest]
-        self._ordered, self._admitted = [] if started else first + rest, 0
-        self._seen_s = list(map(self._seen_s.__getitem__, ordered))
-        self._prompt_tokens = list(map(self._prompt_tokens.__getitem__, ordered))
+        self._others = list(map(others.__getitem__, ordered))
+        self._seen_s = list(map(seen_s.__getitem__, ordered))
+        self._prompt_tokens = list(map(prompt_tokens.__getitem__, ordered))
+        self._first, self._ordered, self._oldest_first = len(places.first), len(ordered), places.oldest_first
+
+    def _order_anew(self, waiting: deque[Any], now_s: float) -> None:
+        """Read the queue, order and arrange it."""
+        self.arrange(waiting)
+        queued = self._take_out(waiting)
+        started = [one for one in queued if not self._is_fresh(one)]
+        self._others, self._seen_s, self._prompt_tokens = [], [], []
+        for request in filter(self._is_fresh, queued):
+            self._append(request)
+        self._known = not started
+        self._oldest = Waited(self.arrived_s[waiting[0].request_id], waiting[0].num_prompt_tokens) if waiting else None
+        self._reorder(now_s)
+        self._place(waiting, started, self._others[: self._first], self._late, self._others[self._first :])
 
     def _take_out(self, waiting: deque[Any]) -> list[Any]:
         """Take all but the overdue requests out of the queue; returns them in its order."""
@@ -123,22 +190,6 @@ class WaitingOrder:
             after = [*waiting, *after]
             waiting.clear()
         return before + after
-
-    def _read(self, queued: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Started and fresh requests in queue order; updates the lists of the fresh ones."""
-        known = self._ordered[self._admitted :]
-        further = queued[len(known) :]
-        if known and queued[: len(known)] == known and all(map(self._is_fresh, further)):
-            self._seen_s = self._seen_s[self._admitted :]
-            self._prompt_tokens = self._prompt_tokens[self._admitted :]
-            started, fresh = [], queued
-        else:
-            fresh = further = list(filter(self._is_fresh, queued))
-            started = [] if len(fresh) == len(queued) else [r for r in queued if not self._is_fresh(r)]
-            self._seen_s, self._prompt_tokens = [], []
-        self._seen_s += [self.arrived_s[request.request_id] for request in further]
-        self._prompt_tokens += [request.num_prompt_tokens for request in further]
-        return started, fresh
 
     def _is_fresh(self, request: Any) -> bool:
         return not request.num_preemptions and request.request_id in self.arrived_s

@@ -83,6 +83,25 @@ def test_a_program_that_cannot_be_started_is_named_with_the_reason(tmp_path: Pat
     assert (status, said) == (127, f"cannot start {tmp_path}/missing: No such file or directory\n")
 
 
+def test_errors_are_shown_while_the_program_runs_and_returned_at_its_end(tmp_path: Path) -> None:
+    """The program writes more than a pipe holds, then waits until its first line has been shown."""
+    program = (
+        "{ echo first; head -c 200000 /dev/zero | tr '\\0' x; until grep -q first shown; do :; done; echo last; } >&2"
+    )
+    code = f"""
+from ebbench.child import KEPT_BYTES, run_supervised
+status, errors = run_supervised(["sh", "-c", {program!r} + "; exit 3"], 1.0, shows_errors=True)
+print(status, len(errors) == KEPT_BYTES, errors.endswith("xlast\\n"))
+"""
+    with (tmp_path / "shown").open("wb") as shown:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=child_environ(os.environ), stdout=subprocess.PIPE,
+            stderr=shown, timeout=60,
+        )  # fmt: skip
+    assert done.stdout == b"3 True True\n"
+    assert (tmp_path / "shown").read_bytes() == b"first\n" + b"x" * 200000 + b"last\n"
+
+
 def test_the_program_does_not_inherit_the_lifeline(tmp_path: Path) -> None:
     """It would keep the pipe of its own supervisor open, or take its end of file for input."""
     program = ["sh", "-c", "cat >&2; ls -l /proc/self/fd >&2"]

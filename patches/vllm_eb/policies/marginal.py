@@ -88,7 +88,8 @@ class MarginalPolicy(Strategy):
         super().__init__(engine, lengths)
         self._costs, self._max_num_seqs = engine.calibration.costs, engine.max_num_seqs
         self._service, self._debt = ServiceLevel(spec.ttft, spec.tpot), TokenDebt(spec.tpot)
-        self._answers = AnswerLength(lengths.mu_o, spec.window, product_limit=not self._service.has_targets)
+        self._has_targets = self._service.has_targets
+        self._answers = AnswerLength(lengths.mu_o, spec.window, product_limit=not self._has_targets)
         self._room = KvRoom()
         self._punctual = PunctualQueue(spec.ttft) if spec.ttft is not None else None
         self.queue = self._punctual
@@ -185,7 +186,7 @@ class MarginalPolicy(Strategy):
         Even steps are for throughput alone: with targets, steps of the cheapest size leave fewer answers late. Ranks in
         lockstep count the passes of a refill in steps of that size.
         """
-        even = self._joint is None and not self._service.has_targets
+        even = self._joint is None and not self._has_targets
         return self._steps.next_budget() if even else self._steps.cheapest
 
     def _update_inputs(self, view: View, *, stepped: bool) -> None:
@@ -280,18 +281,24 @@ class MarginalPolicy(Strategy):
         if self._one_token:
             return math.inf
         active, free_tokens = view.decoding + view.prefilling, view.free_blocks * self.engine.block_size
-        context_tokens, prompt_tokens = self._mean_context(view), self.lengths.mu_l
+        context_tokens, prompt_tokens, answers = self._mean_context(view), self.lengths.mu_l, self._answers
+        # With targets the mean of the last prompts is taken for that of the running ones. Where the shortest come first
+        # that leaves more memory free, and a preempted response stands still: counted tokens cost up to 5 points of
+        # attainment in distribution shifts.
+        running_tokens = (
+            active * max(context_tokens - prompt_tokens, 0.0) if self._has_targets else answers.running_tokens
+        )
         fit = self._room.prompts(
             active=active,
             free_tokens=free_tokens,
             context_tokens=context_tokens,
             prompt_tokens=prompt_tokens,
-            answer_tokens=self._answers.mean,
-            running_tokens=self._running_tokens(active, context_tokens),
+            answer_tokens=answers.mean,
+            running_tokens=running_tokens,
         )
         if not active or fit >= self._allowed - active:  # for more there are no slots
             return fit
-        if not self._service.has_targets:
+        if not self._has_targets:
             if self._payback_steps is None:
                 self._payback_steps = payback_steps(
                     self._costs,
@@ -309,17 +316,6 @@ class MarginalPolicy(Strategy):
             return fit
         stay = prompts_that_stay(steps, active=active, free_tokens=free_tokens, prompt_tokens=prompt_tokens)
         return max(fit, min(stay, fit + surplus))
-
-    def _running_tokens(self, active: int, context_tokens: float) -> float:
-        """Tokens so far of all running responses.
-
-        With targets the mean of the last prompts is taken for that of the running ones. Where the shortest come first
-        that leaves more memory free, and a preempted response stands still: counted tokens cost up to 5 points of
-        attainment in distribution shifts.
-        """
-        if self._service.has_targets:
-            return active * max(context_tokens - self.lengths.mu_l, 0.0)
-        return self._answers.running_tokens
 
     def _may_pause(self, seqs: float) -> float:
         """How many sequences may be preempted beside ``seqs`` running ones."""
