@@ -119,7 +119,7 @@ class _Shown:
         pipe = self._process.stderr.fileno()
         while piece := os.read(pipe, KEPT_BYTES):
             self._kept = (self._kept + piece)[-KEPT_BYTES:]
-            with contextlib.suppress(OSError):  # nobody reads our stderr any more
+            with contextlib.suppress(OSError):  # the reader of our stderr is gone
                 while piece:
                     piece = piece[os.write(STDERR, piece) :]
 
