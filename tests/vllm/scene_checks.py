@@ -16,10 +16,22 @@ class BrokenError(AssertionError):
     """Something that must always hold does not."""
 
 
+LOST_BY_VLLM = "vLLM itself loses a session whose turn ends after it was preempted"
+"""vLLM 0.32 puts such a session into its queue, then removes from it all preempted requests that stopped in the step.
+
+Stock vLLM does so in two or three of 1,000 scenes, a policy in others: it preempts at other moments.
+"""
+
+
 def hold(condition: bool, message: str) -> None:
     """Raise BrokenError unless the condition holds."""
     if not condition:
         raise BrokenError(message)
+
+
+def _is_preempted_session(request: Any) -> bool:
+    """Whether it is a streaming session that was preempted once and now waits for its next turn."""
+    return request.status.name == "WAITING_FOR_STREAMING_REQ" and request.num_preemptions > 0
 
 
 @dataclass
@@ -69,6 +81,8 @@ class Checks:
         queues = [scheduler.waiting, getattr(scheduler, "kv_holding_waiting", ())]
         waiting = [request.request_id for queue in queues for request in queue]
         places = Counter(running + waiting)
+        lost = [request for name, request in scheduler.requests.items() if name not in places]
+        hold(not lost or not all(map(_is_preempted_session, lost)), LOST_BY_VLLM)
         hold(set(places) == set(scheduler.requests), "a request is in no queue, or in one after its end")
         hold(all(count == 1 for count in places.values()), "a request is in two places")
         hold(len(running) <= self.engine.seqs, "more run than max_num_seqs")

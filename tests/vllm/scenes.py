@@ -5,7 +5,8 @@
 A scene is a function of its seed: arrivals, aborts, priorities, adapters, images with a budget for their encoder,
 grammars that compile late, streaming sessions, pauses, resets of the prefix cache while requests run; block sizes from
 1, budgets and KV caches that are just large enough. ``delayer:?`` is the policy delayer with settings drawn for each
-scene. Where a scene fails under a policy and on stock vLLM too, the failure is counted as vLLM's.
+scene. Where a scene fails under a policy and on stock vLLM too, the failure is counted as vLLM's; so is a session that
+vLLM loses (see ``LOST_BY_VLLM``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from tests.vllm.core_engine import Engine
 from tests.vllm.drawn_policies import draw_policy
-from tests.vllm.scene_checks import Checks
+from tests.vllm.scene_checks import LOST_BY_VLLM, Checks
 from vllm_eb.policy import policy_types
 
 LARGEST_IMAGE = 12  # embeddings
@@ -202,6 +203,9 @@ def failure(policy: str, seed: int) -> str:
 def ours(policy: str, seed: int) -> str:
     """The failure under the policy that stock vLLM does not show; empty if there is none."""
     found = failure(policy, seed)
+    if LOST_BY_VLLM in found:
+        print(f"seed {seed}: {policy}: {LOST_BY_VLLM}", file=sys.stderr)
+        return ""
     if found and (known := failure("stock", seed)):
         print(f"seed {seed}: {policy} and stock vLLM fail ({known[:80]})", file=sys.stderr)
         return ""
