@@ -86,17 +86,15 @@ class TableCost:
             tokens += chunk
             if chunk == 1:
                 single = True
-        sliding = self.sliding
+        full, sliding = self.full, self.sliding
         total = self.dense_s[tokens if tokens < MAX_TOKENS else MAX_TOKENS]
         total += self.head_s[sampled if sampled < MAX_SAMPLED else MAX_SAMPLED]
-        if single:
-            total += self.full_layers * self.full.single_token_step_s(prefill, seqs, kv_tokens)
-            if sliding is not None:
-                total += self.sliding_layers * sliding.single_token_step_s(prefill, seqs, kv_tokens)
-            return total
-        total += self.full_layers * self.full.step_s(prefill, seqs, kv_tokens)
+        total += self.full_layers * (
+            full.single_token_step_s(prefill, seqs, kv_tokens) if single else full.step_s(prefill, seqs, kv_tokens)
+        )
         if sliding is not None:
-            total += self.sliding_layers * sliding.step_s(prefill, seqs, kv_tokens)
+            time_s = sliding.single_token_step_s if single else sliding.step_s
+            total += self.sliding_layers * time_s(prefill, seqs, kv_tokens)
         return total
 
 

@@ -43,7 +43,7 @@ def admissible(scheduler: Scheduler, running_limit: int) -> bool:
     hits = scheduler.kv.lookup(row, known)
     pinned = scheduler.kv.evictable(hits)
     tokens = known if scheduler.limits.scheduler_reserve_full_isl else _cached_tokens(scheduler, row, hits) + 1
-    return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
+    return _fits(scheduler, tokens, hits, pinned)
 
 
 def admit(
@@ -75,7 +75,7 @@ def admit(
         if chunk > budget:
             chunk = budget
         after = cached + chunk
-        if -(-(known if whole else after) // block_size) - len(hits) + pinned > kv.free:
+        if not _fits(scheduler, known if whole else after, hits, pinned):
             break
         waiting.popleft()
         _allocate(scheduler, row, hits, cached, after)
@@ -96,6 +96,11 @@ def admit(
 def _cached_tokens(scheduler: Scheduler, row: int, hits: Sequence[int]) -> int:
     """Tokens of a waiting request that need no computation: cached on this instance, or received from another."""
     return max(len(hits) * scheduler.limits.block_size, scheduler.delivered.get(row, 0))
+
+
+def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -> bool:
+    """Whether blocks for ``tokens`` tokens are free; ``pinned`` of the blocks that are hit count as free now."""
+    return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
 
 
 def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int) -> None:

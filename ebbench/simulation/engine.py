@@ -158,7 +158,7 @@ class EngineLoop:
         if self._alone is not None:
             step = Step(now_ns, rows=NO_ROWS, tokens=NO_ROWS, sampled=NO_ROWS)  # as the defaults, which are calls
             self._alone.gate.fill(step)
-            if not len(step.rows):
+            if step.empty:
                 return Pass(now_ns, [])
             self._run_alone(step, self._alone.scheduler.advance(step))
             if self.on_pass is not None:

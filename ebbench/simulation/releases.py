@@ -137,19 +137,15 @@ class Releases:
 
     def _release_closed(self) -> list[int]:
         rows: list[int] = []
-        queue, limits, starts = self._queue, self._limits, self._graph.parallel_starts
+        queue, limits = self._queue, self._limits
         while queue and limits:
             sessions, max_concurrency = limits[0]
             if len(limits) > 1 and self._released_in_phase >= sessions:
                 limits.pop(0)
                 self._released_in_phase = 0
-                continue
-            if self._open >= max_concurrency:
+            elif self._open < max_concurrency:
+                rows += self._begin(queue.popleft())
+                self._released_in_phase += 1
+            else:
                 break
-            self._open += 1
-            self._released_in_phase += 1
-            row = queue.popleft()
-            rows.append(row)
-            if starts:
-                rows += starts.get(row, ())
         return rows
