@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ebbench.devices.base import CostModel, PassCost, StepShape
-from ebbench.simulation.coasting import Attempts, coast
+from ebbench.simulation.coasting import Coasting
 from ebbench.simulation.gate import Gate, gate_for
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step, StepSink
@@ -83,11 +83,13 @@ class EngineLoop:
         self._cost, self._sink = cost, sink
         self._alone = units[0] if len(units) == 1 else None
         self._first, self._scheduler = units[0].index, units[0].scheduler
+        self._coasting: Coasting | None = None
+        if self._alone is not None and self._scheduler.counted is not None:
+            self._coasting = Coasting(self._scheduler, self._scheduler.counted, self._alone.gate, self._run_alone)
         self._timer = StepTimer()
         self._depth = 2 if units[0].scheduler.limits.async_scheduling else 1
         self._passes: deque[Pass] = deque()
         self._blocked = False
-        self._attempts = Attempts()
         self._pass_number = 0
 
     @property
@@ -221,19 +223,15 @@ class EngineLoop:
         """Make decode steps of the running requests up to ``quiet_until_ns()`` while there is nothing else to do.
 
         Returns False if no such step was made; nothing has then changed. Only engines with one unit coast, and only if
-        no listener follows the passes.
+        its KV blocks are counted and no listener follows the passes.
         """
-        if not self._attempts.due():
-            return False
-        unit, passes = self._alone, self._passes
-        if unit is None or self.on_pass is not None or (passes and not passes[0].steps):
+        coasting, passes = self._coasting, self._passes
+        if coasting is None or self.on_pass is not None or not coasting.due() or (passes and not passes[0].steps):
             return False
         until_ns = quiet_until_ns()
         if until_ns <= now_ns or (passes and passes[0].end_ns >= until_ns):  # at most one step would fit
             return False
-        made = coast(unit.scheduler, unit.gate, self._run_alone, now_ns, until_ns)
-        self._attempts.note(made=made)
-        if not made:
+        if not coasting.make_steps(now_ns, until_ns):
             return False
-        self._passes = deque(Pass(step.end_ns, [step]) for step in unit.scheduler.in_flight)
+        self._passes = deque(Pass(step.end_ns, [step]) for step in self._scheduler.in_flight)
         return True

@@ -19,6 +19,7 @@ from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.coasting import Coasting
 from ebbench.simulation.state import RequestState
 from tests.cluster import cluster_worlds as cluster
 from tests.simulation.worlds import World, plan, worlds
@@ -159,12 +160,10 @@ def test_an_api_server_that_takes_no_time_changes_nothing(world: World, free_of_
 @settings(max_examples=60, deadline=None)
 def test_decodes_made_in_a_row_and_one_by_one_are_the_same(world: World, seed: int) -> None:
     """Departures of earlier tokens lie between the steps and release new requests."""
-    from ebbench.simulation import engine
-
     options = replace(world.options, api_server=DATACENTER, enable_prefix_caching=False, warmup=seed)
     coasting = replace(world, options=options).run()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "coast", lambda *_: False)
+        patched.setattr(Coasting, "make_steps", lambda *_: False)
         stepping = replace(world, options=options).run()
     assert coasting.requests.equals(stepping.requests)
     assert coasting.steps.equals(stepping.steps)

@@ -13,6 +13,7 @@ from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.simulation import coasting
 from ebbench.simulation.gate import OpenGate, PolicyGate
 from ebbench.simulation.kv import CachingKv
+from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.step import Step
 from tests.simulation.worlds import World, plan, worlds
 
@@ -48,22 +49,42 @@ def test_coasting_makes_the_same_steps(world: World) -> None:
         assert equal(in_one_go, world.run())
 
 
-def test_attempts_to_coast_are_left_out_after_several_failed_in_a_row() -> None:
-    """Fewer failures, at the ends of requests, leave out none; a success starts the count again."""
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("quiet_ns", [NEVER, 30_000_000])
+def test_only_attempts_that_must_fail_are_left_out(
+    asynchronous: bool, quiet_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with its last token in flight stands in the way of an attempt; no step less is coasted for it.
 
-    def left_out(attempts: coasting.Attempts, *made: bool) -> list[int]:
-        pauses = []
-        for one in made:
-            attempts.note(made=one)
-            pauses.append(0)
-            while not attempts.due():
-                pauses[-1] += 1
-        return pauses
+    ``quiet_ns``: how long it is known that nothing arrives. It is short where other engines run.
+    """
+    options = EngineOptions(max_num_seqs=16, max_num_batched_tokens=64, async_scheduling=asynchronous)
+    # In many steps one answer ends, or several, or one in each of two steps in a row.
+    world = World(plan([(4, 2 + row * row % 37) for row in range(200)], concurrency=16), "v1", options)
+    quiet_until = EventLoop._quiet_until_ns
+    monkeypatch.setattr(EventLoop, "_quiet_until_ns", lambda self: min(quiet_until(self), self.now_ns + quiet_ns))
+    in_the_way: dict[int, bool] = {}  # at the attempt at that time
+    asked: list[int] = []
+    ordinary = coasting.Coasting.make_steps
 
-    few, attempts = coasting.PATIENCE - 1, coasting.Attempts()
-    assert left_out(attempts, *[False] * few, True, *[False] * few) == [0] * (2 * few + 1)
-    assert left_out(attempts, False, False, True, False) == [1, 2, 0, 0]
-    assert max(left_out(coasting.Attempts(), *[False] * 20)) == coasting.LONGEST_PAUSE
+    def attempt(self: coasting.Coasting, now_ns: int, until_ns: int) -> bool:
+        state, running = self._scheduler.state, self._scheduler.running
+        in_the_way[now_ns] = bool((state.computed == state.last)[running].any())
+        return ordinary(self, now_ns, until_ns)
+
+    monkeypatch.setattr(OpenGate, "fill", noted(OpenGate.fill, asked))
+    monkeypatch.setattr(coasting.Coasting, "make_steps", attempt)
+    world.run()
+    made, one_by_one = set(in_the_way), asked.copy()
+    in_the_way.clear()
+    asked.clear()
+    monkeypatch.setattr(coasting.Coasting, "due", lambda self: self._scheduler.only_decodes)
+    world.run()
+    left_out = set(in_the_way) - made
+    assert asked == one_by_one
+    assert all(in_the_way[time_ns] for time_ns in left_out)
+    assert len(left_out) >= sum(in_the_way.values()) / 2
+    assert bool(left_out) == asynchronous
 
 
 @given(worlds())
