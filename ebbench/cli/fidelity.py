@@ -25,6 +25,8 @@ GROUPS = (
     "table 19",
     "table 20",
     "silicon",
+    "gpustack",
+    "gpustack, fused sampler",
 )
 
 

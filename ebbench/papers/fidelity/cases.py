@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ebbench.devices.apiserver import OFF
 from ebbench.errors import DataError
 from ebbench.papers.protocols import (
+    ASYNC_SCHEDULING,
     Protocol,
     figure3_protocol,
     fixed_threshold,
@@ -43,7 +44,8 @@ class Case:
     """One run to repeat, with its published results.
 
     ``topology`` "" is one GPU; ``dispatch`` to its instances, None: the default; ``quantization`` as named by vLLM;
-    ``api_server`` as in EngineOptions.
+    ``kv_cache_dtype``, ``async_scheduling``, ``num_kv_blocks`` and ``api_server`` as in EngineOptions. ``refused``: why
+    no simulated server can make the run; it then has no figures of ours.
     """
 
     name: str
@@ -57,19 +59,24 @@ class Case:
     topology: str = ""
     dispatch: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    async_scheduling: bool = ASYNC_SCHEDULING
+    num_kv_blocks: int | None = None
     api_server: str = OFF
+    refused: str = ""
 
 
 def all_cases() -> list[Case]:
     """All cases of the papers' tables and figures that a simulated device can repeat."""
+    from ebbench.papers.fidelity.cases_gpustack import fused_sampler, gpustack
     from ebbench.papers.fidelity.cases_servers import server_cases
 
-    return [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases()]
+    return [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases(), *gpustack(), *fused_sampler()]
 
 
 AS_SERVED = ", API server"
 """Ends the source of cells that were made with the API server simulated."""
-SERVED = ("table 3", "table 2 and figure 5", "table 17", "table 19", "table 20")
+SERVED = ("table 3", "table 2 and figure 5", "table 17", "table 19", "table 20", "gpustack")
 API_SERVER = "datacenter"
 
 

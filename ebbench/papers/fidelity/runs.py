@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import Any
 
@@ -56,12 +56,15 @@ def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts 
 
 
 def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cell, ...]:
-    """One run, or one per concurrency, whose figures are averaged."""
+    """One run, or one per concurrency, whose figures are averaged; none for a case that is refused."""
+    if case.refused:
+        return ()
     topology = parse_topology(case.topology) if case.topology else None
     runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
     changes = {
         "host": host, "topology": topology, "dispatch": case.dispatch, "quantization": case.quantization,
-        "api_server": case.api_server,
+        "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
+        "num_kv_blocks": case.num_kv_blocks, "api_server": case.api_server,
     }  # fmt: skip
     return tuple(run.changed(**changes) for run in runs)
 
@@ -78,12 +81,12 @@ def cells_of(
     cells: list[PublishedFigure] = []
     for case in cases:
         seeds = [[_values(figures(run)) for run in case_runs(case, seed + i, host)] for i in range(repeats)]
-        ours = {name: float(np.mean([np.mean([run[name] for run in runs]) for runs in seeds])) for name in METRICS}
+        ours = {name: _mean([_mean([run[name] for run in runs]) for runs in seeds]) for name in METRICS}
         cells += [
             PublishedFigure(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
                 ours[number.metric], case.fitted, number.scored and not isnan(ours[number.metric]),
-                DIED if isnan(ours[number.metric]) and not isnan(number.value) else number.note,
+                (case.refused or DIED) if isnan(ours[number.metric]) and not isnan(number.value) else number.note,
             )
             for number in case.published
         ]  # fmt: skip
@@ -92,6 +95,11 @@ def cells_of(
         error = first.note if first.failed else f"{first.error:+.1%}"
         say(f"{first.source}: {what}: {first.metric} {error}")
     return cells
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing: a refused case has no runs."""
+    return float(np.mean(values)) if values else float("nan")
 
 
 _KEYS = {

@@ -1,0 +1,162 @@
+"""Runs of ``vllm bench serve`` published by GPUStack's performance lab, as cases.
+
+Settings, fixed before the first run of ours (2026-11-23); no constant was fitted on these rows:
+
+- ``vllm serve`` without arguments takes N = 1024 and B = 8192 on GPUs of 70 GiB and more, 256 and 2048 on smaller ones
+  (``EngineArgs.get_batch_defaults``; the same in vLLM 0.9.2 to 0.11), 0.9 of the memory, no asynchronous scheduling.
+- All prompts are sent at once unless the row has a concurrency. The random data set has prompts of one length; the
+  chat template adds 8 tokens (counted for Qwen3; gpt-oss has a longer one, whose fixed part is in the prefix cache).
+- Answers of the random data set have the mean length reported, rounded. Some models ended theirs early; how the lengths
+  scattered is not published, and prompts that are prefilled one after the other put the requests out of step anyway.
+- ShareGPT: the totals are published, the single lengths are not. lengths are drawn with the mean of the 1,000 and
+  of the 100 prompts (``reference:workloads/sharegpt-gpustack-*.toml``); their spread is assumed.
+- Scored are throughput, mean TTFT and mean TPOT. Throughput is in requests/s where lengths are known and in tokens/s
+  where they are drawn. The answer of the tool is the group ``gpustack``; behind the API server and with the fused
+  sampler's KV capacity (``fused_sampler``) the same cases are variants, to tell causes apart.
+- FP8 checkpoints of Qwen3-235B-A22B have one scale per block; ours has one per tensor (``--quantization fp8``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ebbench.config.topology import parse_topology
+from ebbench.devices.capacity import kv_capacity_tokens
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.profiles import find_model, find_profile
+from ebbench.devices.request import quantised
+from ebbench.errors import UsageError
+from ebbench.papers.fidelity.cases import Case, Published, reference_rows
+from ebbench.papers.protocols import Protocol
+from ebbench.resources import REFERENCE
+
+GPUSTACK = "gpustack/vllm_serve.csv"
+GROUP = "gpustack"
+FUSED = ", fused sampler"
+"""Ends the group and the source of cells with the KV capacity that FUSED_BYTES_PER_LOGIT leaves."""
+FUSED_BYTES_PER_LOGIT = 11.0
+"""What vLLM's start-up run takes per logit with FlashInfer's sampler, which it uses where FlashInfer is installed, as
+in its own images: the value that fits the measured RTX 4090 run."""
+MODELS = {
+    "Qwen/Qwen3-8B": "qwen3-8b", "Qwen/Qwen3-14B": "qwen3-14b", "Qwen/Qwen3-32B": "qwen3-32b",
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": "qwen3-235b-a22b",
+    "Qwen/Qwen3-235B-A22B-Instruct-2507-FP8": "qwen3-235b-a22b", "openai/gpt-oss-120b": "gpt-oss-120b",
+}  # fmt: skip
+PRECISIONS = {  # printed -> (--quantization, --kv-cache-dtype); static scales of activations are not modelled
+    "bf16": (None, "auto"), "mxfp4": (None, "auto"), "fp8": ("fp8", "auto"), "fp8 dynamic": ("fp8", "auto"),
+    "bf16, kv fp8": (None, "fp8"),
+}  # fmt: skip
+SIZES = {"h100": (1024, 8192), "rtx-4090": (256, 2048)}  # N and B of `vllm serve` without arguments
+TEMPLATE_TOKENS = 8
+
+
+def gpustack() -> Iterator[Case]:
+    """All published vLLM runs that a simulated device can repeat: without the pipeline of two GPUs and static FP8."""
+    for row in reference_rows(GPUSTACK):
+        if row["precision"] in PRECISIONS and "-pp" not in row["serve_arguments"]:
+            yield _case(row)
+
+
+def fused_sampler() -> Iterator[Case]:
+    """The same cases on the H100 with the KV cache that FlashInfer's sampler leaves (the RTX 4090 has it anyway)."""
+    for case in gpustack():
+        if case.device == "h100":
+            yield _with_fused_sampler(case)
+
+
+def _case(row: Mapping[str, str]) -> Case:
+    device = "rtx-4090" if "4090" in row["gpu"] else "h100"
+    quantization, kv_cache_dtype = PRECISIONS[row["precision"]]
+    seqs, budget = SIZES[device]
+    if "--max-num-batched-tokens" in row["serve_arguments"]:
+        budget = int(row["serve_arguments"].partition("--max-num-batched-tokens ")[2].split()[0])
+    parallel = f"tp={row['tp']},ep={row['ep']}" if row["ep"] != "1" else f"tp={row['tp']}"
+    case = Case(
+        _name(row, budget), device, MODELS[row["model"]], "v1", Protocol("v1", _plan(row), seqs, budget, warmup=0),
+        tuple(_published(row)), group=GROUP, topology="" if parallel == "tp=1" else parallel,
+        quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+        async_scheduling="--async-scheduling" in row["serve_arguments"],
+    )  # fmt: skip
+    return replace(case, refused=_refusal(case, kv_capacity(case)))
+
+
+def _name(row: Mapping[str, str], budget: int) -> str:
+    """Workload, concurrency, precision where several exist, and arguments that differ from the defaults."""
+    parts = [row["workload"], f"c={row['max_concurrency']}" if row["max_concurrency"] else "all at once"]
+    if row["precision"] not in ("bf16", "mxfp4"):
+        parts.append(row["precision"])
+    parts += [f"{key}={row[key]}" for key in ("tp", "ep") if row[key] != "1"]
+    parts += ["async"] if "--async-scheduling" in row["serve_arguments"] else []
+    parts += ["B=16384"] if budget == 16_384 else []
+    return ", ".join(parts)
+
+
+def _plan(row: Mapping[str, str]) -> dict[str, str | int]:
+    count = int(row["completed"])
+    load: dict[str, str | int] = {"num_prompts": count, "max_concurrency": int(row["max_concurrency"] or count)}
+    if row["workload"] == "sharegpt":
+        prompts = 100 if count == 100 else 1000
+        return {"workload": f"{REFERENCE}workloads/sharegpt-gpustack-{prompts}.toml", **load}
+    inputs, outputs = _lengths(row)
+    return {
+        "workload": "balanced", "input_len": inputs + TEMPLATE_TOKENS, "output_len": outputs,
+        "length_distribution": "fixed", **load,
+    }  # fmt: skip
+
+
+def _lengths(row: Mapping[str, str]) -> tuple[int, int]:
+    """Prompt and answer of a row of the random data set in tokens; the answer is the mean one, where it is printed."""
+    inputs, outputs = (int(part) for part in row["workload"].split("-")[1:])
+    if row["output_tokens"]:
+        outputs = round(int(row["output_tokens"]) / int(row["completed"]))
+    return inputs, outputs
+
+
+def _published(row: Mapping[str, str]) -> Iterator[Published]:
+    source = f"GPUStack, {row['model'].partition('/')[2].partition('-Instruct')[0]}"
+    if row["workload"] == "sharegpt":
+        yield Published("tokens_per_s", float(row["total_tokens_per_s"]), source)
+    elif row["duration_s"]:
+        yield Published("requests_per_s", int(row["completed"]) / float(row["duration_s"]), source)
+    else:  # every answer had its full length: input and output rates agree with that to four digits
+        yield Published("requests_per_s", float(row["output_tokens_per_s"]) / _lengths(row)[1], source)
+    yield Published("ttft_mean_s", float(row["ttft_mean_ms"]) / 1e3, source)
+    yield Published("tpot_mean_ms", float(row["tpot_mean_ms"]), source)
+
+
+def kv_capacity(case: Case, sampler_bytes_per_logit: float | None = None) -> int | str:
+    """KV tokens of a case's unit, or the reason why its model does not fit."""
+    profile = find_profile(case.device)
+    if sampler_bytes_per_logit is not None:
+        profile = replace(profile, sampler_bytes_per_logit=sampler_bytes_per_logit)
+    model = quantised(find_model(case.model), case.quantization, case.kv_cache_dtype)
+    pool = parse_topology(case.topology or "tp=1").replicas
+    assert pool is not None
+    try:
+        return kv_capacity_tokens(
+            profile, model, parallel=Parallel(tp=pool.tp, ep=pool.ep), max_num_seqs=case.protocol.max_num_seqs,
+            max_num_batched_tokens=case.protocol.max_num_batched_tokens,
+        )  # fmt: skip
+    except UsageError as error:
+        return str(error).partition(";")[0]
+
+
+def _refusal(case: Case, capacity: int | str) -> str:
+    """Why no simulated server can make this run; "" if one can."""
+    if isinstance(capacity, str):
+        return capacity
+    plan = case.protocol.plan
+    longest = int(plan.get("input_len", 0)) + int(plan.get("output_len", 0))
+    return f"one request needs {longest:,} KV tokens, {capacity:,} fit by our estimate" if longest > capacity else ""
+
+
+def _with_fused_sampler(case: Case) -> Case:
+    # A device loads with its own reserve first, so that a model that does not fit is refused whatever num_kv_blocks is.
+    plain = kv_capacity(case)
+    capacity = plain if isinstance(plain, str) else kv_capacity(case, FUSED_BYTES_PER_LOGIT)
+    published = tuple(replace(number, source=number.source + FUSED) for number in case.published)
+    blocks = None if isinstance(capacity, str) else capacity // 16
+    return replace(
+        case, published=published, group=GROUP + FUSED, num_kv_blocks=blocks, refused=_refusal(case, capacity)
+    )
