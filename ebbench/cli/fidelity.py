@@ -37,6 +37,9 @@ def fidelity(
     only: Annotated[
         list[str] | None, typer.Option(help=f"Run only these groups: {', '.join(GROUPS)}. Repeatable.")
     ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --only: keep the figures of other groups from the report in --against.")
+    ] = False,
     against: Annotated[
         Path, typer.Option(help="Folder of the last committed report: figures that got worse are printed.")
     ] = Path("reports/fidelity"),
@@ -60,10 +63,13 @@ def fidelity(
         _fit(fit, seed)
         return
     from ebbench.papers.fidelity import scoreboard
-    from ebbench.papers.fidelity.report import BOARD, all_scores, write_report
+    from ebbench.papers.fidelity.report import BOARD, all_scores, read_cells, write_report
 
     before = scoreboard.load(against / BOARD)
     cells = _collect(_chosen(only), seed, repeats, runs, workers)
+    if keep:
+        made = {cell.source for cell in cells}
+        cells = [cell for cell in read_cells(against) if cell.source not in made] + cells
     files = write_report(cells, out, repeats, before)
     found = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):

@@ -107,7 +107,7 @@ def test_the_published_calibration_of_16_bits_is_not_taken_for_fp8() -> None:
     ("name", "parameters_b"),
     [
         ("llama-3.1-70b", 70.6), ("qwen2.5-7b", 7.6), ("qwen3-235b-a22b", 235.0), ("mistral-nemo", 12.2),
-        ("gpt-oss-120b", 116.8),
+        ("gpt-oss-120b", 116.8), ("qwen3-235b-a22b-fp8", 235.0),
     ],
 )  # fmt: skip
 def test_models_have_the_number_of_parameters_in_their_names(name: str, parameters_b: float) -> None:

@@ -14,6 +14,7 @@ from ebbench.analysis.documents import Section
 from ebbench.export.markdown import section_lines
 from ebbench.papers.fidelity import scoreboard, tables
 from ebbench.papers.fidelity.cases import AS_SERVED
+from ebbench.papers.fidelity.cases_gpustack import FUSED
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, PublishedFigure, Score, replay_scores, scores
 from ebbench.render import palette
 
@@ -25,13 +26,14 @@ Written by `ebbench fidelity`. Every number measured by others stands beside our
 constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why.
 {runs}
 Sources: Zhang et al., ICML 2026 (tables 2, 3, 13, 17, 19, 20; figures 3 and 5; calibrations, weifang231/eb-vllm),
-casys-kaist/LLMServingSim (the RTX 4090 run) and aiconfigurator-core (silicon). What a device is made of is in `NOTICE`.
+casys-kaist/LLMServingSim (the RTX 4090 run), aiconfigurator-core (silicon), GPUStack's performance lab. What a device
+is made of is in `NOTICE`.
 """
 
 
 # Targets of these sources; those of the others are in docs/accuracy.md.
 PAPER = ("table 2", "table 3", "table 13", "figure 3", "figure 5")
-BOARD = "scoreboard.json"
+BOARD, CELLS = "scoreboard.json", "cells.parquet"
 FRONT = """## All sources
 
 Median and 90th percentile of the size of the error, per source and device, over the cells that no constant was fitted
@@ -41,6 +43,7 @@ fastest setting is, in print, the fastest or within 2 % of it; one that ran out 
 arguments behind *silicon* (aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently
 by source: TPOT counts.
 *API server*: the same runs with vLLM's API server simulated (`--api-server datacenter`), which is off unless asked for.
+*Fused sampler*: the same runs with the KV cache that vLLM has where FlashInfer is installed.
 """
 
 
@@ -53,7 +56,7 @@ def write_report(
     table 3 are averaged.
     """
     out.mkdir(parents=True, exist_ok=True)
-    parquet = out / "cells.parquet"
+    parquet = out / CELLS
     pq.write_table(_table(cells), parquet)
     written = [parquet, *_pictures(cells, out)]
     rows = scoreboard.scoreboard(cells)
@@ -62,6 +65,15 @@ def write_report(
     report = out / "report.md"
     report.write_text("\n".join(_markdown(cells, written, repeats, front)) + "\n", encoding="utf-8")
     return [report, *written]
+
+
+def read_cells(report: Path) -> list[PublishedFigure]:
+    """The cells of a written report; none if it does not exist."""
+    parquet = report / CELLS
+    if not parquet.is_file():
+        return []
+    names = [f.name for f in fields(PublishedFigure)]
+    return [PublishedFigure(**row) for row in pq.read_table(parquet, columns=names).to_pylist()]
 
 
 def all_scores(cells: Sequence[PublishedFigure]) -> dict[str, list[Score]]:
@@ -124,7 +136,7 @@ def _pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
         rows = [
             _point(cell)
             for cell in cells
-            if cell.metric in metrics and cell.scored and not cell.source.endswith(AS_SERVED)
+            if cell.metric in metrics and cell.scored and not cell.source.endswith((AS_SERVED, FUSED))
         ]
         if rows:
             path = out / f"{name}.svg"
@@ -134,7 +146,7 @@ def _pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
 
 
 PICTURES = (
-    ("throughput", THROUGHPUT, "Throughput (requests/s below 100, tokens/s above 1,000)"),
+    ("throughput", THROUGHPUT, "Throughput (requests/s below 300, tokens/s above)"),
     ("ttft", ("ttft_mean_s",), "Mean TTFT, seconds"),
     ("tpot", ("tpot_mean_ms",), "Mean TPOT, milliseconds"),
 )

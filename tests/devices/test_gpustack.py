@@ -1,0 +1,131 @@
+"""GPUStack's published vLLM runs: the data agree with themselves, and the runs are repeated with their settings."""
+
+from __future__ import annotations
+
+from math import isnan
+from pathlib import Path
+from statistics import median
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli.main import app
+from ebbench.papers.fidelity.cases import Case, as_served, reference_rows
+from ebbench.papers.fidelity.cases_gpustack import (
+    FUSED,
+    FUSED_BYTES_PER_LOGIT,
+    GPUSTACK,
+    fused_sampler,
+    gpustack,
+    kv_capacity,
+)
+from ebbench.papers.fidelity.report import read_cells, write_report
+from ebbench.papers.fidelity.runs import case_runs, run_cases
+from ebbench.papers.fidelity.scores import PublishedFigure
+
+ROWS = reference_rows(GPUSTACK)
+
+
+def errors(cases: list[Case], *metrics: str) -> list[float]:
+    return [abs(cell.error) for cell in run_cases(cases, 0, lambda _: None) if not metrics or cell.metric in metrics]
+
+
+def test_printed_rates_are_printed_totals_over_printed_durations() -> None:
+    timed = [row for row in ROWS if row["duration_s"]]
+    assert len(timed) == 43
+    for row in timed:
+        inputs, outputs, duration_s = int(row["input_tokens"]), int(row["output_tokens"]), float(row["duration_s"])
+        assert (inputs + outputs) / duration_s == pytest.approx(float(row["total_tokens_per_s"]), rel=2e-3)
+        assert outputs / duration_s == pytest.approx(float(row["output_tokens_per_s"]), rel=2e-3)
+
+
+def test_rates_without_a_duration_say_that_every_answer_had_its_length() -> None:
+    for row in ROWS:
+        if row["workload"].startswith("random") and not row["duration_s"]:
+            inputs, outputs = (int(part) for part in row["workload"].split("-")[1:])
+            ratio = float(row["total_tokens_per_s"]) / float(row["output_tokens_per_s"])
+            assert ratio == pytest.approx((inputs + outputs) / outputs, rel=2e-3)
+
+
+def test_every_row_is_repeated_but_the_pipeline_and_static_scales() -> None:
+    left_out = [row for row in ROWS if "-pp" in row["serve_arguments"] or row["precision"] == "fp8 static"]
+    cases = list(gpustack())
+    assert (len(ROWS), len(left_out), len(cases)) == (50, 2, 48)
+    assert len({(case.device, case.model, case.name) for case in cases}) == 48
+    assert not any(case.fitted for case in cases)
+
+
+def test_the_server_has_the_defaults_of_its_version_and_the_arguments_of_its_row() -> None:
+    for case in gpustack():
+        for run in case_runs(case, 0):
+            options = run.options
+            assert not options.scheduler_reserve_full_isl
+            assert options.async_scheduling is ("async" in case.name)
+            budget = 16_384 if "B=16384" in case.name else 8192
+            wanted = (256, 2048) if case.device == "rtx-4090" else (1024, budget)
+            assert (options.max_num_seqs, options.max_num_batched_tokens) == wanted
+
+
+def test_a_run_that_our_memory_does_not_hold_is_refused_and_has_no_figure() -> None:
+    case = next(c for c in gpustack() if (c.model, c.name) == ("qwen3-32b", "random-32000-100, all at once"))
+    assert "KV tokens" in case.refused
+    cells = run_cases([case], 0, lambda _: None)
+    assert all(isnan(cell.ours) and not cell.scored and cell.note == case.refused for cell in cells)
+
+
+@pytest.mark.parametrize("model", ["qwen3-14b", "qwen3-235b-a22b"])
+def test_a_fused_sampler_leaves_the_kv_cache_that_the_runs_had(model: str) -> None:
+    """Sequences that decode = peak output rate x ITL; with a full cache, x their length is its size."""
+    names = {"qwen3-14b": "Qwen/Qwen3-14B", "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B-Instruct-2507"}
+    found = []
+    for row in ROWS:
+        if row["model"] == names[model] and row["workload"].startswith(("random-2", "random-4", "random-32")):
+            inputs, outputs = (int(part) for part in row["workload"].split("-")[1:])
+            sequences = float(row["peak_output_tokens_per_s"]) * float(row["itl_p50_ms"]) / 1e3
+            found.append(sequences * (inputs + outputs / 2))
+    assert len(found) == 3
+    case = next(c for c in gpustack() if c.model == model)
+    assert kv_capacity(case, FUSED_BYTES_PER_LOGIT) == pytest.approx(median(found), rel=0.05)
+    plain = kv_capacity(case)
+    assert isinstance(plain, int)
+    assert plain < 0.9 * median(found)
+
+
+def test_variants_keep_the_published_figures_and_name_their_source() -> None:
+    fused, served = list(fused_sampler()), list(as_served(gpustack()))
+    assert (len(fused), len(served)) == (45, 48)
+    assert all(number.source.endswith(FUSED) for case in fused for number in case.published)
+    assert all(case.num_kv_blocks for case in fused if not case.refused)
+    assert all(case.api_server == "datacenter" for case in served)
+
+
+def test_the_rtx_4090_on_which_nothing_is_fitted_stays_within_6_percent() -> None:
+    chosen = [case for case in gpustack() if case.device == "rtx-4090"]
+    found = errors(chosen)
+    assert len(found) == 9
+    assert max(found) < 0.06
+
+
+def test_long_prompts_on_8_h100_stay_within_5_percent_with_their_kv_cache() -> None:
+    chosen = [
+        case
+        for case in fused_sampler()
+        if case.model == "qwen3-235b-a22b" and case.name.startswith(("random-2", "random-4", "random-32"))
+    ]
+    found = errors(chosen, "requests_per_s")
+    assert len(found) == 3
+    assert max(found) < 0.05
+
+
+def test_a_report_keeps_the_figures_of_groups_that_were_not_run(tmp_path: Path) -> None:
+    old = PublishedFigure("table 99", "gpu", "m", "case", "v1", "tpot_mean_ms", 10.0, 11.0)
+    stale = PublishedFigure("RTX 4090 run", "gpu", "m", "case", "v1", "tpot_mean_ms", 10.0, 99.0)
+    write_report([old, stale], tmp_path)
+    arguments = ["fidelity", "--only", "replay", "--out", str(tmp_path), "--against", str(tmp_path)]
+    for keep, kept in ((["--keep"], [old]), ([], [])):
+        result = CliRunner().invoke(app, [*arguments, *keep, "--runs", str(tmp_path / "runs")], catch_exceptions=False)
+        assert result.exit_code == 0
+        cells = read_cells(tmp_path)
+        assert [cell for cell in cells if cell.source == "table 99"] == kept
+        assert stale not in cells
+        assert sum(cell.source == "RTX 4090 run" for cell in cells) == 6
