@@ -1,9 +1,9 @@
 """Measures the CPU time of vLLM's API server on this machine, per streamed token, request and prompt token.
 
-    python tests/benchmarks/bench_api_server.py [--model FOLDER] [--seconds 20] [--write FILE.toml]
+    python tests/benchmarks/bench_api_server.py [--model FOLDER] [--seconds 20] [--chat] [--client] [--write FILE.toml]
 
-Runs a real ``vllm serve`` (completions, streamed, one API server) on the emulated device in real time: the engine
-computes nothing and no GPU is needed. The CPU time is the operating system's count for the process, main thread and
+Runs a real ``vllm serve`` (completions, or chat with ``--chat``; streamed, one API server) on the emulated device in
+real time: the engine computes nothing and no GPU is needed. The CPU time is the operating system's count for the process, main thread and
 other threads separately, so other processes do not change it. Four loads:
 
 - short prompts, one output token: the cost of a request;
@@ -11,6 +11,7 @@ other threads separately, so other processes do not change it. Four loads:
 - short prompts, long outputs, rate far below saturation: the cost of a streamed token in its own message;
 - the same at saturation: tokens per message and messages per second.
 
+``--client`` adds 1,000 requests at once from the client of ``vllm bench serve`` and prints the CPU time of both sides.
 ``--write`` stores the costs as a file for ``ebbench run --api-server FILE.toml``. Without ``--model`` a tokenizer is
 trained on the project's own documents (byte-level BPE). Prints figures, tests nothing.
 """
@@ -24,7 +25,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbench.engines.base import EngineOptions
@@ -49,6 +50,7 @@ class Load:
     requests: int
     prompt_tokens: int
     answer_tokens: int
+    chat: bool = False
 
     @property
     def total(self) -> int:
@@ -102,21 +104,27 @@ class Answer(asyncio.Protocol):
                 self._done.set_exception(error or RuntimeError(f"no [DONE] at the end: {self._end!r}"))
 
 
-def request_bytes(port: int, model: str, prompt: str, answer_tokens: int) -> bytes:
+def request_bytes(load: Load, port: int, model: str, prompt: str) -> bytes:
     """An HTTP/1.1 request after which the server closes."""
+    asked = {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
     body = json.dumps(
-        {"model": model, "prompt": prompt, "max_tokens": answer_tokens, "ignore_eos": True, "stream": True}
+        {"model": model, **asked, "max_tokens": load.answer_tokens, "ignore_eos": True, "stream": True}
     ).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+        f"POST {path_of(load.chat)} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
 
+def path_of(chat: bool) -> str:
+    """The server's path for completions or chat."""
+    return "/v1/chat/completions" if chat else "/v1/completions"
+
+
 async def send_load(load: Load, port: int, model: str, prompt: str) -> int:
     """Run the load; returns the messages received."""
-    loop, request = asyncio.get_running_loop(), request_bytes(port, model, prompt, load.answer_tokens)
+    loop, request = asyncio.get_running_loop(), request_bytes(load, port, model, prompt)
 
     async def stream() -> int:
         found = 0
@@ -146,6 +154,31 @@ def measure(load: Load, pid: int, port: int, model: str, prompt: str) -> Measure
     after = threads_s(pid)
     spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
     return Measured(load, spent.pop(pid), sum(spent.values()), wall_s, messages)
+
+
+def measure_client(load: Load, pid: int, port: int, model: str, prompt: str) -> str:
+    """All requests of the load at once from the client of ``vllm bench serve``: one line with the CPU time of both."""
+    import aiohttp
+    from vllm.benchmarks.lib import endpoint_request_func as client
+
+    send = client.async_request_openai_chat_completions if load.chat else client.async_request_openai_completions
+    url = f"http://127.0.0.1:{port}{path_of(load.chat)}"
+
+    async def burst() -> int:
+        one = client.RequestFuncInput(prompt, url, load.prompt_tokens, load.answer_tokens, model, ignore_eos=True)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            answers = await asyncio.gather(*(send(one, session) for _ in range(load.total)))
+        return sum(answer.success for answer in answers)
+
+    before, start_s = sum(threads_s(pid).values()), time.process_time()
+    answered = asyncio.run(burst())
+    client_s, server_s = time.process_time() - start_s, sum(threads_s(pid).values()) - before
+    tokens = load.total * load.answer_tokens
+    each = (
+        f"{name} {spent / load.total * 1e3:.2f} ms per request, {spent / tokens * 1e6:.0f} us per token"
+        for name, spent in (("client", client_s), ("server", server_s))
+    )
+    return f"{answered} of {load.total} requests with {load.answer_tokens} tokens at once: {'; '.join(each)}"
 
 
 def api_server_pid(group: int) -> int:
@@ -188,7 +221,11 @@ def tokenizer_model(folder: Path) -> None:
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train(docs, vocab_size=8000, special_tokens=["<bos>", "<eos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    template = "{% for one in messages %}{{ one.role + ': ' + one.content + '\\n' }}{% endfor %}"
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>",
+        "chat_template": template,
+    }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
@@ -208,8 +245,11 @@ def prompt_of(model: Path, tokens: int) -> str:
     return str(tokenizer.decode(tokenizer.encode(text).ids[:tokens]))
 
 
-def serve_and_measure(model: Path, loads: Sequence[tuple[Load, float]], seconds: float) -> list[Measured]:
-    """Measure the loads, each on a server whose device runs at its slow motion."""
+def serve_and_measure(
+    model: Path, loads: Sequence[tuple[Load, float]], seconds: float, bursts: Sequence[Load] = ()
+) -> list[Measured]:
+    """Measure the loads, each on a server whose device runs at its slow motion, and on the first one bursts from vLLM's
+    client."""
     found: list[Measured] = []
     for slow_motion in dict.fromkeys(slow for _, slow in loads):
         port = free_port()
@@ -224,7 +264,7 @@ def serve_and_measure(model: Path, loads: Sequence[tuple[Load, float]], seconds:
             with ServerProcess(executable_line(serving), url, log, server_environment()) as server:
                 server.wait_ready(READY_S, lambda _: None)
                 pid = api_server_pid(server.group)
-                warm = Load("warm-up", 16, 4, SHORT, 16)
+                warm = Load("warm-up", 16, 4, SHORT, 16, loads[0][0].chat)
                 measure(warm, pid, port, str(model), prompt_of(model, SHORT))
                 for load, slow in loads:
                     if slow != slow_motion:
@@ -234,6 +274,9 @@ def serve_and_measure(model: Path, loads: Sequence[tuple[Load, float]], seconds:
                     resting_s = sum(threads_s(pid).values()) - sum(idle.values())
                     found.append(measure(load, pid, port, str(model), prompt_of(model, load.prompt_tokens)))
                     show(found[-1], resting_s)
+                for burst in bursts if slow_motion == loads[0][1] else ():
+                    text = prompt_of(model, burst.prompt_tokens)
+                    print(measure_client(burst, pid, port, str(model), text), flush=True)
     return found
 
 
@@ -252,6 +295,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder with config.json and tokenizer.json")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each load, about")
+    parser.add_argument("--chat", action="store_true", help="chat instead of completions")
+    parser.add_argument("--client", action="store_true", help="measure the client of vllm bench serve as well")
     parser.add_argument("--write", type=Path, help="store the costs as a TOML file")
     args = parser.parse_args()
     rounds = max(1, round(args.seconds / 4))
@@ -261,11 +306,13 @@ def main() -> None:
         (Load("streamed tokens", 32, 1 * rounds, SHORT, 128), 6.0),
         (Load("as fast as the engine", 256, 1, SHORT, 512), 0.2),
     ]
+    loads = [(replace(load, chat=args.chat), slow) for load, slow in loads]
+    bursts = [Load("burst", 1000, 1, 128, answer, args.chat) for answer in (4, 100)] if args.client else []
     with tempfile.TemporaryDirectory(prefix="ebbench-tokenizer-") as folder:
         model = args.model or Path(folder)
         if args.model is None:
             tokenizer_model(model)
-        requests, prompts, tokens, fast = serve_and_measure(model, loads, args.seconds)
+        requests, prompts, tokens, fast = serve_and_measure(model, loads, args.seconds, bursts)
     # One answer token is part of a request here; its cost is taken off once the token's is known.
     request_us = requests.cpu_s / requests.load.total * 1e6
     prompt_us = (prompts.cpu_s / prompts.load.total * 1e6 - request_us) / (LONG - SHORT)
