@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_api_server.py [--model FOLDER] [--seconds 20] [--chat] [--client] [--write FILE.toml]
 
 Runs a real ``vllm serve`` (completions, or chat with ``--chat``; streamed, one API server) on the emulated device in
-real time: the engine computes nothing and no GPU is needed. The CPU time is the operating system's count for the process, main thread and
-other threads separately, so other processes do not change it. Four loads:
+real time: the engine computes nothing and no GPU is needed. The CPU time is the operating system's count for the
+process, main thread and other threads separately, so other processes do not change it. Four loads:
 
 - short prompts, one output token: the cost of a request;
 - long prompts, one output token: the cost of a prompt token;
