@@ -32,6 +32,8 @@ from ebbench.workloads.trace_times import (
     short_number,
 )
 
+_ROLES = {"no prompt length": "input", "no output length": "output"}
+"""Role of the column that is empty in rows that are left out for a reason."""
 _MOST_DROPPED = 0.5
 """Share of rows without usable lengths above which a file is refused instead of read in part."""
 
@@ -144,7 +146,7 @@ def _read(
     texts = TextReader(tokenizer, keep=keep_text)
     found, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))
     collected = collect(log, reading)
-    _check_rows(path, collected)
+    _check_rows(path, collected, {} if reading.columns is None else reading.columns.names)
     try:
         stamps = collected.stamps()
     except ValueError as error:
@@ -171,8 +173,8 @@ def _read(
     return Trace(path, found.name, reading, collected, requests, stamps)
 
 
-def _check_rows(path: Path, collected: Collected) -> None:
-    """Raise InputFileError if no request, or less than half of the rows, can be replayed."""
+def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) -> None:
+    """Raise InputFileError if no request, or less than half of the rows, can be replayed. ``columns``: by role."""
     rows, dropped = len(collected), sum(count for count, _ in collected.dropped.values())
     if rows + dropped == 0:
         raise InputFileError(path, "holds no requests")
@@ -183,8 +185,10 @@ def _check_rows(path: Path, collected: Collected) -> None:
     reasons = lacking or collected.dropped
     reason, (count, line) = max(reasons.items(), key=lambda item: item[1][0])
     total = rows + dropped
+    column = columns.get(_ROLES.get(reason, ""))
+    empty = "" if column is None else f", column {column!r} is empty in them"
     raise InputFileError(
-        path, f"{count:,} of {total:,} rows have {reason}: expected requests with their token counts", line
+        path, f"{count:,} of {total:,} rows have {reason}{empty}: expected requests with their token counts", line
     )
 
 

@@ -260,7 +260,10 @@ def test_units_in_names_decide(tmp_path: Path) -> None:
 
 
 BAD = [
-    ("a.csv", "prompt_tokens,completion_tokens\n5,\n6,\n7,3\n", 2, "2 of 3 rows have no output length"),
+    ("a.csv", "prompt_tokens,completion_tokens\n5,\n6,\n7,3\n", 2, "2 of 3 rows have no output length, column 'compl"),
+    ("a.csv", "prompt_tokens,osl\n,5\n,6\n", 2, "have no prompt length, column 'prompt_tokens' is empty in them"),
+    ("a.jsonl", '{"usage": {"isl": 5, "osl": null}}\n', 1, "no output length, column 'usage.osl' is empty in them"),
+    ("a.csv", "prompt_tokens,osl\n0,5\n0,6\n", 2, "2 of 2 rows have no prompt token: expected"),
     ("a.csv", "session_id,prompt_tokens,completion_tokens\na,5,5\n", 1, "neither a time nor a turn orders them"),
     ("a.csv", "city,population\nBern,1\n", 1, r"no column with prompt tokens among city, population; nearest format"),
     ("a.csv", "time,prompt_tokens\n1,1\n", 1, "no column with output tokens"),
