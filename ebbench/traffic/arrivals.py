@@ -97,16 +97,19 @@ def arrival_times(
     curve: Curve | None = None,
     even: bool = False,
     roots: Sequence[float] = (),
+    centres: Sequence[float] = (),
 ) -> Floats:
     """Times (s) of ``n`` arrivals at mean rate ``rate_per_s``; the first arrival is one gap after zero.
 
     ``gaps``: means of equally many sorted gaps, drawn from by interpolation instead of from the process. ``even``: the
-    gaps are scaled to a mean of exactly one, which takes the randomness out of the rate. ``roots``: mean square
-    roots of the gaps in the steps of the curve, which then needs widths and holds equally many arrivals per step.
+    gaps are scaled to a mean of exactly one, which takes the randomness out of the rate. ``roots`` and
+    ``centres``: mean square roots and centres of the gaps in the steps of the curve, which then needs widths and holds
+    equally many arrivals per step.
     """
     if roots and curve is not None:
         per_step = rate_per_s * curve.period_s / len(curve.levels)
-        return curve.seconds(np.cumsum(stepped_gaps(gaps, curve.widths, roots, per_step, n, rng)) / rate_per_s)
+        stepped = stepped_gaps(gaps, curve.widths, roots, centres, per_step, n, rng)
+        return curve.seconds(np.cumsum(stepped) / rate_per_s)
     drawn = unit_gaps(process, burstiness, rng, n)
     if gaps:
         drawn = gaps_at((rng.permutation(n) + 0.5) / max(n, 1), gaps)

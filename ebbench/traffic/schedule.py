@@ -141,7 +141,9 @@ def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phas
         return spec.phases
     if not any(phase.process == "gamma" for phase in spec.phases):
         raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
-    return tuple(msgspec.structs.replace(phase, burstiness=burstiness, gaps=(), roots=()) for phase in spec.phases)
+    return tuple(
+        msgspec.structs.replace(phase, burstiness=burstiness, gaps=(), roots=(), centres=()) for phase in spec.phases
+    )
 
 
 def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
@@ -189,6 +191,7 @@ def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.
         curve=curve,
         even=phase.even,
         roots=phase.roots,
+        centres=phase.centres,
     )
 
 

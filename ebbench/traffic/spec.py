@@ -40,7 +40,7 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         _refuse([not_positive("period_s", self.period_s)])
 
 
-_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even", "roots")
+_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even", "roots", "centres")
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,8 +51,9 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``rate``, else ``share`` times the saturation rate. ``burstiness``: shape of gamma gaps (below 1: burstier than
     Poisson). ``tick_s``: sessions arrive only at multiples of it. ``gaps``: means of equally many sorted gaps, in the
     mean gap, which take the place of the gamma distribution. ``even``: the gaps drawn are scaled to their mean, so that
-    n sessions take n / rate seconds. ``roots``: mean square root of the ``gaps`` in each step of the curve.
-    ``input`` and ``output`` replace the workload's lengths, in all phases or in none.
+    n sessions take n / rate seconds. ``roots`` and ``centres``: mean square root of the ``gaps`` in each step of the
+    curve, and where in it they lie (0 to 1). ``input`` and ``output`` replace the workload's lengths, in all phases or
+    in none.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tick_s: float | None = None
     even: bool = False
     roots: tuple[float, ...] = ()
+    centres: tuple[float, ...] = ()
     input: LengthSpec | None = None
     output: LengthSpec | None = None
 
@@ -83,6 +85,8 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError("a phase that brings its own lengths needs both input and output")
         if self.roots and (self.curve is None or len(self.curve.widths) != len(self.roots) or not self.gaps):
             raise ValueError("roots are those of gaps in the steps of a curve; give gaps, and as many curve.widths")
+        if len(self.centres) != len(self.roots):
+            raise ValueError("roots and centres are those of the same steps; give as many of both")
 
 
 class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

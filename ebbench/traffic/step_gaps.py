@@ -1,10 +1,11 @@
-"""Bursts: gaps between arrivals in steps of equally many arrivals, each with its length and mean square root of gaps.
+"""Bursts: gaps between arrivals in steps of equally many arrivals, each with its length and two figures of its gaps.
 
 In bursty traffic one pause often takes most of the time of eight requests, and the other gaps are short. Gaps that are
 drawn one by one give some steps several long pauses and others none. So gaps with the distribution of all are put into
 an order in which each step has its length and the mean root of its gaps (see :mod:`ebbench.traffic.stretches`). The
 longest gap of a step takes what the others leave of its time, so that the others keep their lengths: many senders work
-by a clock, and one gap is then much more frequent than others. Where too little is left all are scaled.
+by a clock, and one gap is then much more frequent than others. Where too little is left all are scaled. Last, the gaps
+change places within their step until it has their centre: whether its arrivals come before or after the pause.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.stretches import order_with
+from ebbench.traffic.stretches import order_centred, order_with
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -40,14 +41,16 @@ def stepped_gaps(
     means: Sequence[float],
     widths: Sequence[float],
     roots: Sequence[float],
+    centres: Sequence[float],
     per_step: float,
     n: int,
     rng: np.random.Generator,
 ) -> Floats:
     """``n`` gaps with a mean of one in each step.
 
-    ``means``: of equally many sorted gaps, in the mean gap; ``widths`` and ``roots``: of the steps, which repeat: how
-    long they last, and the mean square root of their gaps, in the mean gap; ``per_step``: arrivals in each.
+    ``means``: of equally many sorted gaps, in the mean gap; ``widths``, ``roots`` and ``centres``: of the steps, which
+    repeat: how long they last, the mean square root of their gaps, in the mean gap, and the centre of their gaps;
+    ``per_step``: arrivals in each.
     """
     if not n:
         return np.zeros(0)
@@ -69,7 +72,7 @@ def stepped_gaps(
     empty = totals < _NO_TIME
     gaps[empty[step]] = 1.0
     filled: Floats = gaps * (wanted / np.where(empty, sizes, totals))[step]
-    return filled
+    return filled[order_centred(step, filled, np.asarray(centres)[place], rng)]
 
 
 def _with_longest(gaps: Floats, starts: Ints, sizes: Ints, total: Floats) -> Floats:

@@ -1,8 +1,9 @@
-"""Puts values into an order in which stretches of places have given means and mean roots; the values stay as they are.
+"""Puts values into an order in which stretches of places have given figures; the values stay as they are.
 
 A mean alone does not say what a stretch is like: of a heavy-tailed quantity one value often makes the mean of eight,
 and the others are as usual. The mean of the square roots says whether that is so: of two stretches with one mean, that
-with the lower mean root has more of its sum in one value.
+with the lower mean root has more of its sum in one value. The centre of a stretch says where in it its sum lies: of
+gaps, whether its requests come early or late.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _FARTHEST, _NARROWEST, _WIDEST = 40.0, -3.0, 2.0
 """Largest shift of a stretch's scores, and least and largest logarithm of their spread."""
 _CLOSE = 0.002
 """Error left, in the mean of all values."""
+_SWAPS, _CLOSE_CENTRE = 100, 0.005
+"""Pairs that are tried per stretch to bring its centre into place; error left, in the length of the stretch."""
 
 
 def roots_of(values: Any) -> Floats:
@@ -77,6 +80,48 @@ def order_with(
     found = np.empty(n, np.int64)
     found[places] = by_size
     return found
+
+
+def centres_of(stretch: Int64s, values: Floats) -> Floats:
+    """Where in each stretch its values lie: near 0 with all of their sum in its first place, near 1 in its last.
+
+    ``stretch``: of each place, rising by 1 from 0.
+    """
+    place, _, _ = _places(stretch)
+    total = np.bincount(stretch, values)
+    found: Floats = np.full(len(total), 0.5)
+    np.divide(np.bincount(stretch, values * place), total, out=found, where=total > 0)
+    return found
+
+
+def order_centred(stretch: Int64s, values: Floats, centres: npt.ArrayLike, rng: np.random.Generator) -> Int64s:
+    """An order (indices into ``values``) in which values change places within their stretch, so that it has its centre.
+
+    Two places of a stretch are drawn, and their values swapped if that brings the centre nearer; and so on.
+    ``stretch`` and ``centres``: see :func:`centres_of`.
+    """
+    place, starts, lengths = _places(stretch)
+    order, total = np.arange(len(values)), np.bincount(stretch, values)
+    off = (np.asarray(centres, np.float64) - centres_of(stretch, values)) * total
+    for _ in range(_SWAPS):
+        at = np.flatnonzero(np.abs(off) > _CLOSE_CENTRE * total)
+        if not len(at):
+            break
+        one, other = (starts[at] + (rng.random(len(at)) * lengths[at]).astype(np.int64) for _ in range(2))
+        change = (values[order[one]] - values[order[other]]) * (place[other] - place[one])
+        nearer = np.abs(off[at] - change) < np.abs(off[at])
+        one, other = one[nearer], other[nearer]
+        order[one], order[other] = order[other], order[one]
+        off[at[nearer]] -= change[nearer]
+    return order
+
+
+def _places(stretch: Int64s) -> tuple[Floats, Int64s, Int64s]:
+    """Middle of each place in its stretch, in the stretch's length; first place and number of places per stretch."""
+    lengths = np.bincount(stretch)
+    starts = np.cumsum(lengths) - lengths
+    shares: Floats = (np.arange(len(stretch)) - starts[stretch] + 0.5) / lengths[stretch]
+    return shares, starts, lengths
 
 
 class _Corrected:

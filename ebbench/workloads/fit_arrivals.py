@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ebbench.traffic.step_gaps import step_edges
-from ebbench.traffic.stretches import roots_of
+from ebbench.traffic.stretches import centres_of, roots_of
 from ebbench.workloads.fitted import GROUP, Arrivals, points_of
 from ebbench.workloads.requests import Floats
 
@@ -53,6 +53,7 @@ def _bursty(starts: Floats, period: float, burstiness: float) -> Arrivals:
     edges = step_edges(count, per_step)
     widths = np.maximum(np.add.reduceat(gaps, edges[:-1]), _SHORTEST_STEP_S)
     roots = np.add.reduceat(roots_of(gaps), edges[:-1]) / np.diff(edges)
+    centres = centres_of(np.repeat(np.arange(len(widths)), np.diff(edges)), gaps)
     return Arrivals(
         rate=round(count / period, 6),
         period_s=round(period, 6),
@@ -60,6 +61,7 @@ def _bursty(starts: Floats, period: float, burstiness: float) -> Arrivals:
         gaps=points_of(gaps / gaps.mean(), 6, _MOST_GAPS),
         steps_s=tuple(round(float(width), 6) for width in widths),
         step_roots=tuple(round(float(root), 4) for root in roots),
+        step_centres=tuple(round(float(centre), 3) for centre in centres),
     )
 
 

@@ -70,8 +70,8 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``gaps``: their distribution in the mean gap, which takes the gamma's place. ``tick_s``: times are multiples of it,
     as in logs with coarse clocks. ``steps_s``: of bursty traffic, in place of levels: how long each step of equally
-    many sessions lasts; ``step_roots``: the mean square root of its gaps in the mean gap. ``bursts``: what files of
-    earlier versions have; refused.
+    many sessions lasts; ``step_roots`` and ``step_centres``: the mean square root of its gaps in the mean gap, and
+    where in it they lie. ``bursts``: what files of earlier versions have; refused.
     """
 
     rate: float
@@ -82,13 +82,14 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tick_s: float | None = None
     steps_s: tuple[float, ...] = ()
     step_roots: tuple[float, ...] = ()
+    step_centres: tuple[float, ...] = ()
     bursts: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.bursts:
+        if self.bursts or (self.steps_s and not self.step_centres):
             raise ValueError("bursts are of an earlier version; fit the workload to the log again")
-        if len(self.step_roots) != len(self.steps_s) or (self.steps_s and not self.gaps):
-            raise ValueError("steps_s need as many step_roots, and gaps")
+        if {len(self.step_roots), len(self.step_centres)} != {len(self.steps_s)} or (self.steps_s and not self.gaps):
+            raise ValueError("steps_s need as many step_roots and step_centres, and gaps")
 
 
 class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -157,6 +158,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             tick_s=found.tick_s,
             even=True,
             roots=found.step_roots,
+            centres=found.step_centres,
         )
         return ScenarioSpec(name="fitted", description="arrivals fitted to a log", loop="open", phases=(phase,))
 

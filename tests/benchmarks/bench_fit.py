@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_fit.py FOLDER             # the traces of reference/traces; some 15 CPU minutes
     python tests/benchmarks/bench_fit.py FOLDER --only code --jobs 2
-    python tests/benchmarks/bench_fit.py FOLDER --only code --windows --jobs 2   # other cuts of the trace
+    python tests/benchmarks/bench_fit.py FOLDER --only code --windows --jobs 2   # other cuts of it; some 5 CPU minutes
 
 Each trace is cut into halves of equally many requests. A workload is fitted to a half and simulated with several seeds,
 and its mean figures are compared with the replay of the same half; then the workload and the replay of the first half
@@ -13,9 +13,10 @@ much, as the standard deviation of the replays of resampled logs: stretches of 1
 in random order with repetition (a circular block bootstrap). Logs with shared prefixes are not resampled, since a
 repeated stretch would find its own prompts in the cache.
 
-``--windows`` asks whether an error is of the fit or of one cut of the trace: windows of half and of a quarter of the
-trace, each fitted and replayed, and replayed with gaps dealt anew within each two successive requests. Of TPOT it
-prints the changes at several percentiles and the percentile of the replay at which the other's median lies.
+``--windows`` asks whether an error is of the fit or of one cut of the trace: its halves, quarters and eighths, and cuts
+between them, each fitted and replayed. Beside them replays whose gaps are dealt anew within each eight successive
+requests, and so dealt that each eight keep their centre. It prints the share of the seeds whose figure is below the
+replay's, and the root mean square of the errors over the windows of each half.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
+from ebbench.traffic.stretches import centres_of, order_centred
 from ebbench.workloads import build_plan
 from ebbench.workloads.fit_log import as_toml, fit_workload
 from ebbench.workloads.trace import read_trace
@@ -46,7 +48,7 @@ Floats = npt.NDArray[np.float64]
 DEVICE = ("h200", "qwen3-8b")
 STRETCH, RESAMPLED = 128, 24
 LONGEST = 131_072  # max_model_len; Mooncake has prompts of up to 126,000 tokens
-HEADER = ("output tok/s", "TTFT median", "TTFT mean", "TPOT median", "TPOT mean")
+HEADER = ("output tok/s", "TTFT median", "TTFT p75", "TTFT mean", "TPOT median", "TPOT p75", "TPOT mean")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def halves(path: Path, folder: Path) -> list[Path]:
 
 
 def figures(plan: Plan, gpus: int) -> Floats:
-    """Output tokens/s, then TTFT and TPOT (ms), median and mean each, under vLLM's own scheduler."""
+    """Output tokens/s, then TTFT and TPOT (ms), median, p75 and mean each, under vLLM's own scheduler."""
     engine = SimEngine(requests_only=True)
     if gpus > 1:
         engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), requests_only=True)
@@ -89,46 +91,55 @@ def figures(plan: Plan, gpus: int) -> Floats:
     ttft_ms = (first - intended) / 1e6
     tpot_ms = ((last - first) / 1e6)[tokens > 1] / (tokens[tokens > 1] - 1)
     rate = tokens.sum() / ((last.max() - intended.min()) / 1e9)
-    return np.array([rate, np.median(ttft_ms), ttft_ms.mean(), np.median(tpot_ms), tpot_ms.mean()])
+    times = [figure for one in (ttft_ms, tpot_ms) for figure in (*np.percentile(one, [50, 75]), one.mean())]
+    return np.array([rate, *times])
 
 
-PERCENTILES = (40, 50, 60, 75)
-WINDOWS = (*((k / 8, k / 8 + 0.5) for k in range(5)), *((k / 4, k / 4 + 0.25) for k in range(4)))
-WINDOW_SEEDS = 8
+CUTS = ((0, 4), (0, 2), (1, 3), (2, 4), (0, 1), (1, 2), (2, 3), (3, 4))
+"""Windows of the first half, in eighths of the trace; those of the second begin and end four later."""
+GROUP = 8
 
 
-def window_tpots(workload: str, seed: int, shuffled: int = 1) -> Floats:
-    """TPOT (ms) of a workload's requests; ``shuffled``: gaps are dealt anew within so many successive requests."""
-    plan = build_plan(workload, seed=seed, with_text=False)
+def deal(workload: str, seed: int, centred: bool) -> Floats:
+    """Figures of a log whose gaps are dealt anew within each eight; ``centred``: they keep their centre."""
+    plan, rng = build_plan(workload, with_text=False), np.random.default_rng(seed)
     times = plan.table["arrival_ns"].to_numpy()
-    order = np.lexsort((np.random.default_rng(seed).random(len(times)), np.arange(len(times)) // shuffled))
-    column = pa.array(np.cumsum(np.diff(times, prepend=times[0])[order]), plan.table.schema.field("arrival_ns").type)
-    table = plan.table.set_column(plan.table.schema.get_field_index("arrival_ns"), "arrival_ns", column)
-    options = EngineOptions(max_model_len=LONGEST)
-    engine = SimEngine(requests_only=True)
-    result = engine.run(replace(plan, table=table), parse_policy("v1"), load_device(*DEVICE), options)
-    first, last, tokens = (np.asarray(result.requests[x]) for x in ("first_token_ns", "last_token_ns", "output_tokens"))
-    found: Floats = ((last - first) / 1e6)[tokens > 1] / (tokens[tokens > 1] - 1)
-    return found
+    gaps = np.diff(times, prepend=times[0]).astype(np.float64)
+    eight = np.arange(len(gaps)) // GROUP
+    dealt = gaps[np.lexsort((rng.random(len(gaps)), eight))]
+    if centred:
+        dealt = dealt[order_centred(eight, dealt, centres_of(eight, gaps), rng)]
+    field, place = plan.table.schema.field("arrival_ns"), plan.table.schema.get_field_index("arrival_ns")
+    column = pa.array(np.cumsum(dealt).astype(np.int64), field.type)
+    return figures(replace(plan, table=plan.table.set_column(place, field, column)), 1)
 
 
 def measure_windows(log: Log, path: Path, folder: Path, pool: ProcessPoolExecutor) -> None:
-    """Print TPOT of the fitted workload and of slightly shuffled replays against the replay, per window."""
+    """Print the figures of the fitted workload and of replays with other gaps against the replay, per window."""
     header, *rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    print(f"| window | | {' | '.join(f'p{one}' for one in PERCENTILES)} | mean | its median is the replay's |")
-    for begin, end in WINDOWS:
-        part = folder / f"window-{begin}-{end}.csv"
-        part.write_text(header + "".join(rows[round(begin * len(rows)) : round(end * len(rows))]), encoding="utf-8")
-        toml = part.with_suffix(".toml")
-        toml.write_text(as_toml(fit_workload(read_trace(part), "window"), part.name), encoding="utf-8")
-        base = window_tpots(f"log:{part}", 0)
-        for name, workload, shuffled in (("fitted", str(toml), 1), ("gaps of two dealt anew", f"log:{part}", 2)):
-            runs = [pool.submit(window_tpots, workload, seed, shuffled) for seed in range(WINDOW_SEEDS)]
-            drawn = [run.result() for run in runs]
-            found = [np.append(np.percentile(one, PERCENTILES), one.mean()) for one in drawn]
-            ranks = [100 * (base < np.median(one)).mean() for one in drawn]
-            text = changes(found, np.append(np.percentile(base, PERCENTILES), base.mean()))
-            print(f"| {begin:.3f} to {end:.3f} | {name} | {text} | {np.mean(ranks):.1f}th |", flush=True)
+    print(f"| window, in eighths | | {' | '.join(HEADER)} |")
+    for half in (0, 4):
+        errors: dict[str, list[Floats]] = {}
+        for begin, end in ((half + begin, half + end) for begin, end in CUTS):
+            part = folder / f"window-{begin}-{end}.csv"
+            cut = rows[round(begin / 8 * len(rows)) : round(end / 8 * len(rows))]
+            part.write_text(header + "".join(cut), encoding="utf-8")
+            toml, replayed, seeds = part.with_suffix(".toml"), f"log:{part}", range(log.seeds)
+            toml.write_text(as_toml(fit_workload(read_trace(part), "window"), part.name), encoding="utf-8")
+            runs = {
+                "fitted": [pool.submit(simulate, str(toml), 1, seed) for seed in seeds],
+                "gaps of eight dealt": [pool.submit(deal, replayed, seed, False) for seed in seeds],
+                "with their centre": [pool.submit(deal, replayed, seed, True) for seed in seeds],
+            }
+            base = simulate(replayed, 1, 0)
+            for name, found in ((name, [run.result() for run in each]) for name, each in runs.items()):
+                print(f"| {begin} to {end} | {name} | {changes(found, base)} |", flush=True)
+                below = " | ".join(f"{one:.0f} %" for one in (np.array(found) < base).mean(axis=0) * 100)
+                print(f"| | of its seeds below the replay | {below} |", flush=True)
+                errors.setdefault(name, []).append(np.mean(found, axis=0) / base - 1)
+        for name, each in errors.items():
+            text = " | ".join(f"{one:.1f} %" for one in np.sqrt(np.mean(np.square(each), axis=0)) * 100)
+            print(f"| {half} to {half + 4}, root mean square | {name} | {text} |", flush=True)
 
 
 def simulate(workload: str, gpus: int, seed: int) -> Floats:

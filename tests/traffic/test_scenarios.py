@@ -230,6 +230,11 @@ def test_bad_scenario_files_are_refused_in_one_line(tmp_path: Path, body: str, m
         ("rate=3\ncurve={levels=[1, nan]}", "curve levels must be finite"),
         ("rate=3\ncurve={levels=[0, 0]}", "not all zero"),
         ("rate=3\ncurve={levels=[1, 2], period_s=inf}", "period_s must be finite, not inf"),
+        ("rate=3\ngaps=[1]\nroots=[1]\ncentres=[0.5]", "as many curve.widths"),
+        (
+            "rate=3\ngaps=[1]\nroots=[1, 1]\ncentres=[0.5]\ncurve={levels=[1, 2], widths=[2, 1]}",
+            "roots and centres are those of the same steps",
+        ),
     ],
 )
 def test_bad_open_phases_are_refused_in_one_line(tmp_path: Path, body: str, message: str) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.traffic.stretches import order_with, roots_of
+from ebbench.traffic.stretches import centres_of, order_centred, order_with, roots_of
 
 
 def per_stretch(values: np.ndarray, stretch: np.ndarray) -> np.ndarray:
@@ -48,4 +48,44 @@ def test_stretches_with_one_large_value_differ_from_those_of_middling_ones(seed:
 
 
 def test_an_order_of_no_values() -> None:
-    assert len(order_with(np.zeros(0, int), [], np.random.default_rng(0), means=[1.0])) == 0
+    none = np.zeros(0, int)
+    assert len(order_with(none, [], np.random.default_rng(0), means=[1.0])) == 0
+    assert len(order_centred(none, np.zeros(0), [], np.random.default_rng(0))) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), min_size=1, max_size=30),
+    st.lists(st.floats(0, 1), min_size=30, max_size=30),
+    st.integers(0, 99),
+)
+def test_values_only_change_places_within_their_stretch(
+    rows: list[list[float]], centres: list[float], seed: int
+) -> None:
+    stretch = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    values, wanted = np.concatenate(rows), np.array(centres[: len(rows)])
+    order = order_centred(stretch, values, wanted, np.random.default_rng(seed))
+    assert sorted(order.tolist()) == list(range(len(values)))
+    assert (stretch[order] == stretch).all()
+    off = [np.abs(wanted - centres_of(stretch, one)) for one in (values, values[order])]
+    assert (off[1] <= off[0] + 1e-9).all()
+
+
+def test_the_centre_says_where_the_values_of_a_stretch_lie() -> None:
+    first, even, last, none = [8.0, 0, 0, 0], [2.0, 2, 2, 2], [0.0, 0, 0, 8], [0.0, 0, 0, 0]
+    stretch = np.repeat(np.arange(4), 4)
+    assert centres_of(stretch, np.array(first + even + last + none)).tolist() == [0.125, 0.5, 0.875, 0.5]
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_stretches_get_their_centres(size: int) -> None:
+    """Heavy-tailed values, as gaps are, sorted in every second stretch, get the same centres after a random deal."""
+    rng = np.random.default_rng(size)
+    stretch = np.repeat(np.arange(300), size)
+    rows = np.exp(1.5 * rng.standard_normal((300, size)))
+    rows[::2].sort(axis=1)
+    wanted = centres_of(stretch, rows.ravel())
+    dealt = rng.permuted(rows, axis=1).ravel()
+    found = dealt[order_centred(stretch, dealt, wanted, rng)]
+    assert np.abs(centres_of(stretch, dealt) - wanted).mean() > 0.1
+    assert np.abs(centres_of(stretch, found) - wanted).mean() < 0.02

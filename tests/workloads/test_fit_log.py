@@ -1,6 +1,7 @@
 """Workloads fitted to logs: the same traffic in distribution, and no record of the log."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ebbench.cli.main import app
 from ebbench.errors import UsageError
 from ebbench.records.content import block_tokens
 from ebbench.traffic.arrivals import dispersion
+from ebbench.traffic.stretches import centres_of
 from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import int_lists
 from ebbench.workloads.fitted import GROUP, Points, points_of
@@ -162,6 +164,20 @@ def test_batches_between_pauses_are_learned(tmp_path: Path) -> None:
     assert np.searchsorted(faster, half) == pytest.approx(2 * np.searchsorted(drawn, half), rel=0.03)
 
 
+def test_whether_arrivals_come_before_or_after_a_pause_is_learned(tmp_path: Path) -> None:
+    """Of each eight gaps one is a pause; in the course of the log it moves from the first place to the last."""
+    rng, n = np.random.default_rng(3), 4000
+    gaps = rng.exponential(0.05, (n // 8, 8))
+    gaps[np.arange(n // 8), np.arange(n // 8) * 8 // (n // 8)] = rng.exponential(10, n // 8)
+    stretch = np.repeat(np.arange(n // 8), 8)
+    path = tmp_path / "pauses.csv"
+    times = np.cumsum(gaps.ravel())
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t + 1.7e9:.6f},50,5\n" for t in times))
+    drawn = build_plan(str(fit(path, tmp_path))).table["arrival_ns"].to_numpy() / 1e9
+    real, found = (centres_of(stretch, np.diff(one, prepend=0.0)) for one in (times, drawn))
+    assert np.abs(found - real).mean() < 0.05
+
+
 def test_bursts_of_earlier_versions_are_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     path = tmp_path / "bursts.csv"
@@ -169,11 +185,13 @@ def test_bursts_of_earlier_versions_are_refused(tmp_path: Path) -> None:
     path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t + 1.7e9:.6f},50,5\n" for t in times))
     fitted = fit(path, tmp_path)
     text = fitted.read_text()
-    assert text.count("step_roots") == 1
-    fitted.write_text(text.replace("step_roots", "bursts"))
-    done = CliRunner().invoke(app, ["run", str(fitted)])
-    assert done.exit_code == 2
-    assert "fit the workload to the log again" in done.output.replace("\n", " ")
+    without_centres = re.sub("step_centres = .*", "", text)
+    assert without_centres != text
+    for earlier in (text.replace("step_roots", "bursts"), without_centres):
+        fitted.write_text(earlier)
+        done = CliRunner().invoke(app, ["run", str(fitted)])
+        assert done.exit_code == 2
+        assert "fit the workload to the log again" in done.output.replace("\n", " ")
 
 
 def test_stretches_of_longer_requests_are_learned(tmp_path: Path) -> None:
