@@ -7,6 +7,8 @@ from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
 
+REMEDIES = "choose a smaller model, a larger device, --quantization fp8, or more GPUs with --topology tp=N"
+REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
 _CONTEXT_BYTES = 600_000_000  # CUDA context, libraries and workspaces
 
 
@@ -33,14 +35,27 @@ def kv_capacity_tokens(
     per_token = model.kv_bytes_per_token / min(parallel.tp, model.kv_heads)
     tokens = int((budget - weights - reserve) // per_token) // 16 * 16
     if tokens < 16:
-        several = "" if parallel.single else f" per GPU of {parallel.gpus}"
         raise UsageError(
             f"{model.name} does not fit on {profile.name}: weights {weights / 1e9:.1f} GB and "
-            f"activations {reserve / 1e9:.1f} GB{several} against {budget / 1e9:.1f} GB "
+            f"activations {reserve / 1e9:.1f} GB{_per_gpu(parallel)} against {budget / 1e9:.1f} GB "
             f"({gpu_memory_utilization:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
-            "choose a smaller model, a larger device, --quantization fp8, or more GPUs with --topology tp=N"
+            f"{REMEDIES}{'' if weights >= budget else REPORTED}"
         )
     return tokens
+
+
+def check_weights_fit(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel = SINGLE) -> None:
+    """Raise UsageError if the weights alone exceed a GPU's memory, whatever KV cache a server reports."""
+    weights = weight_bytes_per_gpu(model, parallel)
+    if weights > profile.memory_bytes:
+        raise UsageError(
+            f"{model.name} does not fit on {profile.name}: weights {weights / 1e9:.1f} GB{_per_gpu(parallel)} against "
+            f"{profile.memory_bytes / 1e9:.1f} GB; {REMEDIES}"
+        )
+
+
+def _per_gpu(parallel: Parallel) -> str:
+    return "" if parallel.single else f" per GPU of {parallel.gpus}"
 
 
 def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel) -> float:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ebbench.devices.base import CostModel, Device
-from ebbench.devices.capacity import kv_capacity_tokens
+from ebbench.devices.base import CostModel, Device, StepShape
+from ebbench.devices.capacity import check_weights_fit, kv_capacity_tokens
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
@@ -23,6 +23,7 @@ from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6, fitted=False)
+_DECODES = StepShape((), 256, 256 * 1024, 256)  # of 1,024 tokens each
 EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 
 
@@ -48,13 +49,15 @@ def load_device(
     parallel: Parallel = SINGLE,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    kv_tokens: int | None = None,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
 
     ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
-    ``kv_cache_dtype``: vLLM's (fp8). The other settings only affect the KV cache size; None is the profile's value.
+    ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate. The
+    other settings only affect the KV cache size; None is the profile's value.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
     the cost model does not exist for this pair.
@@ -62,7 +65,7 @@ def load_device(
     return load(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
-            host, parallel, quantization, kv_cache_dtype,
+            host, parallel, quantization, kv_cache_dtype, kv_tokens,
         )
     )  # fmt: skip
 
@@ -107,7 +110,11 @@ def load(request: DeviceRequest) -> Device:
         kv_capacity_tokens=capacity,
         calibration=measured or _calibration(built, published, profile.margin_s_per_token),
         provenance=built.provenance,
-        warnings=(*built.warnings, *_caveats(request, geometry, built, constants)),
+        warnings=(
+            *built.warnings,
+            *_caveats(request, geometry, built, constants),
+            *_slower_than_16_bits(request, profile, named, built, constants),
+        ),
         profile=profile,
         geometry=geometry,
         request=request,
@@ -123,6 +130,9 @@ def resized(device: Device, request: DeviceRequest) -> Device:
 
 
 def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:
+    if request.kv_tokens is not None:
+        check_weights_fit(profile, model, request.parallel)
+        return request.kv_tokens
     return kv_capacity_tokens(
         profile,
         model,
@@ -149,6 +159,24 @@ def _caveats(request: DeviceRequest, model: ModelGeometry, built: Built, host: H
             f"{host.sequence_s * 1e6:g} us per sequence are taken",
         )
     return found
+
+
+def _slower_than_16_bits(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, built: Built, host: HostCosts
+) -> tuple[str, ...]:
+    """A warning if the tables' kernels are slower with ``--quantization`` than without, as no server would run them."""
+    if request.quantization is None or not isinstance(built.cost, TableCost):
+        return ()
+    plain = table_cost(profile, model, host, shape=request.parallel, overlap=request.async_scheduling)
+    assert plain is not None  # the device has tables
+    ratio = built.cost.step_s(_DECODES) / plain[0].step_s(_DECODES)
+    if ratio <= 1.0:
+        return ()
+    return (
+        f"with --quantization {request.quantization} a step of {_DECODES.decode_seqs} decodes takes {ratio:.1f} times "
+        f"as long as in 16 bits, by the kernel tables of {profile.name}: experts with one scale per tensor are slow "
+        "there; weights published with one scale per block (the model's own config.json) are not",
+    )
 
 
 def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Calibration | None:

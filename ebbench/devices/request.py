@@ -28,6 +28,7 @@ class DeviceRequest:
     parallel: Parallel = SINGLE
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    kv_tokens: int | None = None
 
 
 def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: str) -> ModelGeometry:

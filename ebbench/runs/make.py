@@ -173,8 +173,8 @@ def device_of(cell: Cell, policies: Sequence[PolicySpec] = ()) -> Device:
     """The cell's device with a KV cache sized for the scheduler's options; a placeholder for an external server.
 
     For vLLM it is this machine, with the costs that ``policies`` need (empty: the cell's own policy). For a topology it
-    is one unit of its first pool: the model may need several GPUs. Memory, batch size and budget affect only the KV
-    cache size, so kernel tables are loaded once. Raises UsageError.
+    is one unit of its first pool: the model may need several GPUs. Memory, batch size, budget and
+    ``num_kv_blocks`` affect only the KV cache size, so kernel tables are loaded once. Raises UsageError.
     """
     if is_server(cell.engine):
         return unknown_device(cell.device, cell.model)
@@ -204,8 +204,9 @@ def device_of(cell: Cell, policies: Sequence[PolicySpec] = ()) -> Device:
         SINGLE if topology is None else shape_of(topology),
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
+        kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
     )
-    key = replace(request, gpu_memory_utilization=0.9, max_num_seqs=None, max_num_batched_tokens=None)
+    key = replace(request, gpu_memory_utilization=0.9, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None)
     if (kept := _loaded.get(key)) is not None:
         return kept if kept.profile is None else resized(kept, request)
     while len(_loaded) >= KEPT_DEVICES:

@@ -74,6 +74,26 @@ def test_unknown_names() -> None:
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(UsageError, match=r"qwen3-30b-a3b does not fit on l40s: weights 61\.1 GB"):
         load_device("l40s", "qwen3-30b-a3b")
+    with pytest.raises(UsageError, match=r"\(90% of 84\.9 GB\).*where vLLM starts all the same.*--num-kv-blocks"):
+        load_device("h100", "gpt-oss-120b", max_num_batched_tokens=16_384)
+
+
+def test_a_reported_kv_cache_takes_the_place_of_the_estimate() -> None:
+    """vLLM has started this server (reports/reference/gpustack); our estimate of its reserve leaves no KV cache."""
+    device = load_device("h100", "gpt-oss-120b", max_num_batched_tokens=16_384, kv_tokens=100_000)
+    assert device.kv_capacity_tokens == 100_000
+    with pytest.raises(UsageError, match=r"does not fit on l40s: weights 61\.1 GB against 4\d\.\d GB; choose"):
+        load_device("l40s", "qwen3-30b-a3b", kv_tokens=100_000)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "warned"),
+    [("h200", "qwen3-30b-a3b", True), ("h200", "qwen3-8b", False), ("b200", "qwen3-30b-a3b", False)],
+)
+def test_quantized_kernels_that_are_slower_than_16_bits_are_a_caveat(device: str, model: str, warned: bool) -> None:
+    warnings = load_device(device, model, quantization="fp8").warnings
+    assert any("times as long as in 16 bits" in warning for warning in warnings) == warned
+    assert not any("16 bits" in warning for warning in load_device(device, model).warnings)
 
 
 def test_capacity_meets_the_measured_ones() -> None:

@@ -169,12 +169,14 @@ def test_a_summary_alone_is_the_summary_of_the_run_kept(tmp_path: Path) -> None:
 def test_cells_share_a_devices_tables_but_not_its_memory() -> None:
     first = cell_of({"workload": "balanced", "max_num_seqs": 64, "gpu_memory_utilization": 0.5})
     second = cell_of({"workload": "balanced", "max_num_seqs": 2048, "max_num_batched_tokens": 16384})
-    devices = [device_of(cell) for cell in (first, second)]
-    assert devices[0].cost is devices[1].cost
-    for cell, device in zip((first, second), devices, strict=True):
+    third = cell_of({"workload": "balanced", "num_kv_blocks": 100})
+    devices = [device_of(cell) for cell in (first, second, third)]
+    assert devices[0].cost is devices[1].cost is devices[2].cost
+    for cell, device in zip((first, second, third), devices, strict=True):
         fresh = load_device(
             str(cell.device), str(cell.model), gpu_memory_utilization=cell.gpu_memory_utilization,
             max_num_seqs=cell.options.max_num_seqs, max_num_batched_tokens=cell.options.max_num_batched_tokens,
+            kv_tokens=1600 if cell is third else None,
         )  # fmt: skip
         assert device == fresh
 

@@ -158,9 +158,7 @@ def _refusal(case: Case, capacity: int | str) -> str:
 
 
 def _with_fused_sampler(case: Case) -> Case:
-    # A device loads with its own reserve first, so that a model that does not fit is refused whatever num_kv_blocks is.
-    plain = kv_capacity(case)
-    capacity = plain if isinstance(plain, str) else kv_capacity(case, FUSED_BYTES_PER_LOGIT)
+    capacity = kv_capacity(case, FUSED_BYTES_PER_LOGIT)
     published = tuple(replace(number, source=number.source + FUSED) for number in case.published)
     blocks = None if isinstance(capacity, str) else capacity // 16
     return replace(
