@@ -26,7 +26,7 @@ GROUPS = (
     "table 20",
     "silicon",
     "gpustack",
-    "gpustack, fused sampler",
+    "gpustack with fused sampler",
 )
 
 
@@ -62,14 +62,17 @@ def fidelity(
     if fit is not None:
         _fit(fit, seed)
         return
+    from ebbench.errors import UsageError
     from ebbench.papers.fidelity import scoreboard
     from ebbench.papers.fidelity.report import BOARD, all_scores, read_cells, write_report
 
     before = scoreboard.load(against / BOARD)
+    if keep and not only:
+        raise UsageError("--keep needs --only: without it all groups run")
+    kept = read_cells(against) if keep else []
     cells = _collect(_chosen(only), seed, repeats, runs, workers)
-    if keep:
-        made = {cell.source for cell in cells}
-        cells = [cell for cell in read_cells(against) if cell.source not in made] + cells
+    made = {cell.source for cell in cells}
+    cells = [cell for cell in kept if cell.source not in made] + cells
     files = write_report(cells, out, repeats, before)
     found = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):

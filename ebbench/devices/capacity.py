@@ -7,8 +7,7 @@ from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
 
-REMEDIES = "choose a smaller model, a larger device, --quantization fp8, or more GPUs with --topology tp=N"
-REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
+_REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
 _CONTEXT_BYTES = 600_000_000  # CUDA context, libraries and workspaces
 
 
@@ -20,42 +19,33 @@ def kv_capacity_tokens(
     gpu_memory_utilization: float = 0.9,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    reported: int | None = None,
 ) -> int:
     """KV tokens of one unit that fit beside the weights and the activations that vLLM reserves, in blocks of 16.
 
-    Limits of None are those of the profile (the usual settings of a server on this GPU). Raises UsageError with the
-    numbers if the model does not fit.
+    Limits of None are those of the profile (the usual settings of a server on this GPU). ``reported``: what a server
+    says that it has, in place of the estimate. Raises UsageError with the numbers if the model does not fit.
     """
     if not 0 < gpu_memory_utilization <= 1:
         raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
+    weights = weight_bytes_per_gpu(model, parallel)
+    if reported is not None and weights <= profile.memory_bytes:
+        return reported
     budget = profile.memory_bytes * gpu_memory_utilization
     reserve = activation_reserve_bytes(profile, model, max_num_seqs, max_num_batched_tokens)
-    weights = weight_bytes_per_gpu(model, parallel)
     # With fewer KV heads than GPUs each head is stored more than once.
     per_token = model.kv_bytes_per_token / min(parallel.tp, model.kv_heads)
     tokens = int((budget - weights - reserve) // per_token) // 16 * 16
     if tokens < 16:
+        several = "" if parallel.single else f" per GPU of {parallel.gpus}"
         raise UsageError(
             f"{model.name} does not fit on {profile.name}: weights {weights / 1e9:.1f} GB and "
-            f"activations {reserve / 1e9:.1f} GB{_per_gpu(parallel)} against {budget / 1e9:.1f} GB "
+            f"activations {reserve / 1e9:.1f} GB{several} against {budget / 1e9:.1f} GB "
             f"({gpu_memory_utilization:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
-            f"{REMEDIES}{'' if weights >= budget else REPORTED}"
+            "choose a smaller model, a larger device, --quantization fp8, or more GPUs with --topology tp=N"
+            f"{'' if weights >= budget else _REPORTED}"
         )
     return tokens
-
-
-def check_weights_fit(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel = SINGLE) -> None:
-    """Raise UsageError if the weights alone exceed a GPU's memory, whatever KV cache a server reports."""
-    weights = weight_bytes_per_gpu(model, parallel)
-    if weights > profile.memory_bytes:
-        raise UsageError(
-            f"{model.name} does not fit on {profile.name}: weights {weights / 1e9:.1f} GB{_per_gpu(parallel)} against "
-            f"{profile.memory_bytes / 1e9:.1f} GB; {REMEDIES}"
-        )
-
-
-def _per_gpu(parallel: Parallel) -> str:
-    return "" if parallel.single else f" per GPU of {parallel.gpus}"
 
 
 def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebbench.devices.base import CostModel, Device, StepShape
-from ebbench.devices.capacity import check_weights_fit, kv_capacity_tokens
+from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
@@ -130,9 +130,6 @@ def resized(device: Device, request: DeviceRequest) -> Device:
 
 
 def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:
-    if request.kv_tokens is not None:
-        check_weights_fit(profile, model, request.parallel)
-        return request.kv_tokens
     return kv_capacity_tokens(
         profile,
         model,
@@ -140,6 +137,7 @@ def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceReque
         gpu_memory_utilization=request.gpu_memory_utilization,
         max_num_seqs=request.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,
+        reported=request.kv_tokens,
     )
 
 
@@ -167,14 +165,16 @@ def _slower_than_16_bits(
     """A warning if the tables' kernels are slower with ``--quantization`` than without, as no server would run them."""
     if request.quantization is None or not isinstance(built.cost, TableCost):
         return ()
-    plain = table_cost(profile, model, host, shape=request.parallel, overlap=request.async_scheduling)
+    plain = table_cost(
+        profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager
+    )
     assert plain is not None  # the device has tables
     ratio = built.cost.step_s(_DECODES) / plain[0].step_s(_DECODES)
     if ratio <= 1.0:
         return ()
     return (
         f"with --quantization {request.quantization} a step of {_DECODES.decode_seqs} decodes takes {ratio:.1f} times "
-        f"as long as in 16 bits, by the kernel tables of {profile.name}: experts with one scale per tensor are slow "
+        f"as long as in 16 bits, by the kernel tables of {profile.name}: kernels with one scale per tensor are slow "
         "there; weights published with one scale per block (the model's own config.json) are not",
     )
 

@@ -121,7 +121,7 @@ def shortened(case: Case, requests: int) -> Case:
 def test_warm_up_requests_are_those_of_the_scripts() -> None:
     wanted = {"table 3": {100}, "table 2 and figure 5": {20}, "figure 3": {100}, "table 13": {20}}
     wanted |= {"table 17": {20}, "table 19": {0}, "table 20": {0}, "silicon": {0}}
-    wanted |= {"gpustack": {0}, "gpustack, fused sampler": {0}}
+    wanted |= {"gpustack": {0}, "gpustack with fused sampler": {0}}
     found: dict[str, set[int]] = {}
     for case in all_cases():
         if case.name.endswith("_shift"):

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
+from ebbench.errors import EbbenchError
 from ebbench.papers.fidelity.cases import Case, as_served, reference_rows
 from ebbench.papers.fidelity.cases_gpustack import (
     FUSED,
@@ -129,3 +130,11 @@ def test_a_report_keeps_the_figures_of_groups_that_were_not_run(tmp_path: Path) 
         assert [cell for cell in cells if cell.source == "table 99"] == kept
         assert stale not in cells
         assert sum(cell.source == "RTX 4090 run" for cell in cells) == 6
+
+
+def test_nothing_to_keep_is_refused(tmp_path: Path) -> None:
+    for arguments, message in (([], "--keep needs --only"), (["--only", "replay"], "cells.parquet: does not exist")):
+        given = ["fidelity", "--keep", *arguments, "--against", str(tmp_path)]
+        result = CliRunner().invoke(app, given, standalone_mode=False)
+        assert isinstance(result.exception, EbbenchError)
+        assert message in str(result.exception)

@@ -8,7 +8,7 @@ Settings, fixed before the first run of ours (2026-11-23); no constant was fitte
   chat template adds 8 tokens (counted for Qwen3; gpt-oss has a longer one, whose fixed part is in the prefix cache).
 - Answers of the random data set have the mean length reported, rounded. Some models ended theirs early; how the lengths
   scattered is not published, and prompts that are prefilled one after the other put the requests out of step anyway.
-- ShareGPT: the totals are published, the single lengths are not. lengths are drawn with the mean of the 1,000 and
+- ShareGPT: the totals are published, the single lengths are not. They are drawn with the mean of the 1,000 and
   of the 100 prompts (``reference:workloads/sharegpt-gpustack-*.toml``); their spread is assumed.
 - Scored are throughput, mean TTFT and mean TPOT. Throughput is in requests/s where lengths are known and in tokens/s
   where they are drawn. The answer of the tool is the group ``gpustack``; behind the API server and with the fused
@@ -39,8 +39,9 @@ from ebbench.resources import REFERENCE
 
 GPUSTACK = "gpustack/vllm_serve.csv"
 GROUP = "gpustack"
+FUSED_GROUP = "gpustack with fused sampler"
 FUSED = ", fused sampler"
-"""Ends the group and the source of cells with the KV capacity that FUSED_BYTES_PER_LOGIT leaves."""
+"""Ends the source of cells with the KV capacity that FUSED_BYTES_PER_LOGIT leaves."""
 FUSED_BYTES_PER_LOGIT = 11.0
 """What vLLM's start-up run takes per logit with FlashInfer's sampler, which it uses where FlashInfer is installed, as
 in its own images: the value that fits the measured RTX 4090 run."""
@@ -161,6 +162,4 @@ def _with_fused_sampler(case: Case) -> Case:
     capacity = kv_capacity(case, FUSED_BYTES_PER_LOGIT)
     published = tuple(replace(number, source=number.source + FUSED) for number in case.published)
     blocks = None if isinstance(capacity, str) else capacity // 16
-    return replace(
-        case, published=published, group=GROUP + FUSED, num_kv_blocks=blocks, refused=_refusal(case, capacity)
-    )
+    return replace(case, published=published, group=FUSED_GROUP, num_kv_blocks=blocks, refused=_refusal(case, capacity))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbench.analysis.documents import Section
+from ebbench.errors import InputFileError
 from ebbench.export.markdown import section_lines
 from ebbench.papers.fidelity import scoreboard, tables
 from ebbench.papers.fidelity.cases import AS_SERVED
@@ -68,10 +69,10 @@ def write_report(
 
 
 def read_cells(report: Path) -> list[PublishedFigure]:
-    """The cells of a written report; none if it does not exist."""
+    """The cells of a written report. Raises InputFileError if it does not exist."""
     parquet = report / CELLS
     if not parquet.is_file():
-        return []
+        raise InputFileError(parquet, "does not exist; write it with `ebbench fidelity`")
     names = [f.name for f in fields(PublishedFigure)]
     return [PublishedFigure(**row) for row in pq.read_table(parquet, columns=names).to_pylist()]
 
