@@ -135,7 +135,7 @@ def _manifest(
         clock=clock,
         device=device.name,
         model=str(facts.get("served_model") or device.model),
-        device_provenance=device.provenance,
+        device_provenance=device.sources,
         kv_capacity_tokens=(device.kv_capacity_tokens or None) if context.device_known else None,
         calibration=asdict(device.calibration) if context.device_known and device.costs_known else None,
         options=asdict(context.options) if context.device_known else {},

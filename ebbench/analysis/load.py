@@ -236,6 +236,10 @@ def _further_limits(options: Mapping[str, Any]) -> str:
         found.append("adaptive")
     if options.get("scheduler_reserve_full_isl") is False:
         found.append("admits by the first chunk")
+    if options.get("gpu_memory_utilization"):
+        found.append(f"{options['gpu_memory_utilization']:.0%} of the GPU memory")
+    if options.get("vllm_version"):
+        found.append(f"KV cache of vLLM {options['vllm_version']}")
     return ", ".join(found)
 
 

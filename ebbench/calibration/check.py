@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -12,10 +13,13 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
 from ebbench.calibration.vllm_steps import SteppedVllm, run_closed_loop
+from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.base import Device
+from ebbench.devices.capacity import reserve_bytes
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
-from ebbench.devices.profiles import FORMAT, find_model, measured_name
+from ebbench.devices.profiles import FORMAT, DeviceProfile, find_model, measured_name
+from ebbench.devices.startup import start_up
 from ebbench.engines.base import Engine, EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, UsageError
@@ -23,6 +27,9 @@ from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import calibration_to_json
 from vllm_eb.policy import parse_policy
+
+_SEQS, _TOKENS = 256, 2048
+"""The limits that a written profile names as usual: those of `vllm serve` on small GPUs."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +157,8 @@ def _profile_text(measured: MeasuredCosts, device: Device, model: str) -> str:
         f"memory_bytes = {_memory_bytes(device, geometry)}",
         f"bandwidth_bytes_per_s = {bandwidth:.4g}",
         f"bf16_flops_per_s = {flops:.4g}",
-        "max_num_seqs = 256",
-        "max_num_batched_tokens = 2048",
-        "sampler_bytes_per_logit = 11.0",
+        f"max_num_seqs = {_SEQS}",
+        f"max_num_batched_tokens = {_TOKENS}",
         f"provenance = {_quoted(cal.source)}",
         "",
         "[measured]",
@@ -172,9 +178,12 @@ def _profile_text(measured: MeasuredCosts, device: Device, model: str) -> str:
 
 
 def _memory_bytes(device: Device, geometry: ModelGeometry) -> int:
-    """Memory of the machine in bytes; for an emulated device the sum of its KV cache and weights."""
+    """Memory in bytes of which vLLM would have made this KV cache; the machine's where its size is unknown."""
     if device.kv_capacity_tokens:
-        return int((geometry.weight_bytes + device.kv_capacity_tokens * geometry.kv_bytes_per_token) / 0.9) + 2**31
+        start = start_up(DEFAULT_VLLM)
+        used = geometry.weight_bytes + device.kv_capacity_tokens * geometry.kv_bytes_per_token
+        used += DeviceProfile.context_bytes + reserve_bytes(geometry, start, _SEQS, _TOKENS)
+        return ceil(used / start.gpu_memory_utilization)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli import completion
+from ebbench.cli import load_flags as load
 from ebbench.cli.options import Command
-from ebbench.config.defaults import DEFAULT_MODEL
+from ebbench.config.defaults import DEFAULT_MODEL, DEFAULT_VLLM
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
@@ -66,6 +67,8 @@ def show(
         str | None, typer.Option(help="Data type of the weights, if not the model's own: fp8.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="KV cache: auto (the model's own), bfloat16 or fp8.")] = "auto",
+    gpu_memory_utilization: load.GpuMemoryUtilization = None,
+    vllm_version: load.VllmVersion = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -87,6 +90,8 @@ def show(
         parallel=Parallel(tp=tp, link=link),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        gpu_memory_utilization=gpu_memory_utilization,
+        vllm_version=vllm_version or DEFAULT_VLLM,
     )
     facts = describe(device, context)
     if as_json:

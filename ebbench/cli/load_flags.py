@@ -11,6 +11,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import opt
+from ebbench.config.defaults import DEFAULT_VLLM
 
 WORKLOAD, LOAD, ENGINE, LIMITS = "Workload", "Load", "Engine", "Limits"
 
@@ -204,6 +205,18 @@ MaxModelLen = Annotated[
 ]
 NumKvBlocks = Annotated[
     int | None, opt("--num-kv-blocks", help="KV blocks of 16 tokens; default: the device's capacity.", panel=ENGINE)
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    opt("--gpu-memory-utilization", help="Share of the GPU's memory for vLLM; default: vLLM's own.", panel=ENGINE),
+]
+VllmVersion = Annotated[
+    str | None,
+    opt(
+        "--vllm-version",
+        help=f"Version by whose rules a simulated server sizes its KV cache. Default: {DEFAULT_VLLM}.",
+        panel=ENGINE,
+    ),
 ]
 NoPrefixCaching = Annotated[bool, opt("--no-prefix-caching", help="Do not reuse KV of shared prefixes.", panel=ENGINE)]
 NoAsyncScheduling = Annotated[

@@ -79,6 +79,8 @@ class EngineFlags:
     no_scheduler_reserve_full_isl: load.NoSchedulerReserveFullIsl = False
     max_model_len: load.MaxModelLen = None
     num_kv_blocks: load.NumKvBlocks = None
+    gpu_memory_utilization: load.GpuMemoryUtilization = None
+    vllm_version: load.VllmVersion = None
     no_prefix_caching: load.NoPrefixCaching = False
     no_async_scheduling: load.NoAsyncScheduling = False
     enforce_eager: load.EnforceEager = False
@@ -90,12 +92,12 @@ class EngineFlags:
     def refuse_for_server(self, context: typer.Context) -> None:
         """Raise UsageError for settings on the command line that a server which already runs would not take."""
         from ebbench.cli.unused_options import given_options
-        from ebbench.engines.checks import refuse_api_server, refuse_server_settings
+        from ebbench.engines.checks import refuse_server_settings, refuse_simulated
         from ebbench.engines.setup import is_server
 
         if is_server(self.engine):
             refuse_server_settings(self.engine, given_options(context, _OF_A_START))
-            refuse_api_server(self.options(0), "endpoint")
+            refuse_simulated(self.options(0), "endpoint")
 
     def options(self, warmup: int) -> EngineOptions:
         """The engine's options with ``warmup`` warm-up requests."""
@@ -106,6 +108,8 @@ class EngineFlags:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=EngineOptions.max_model_len if self.max_model_len is None else self.max_model_len,
             num_kv_blocks=self.num_kv_blocks,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            vllm_version=self.vllm_version,
             enable_prefix_caching=not self.no_prefix_caching,
             async_scheduling=not self.no_async_scheduling,
             enforce_eager=self.enforce_eager,
@@ -143,7 +147,7 @@ _OF_A_START = tuple(
     if one.name
     not in (
         "policy", "engine", "device", "model", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "api_server",
-        "api_server_count",
+        "api_server_count", "vllm_version",
     )
 )  # fmt: skip
 """Options that take effect where a server is started. The others name what is measured, are refused elsewhere, or are

@@ -5,34 +5,42 @@ from __future__ import annotations
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
+from ebbench.devices.startup import StartUp
 from ebbench.errors import UsageError
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
-_CONTEXT_BYTES = 600_000_000  # CUDA context, libraries and workspaces
+COLLECTIVE_BYTES = 450_000_000
+"""What each of several GPUs needs for their collectives."""
 
 
 def kv_capacity_tokens(
     profile: DeviceProfile,
     model: ModelGeometry,
+    start: StartUp,
     *,
     parallel: Parallel = SINGLE,
-    gpu_memory_utilization: float = 0.9,
+    gpu_memory_utilization: float | None = None,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    eager: bool = False,
     reported: int | None = None,
 ) -> int:
-    """KV tokens of one unit that fit beside the weights and the activations that vLLM reserves, in blocks of 16.
+    """KV tokens of one unit that fit beside the weights and what vLLM sets aside at its start, in blocks of 16.
 
-    Limits of None are those of the profile (the usual settings of a server on this GPU). ``reported``: what a server
-    says that it has, in place of the estimate. Raises UsageError with the numbers if the model does not fit.
+    ``start``: the rules of vLLM's version. Limits of None are those of the profile (the usual settings of a server on
+    this GPU), a share of None is the version's default. ``reported``: what a server says that it has, in place of the
+    estimate. Raises UsageError with the numbers if the model does not fit.
     """
-    if not 0 < gpu_memory_utilization <= 1:
-        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
+    share = start.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
+    if not 0 < share <= 1:
+        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
     weights = weight_bytes_per_gpu(model, parallel)
     if reported is not None and weights <= profile.memory_bytes:
         return reported
-    budget = profile.memory_bytes * gpu_memory_utilization
-    reserve = activation_reserve_bytes(profile, model, max_num_seqs, max_num_batched_tokens)
+    budget = profile.memory_bytes * share
+    seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
+    step_tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+    reserve = profile.context_bytes + reserve_bytes(model, start, seqs, step_tokens, parallel=parallel, eager=eager)
     # With fewer KV heads than GPUs each head is stored more than once.
     per_token = model.kv_bytes_per_token / min(parallel.tp, model.kv_heads)
     tokens = int((budget - weights - reserve) // per_token) // 16 * 16
@@ -40,8 +48,8 @@ def kv_capacity_tokens(
         several = "" if parallel.single else f" per GPU of {parallel.gpus}"
         raise UsageError(
             f"{model.name} does not fit on {profile.name}: weights {weights / 1e9:.1f} GB and "
-            f"activations {reserve / 1e9:.1f} GB{several} against {budget / 1e9:.1f} GB "
-            f"({gpu_memory_utilization:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
+            f"vLLM's start {reserve / 1e9:.1f} GB{several} against {budget / 1e9:.1f} GB "
+            f"({share:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
             "choose a smaller model, a larger device, --quantization fp8, or more GPUs with --topology tp=N"
             f"{'' if weights >= budget else _REPORTED}"
         )
@@ -58,21 +66,28 @@ def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel) -> float:
     )
 
 
-def activation_reserve_bytes(
-    profile: DeviceProfile,
+def reserve_bytes(
     model: ModelGeometry,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
+    start: StartUp,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    parallel: Parallel = SINGLE,
+    eager: bool = False,
 ) -> int:
-    """Bytes that vLLM reserves for activations, sampling and the CUDA context, estimated from the shapes.
+    """Bytes of one GPU that vLLM leaves to its trial run, to collectives and, where it counts them, to CUDA graphs.
 
-    Its start-up run samples ``max_num_seqs`` sequences with top-k and top-p. The native sampler sorts: logits, sorted
-    copy, 64-bit indices, work space and probabilities exist at once, 45 bytes per logit. This matches the KV capacities
-    behind the EB paper's runs on RTX PRO 6000 and H200 within 2 %. A fused sampler takes about 11, which matches the
-    measured RTX 4090 run.
+    The trial run computes ``max_num_batched_tokens`` tokens and then samples ``max_num_seqs`` sequences; the larger of
+    the two counts, since the first one's memory is free again by then, except for the hidden states, and so does the
+    language head that some versions hold once more.
     """
-    seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
-    tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+    tokens, seqs = max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens)
     inner = model.experts_per_token * model.expert_intermediate if model.experts else model.intermediate
-    per_token = model.dtype_bytes * (3 * inner + model.qkv_width + 4 * model.hidden)
-    return int(_CONTEXT_BYTES + tokens * per_token + seqs * model.vocab * profile.sampler_bytes_per_logit)
+    per_token = (3 * inner + model.qkv_width) / parallel.tp + 4 * model.hidden
+    trial = start.experts if model.experts else start.dense
+    step, sampled = tokens * per_token * model.dtype_bytes, seqs * model.vocab * trial.logit_bytes
+    collectives = 0 if parallel.single else COLLECTIVE_BYTES
+    graphs = 0.0 if eager else trial.graph_bytes
+    head = trial.heads * model.vocab * model.hidden * model.dtype_bytes / parallel.tp
+    held = step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
+    return int(collectives + graphs + held)

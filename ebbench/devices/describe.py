@@ -12,8 +12,8 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.marginal import MarginalCurve, marginal_curve
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
+from ebbench.devices.request import DeviceRequest
 
-UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization, which load_device uses too
 DECODES = (1, 32, 128, 256, 512, 1024)
 PREFILLS = (128, 512, 2048, 8192)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -55,9 +55,16 @@ class DeviceFacts:
         return int(weight_bytes_per_gpu(self.model, self.parallel))
 
     @property
+    def request(self) -> DeviceRequest:
+        """The arguments that the device was loaded with."""
+        assert self.device.request is not None
+        return self.device.request
+
+    @property
     def reserve_bytes(self) -> int:
-        """Bytes for activations, sampling and the CUDA context: the remainder of the usable memory."""
-        return int(self.profile.memory_bytes * UTILIZATION) - self.gpu_weight_bytes - self.kv_cache_bytes
+        """Bytes for the trial run, CUDA graphs and context: the remainder of the usable memory."""
+        usable = int(self.profile.memory_bytes * self.request.memory_share)
+        return usable - self.gpu_weight_bytes - self.kv_cache_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with units in its keys."""
@@ -73,6 +80,8 @@ class DeviceFacts:
             "weight_dtype": self.model.weight_dtype,
             "kv_dtype": self.model.kv_dtype,
             "kv_bytes_per_token": self.model.kv_bytes_per_token,
+            "vllm_version": self.request.vllm_version,
+            "gpu_memory_utilization": self.request.memory_share,
             "reserve_bytes": self.reserve_bytes,
             "kv_capacity_tokens": self.device.kv_capacity_tokens,
             "context_tokens": self.context_tokens,

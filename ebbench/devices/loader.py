@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.fit import cost_grid, fit_calibration
@@ -17,6 +18,7 @@ from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, measured_name
 from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import RooflineCost, roofline_cost
+from ebbench.devices.startup import start_up
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb.calibration import Calibration
@@ -40,7 +42,7 @@ def load_device(
     model: str,
     *,
     cost: str = "auto",
-    gpu_memory_utilization: float = 0.9,
+    gpu_memory_utilization: float | None = None,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     async_scheduling: bool = True,
@@ -50,14 +52,16 @@ def load_device(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     kv_tokens: int | None = None,
+    vllm_version: str = DEFAULT_VLLM,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
 
     ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
-    ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate. The
-    other settings only affect the KV cache size; None is the profile's value.
+    ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
+    ``vllm_version``: the version by whose rules the KV cache is sized. The other settings only affect its size, too;
+    None is the profile's value, of ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
     the cost model does not exist for this pair.
@@ -65,7 +69,7 @@ def load_device(
     return load(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
-            host, parallel, quantization, kv_cache_dtype, kv_tokens,
+            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version,
         )
     )  # fmt: skip
 
@@ -133,10 +137,12 @@ def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceReque
     return kv_capacity_tokens(
         profile,
         model,
+        start_up(request.vllm_version),
         parallel=request.parallel,
         gpu_memory_utilization=request.gpu_memory_utilization,
         max_num_seqs=request.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,
+        eager=request.eager,
         reported=request.kv_tokens,
     )
 

@@ -50,7 +50,8 @@ class DeviceProfile:
     """One GPU: facts in SI units, its names in calibrations, kernel tables and fitted constants.
 
     ``links``: kinds of link between the GPUs of one server, the default first. ``gemm_factor``: time of a step's matrix
-    products relative to the tables. ``short_name``: its name in tables and pictures.
+    products relative to the tables. ``context_bytes``: memory of the CUDA context, of libraries and workspaces (0.13 to
+    0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures.
     """
 
     name: str
@@ -64,7 +65,7 @@ class DeviceProfile:
     measured: Mapping[str, str] = field(default_factory=dict)  # model -> calibration file in the profile's directory
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
-    sampler_bytes_per_logit: float = 45.0
+    context_bytes: int = 290_000_000
     mixed_from: str = ""
     mixed_note: str = "taken as the sum of its parts"
     host: Mapping[str, HostCosts] = field(default_factory=dict)
@@ -113,6 +114,7 @@ def read_profile(path: Path) -> DeviceProfile:
     if raw.pop("format", None) != FORMAT:
         raise InputFileError(path, f"format must be {FORMAT}; is this a device profile?")
     hosts, links = raw.pop("host", {}), raw.pop("links", {})
+    raw.pop("sampler_bytes_per_logit", None)  # in files of ebbench 0.x; the size follows from vLLM's version now
     _check_fields(path, "", raw, DeviceProfile)
     if not isinstance(hosts, dict):
         raise InputFileError(path, "host must be a table of models")

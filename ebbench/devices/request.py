@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, ModelGeometry
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import HostCosts
+from ebbench.devices.startup import start_up
 from ebbench.errors import UnknownNameError, UsageError
 
 QUANTIZATIONS = ("fp8",)
@@ -19,7 +21,7 @@ class DeviceRequest:
     name: str
     model: str
     cost: str = "auto"
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     async_scheduling: bool = True
@@ -29,6 +31,13 @@ class DeviceRequest:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kv_tokens: int | None = None
+    vllm_version: str = DEFAULT_VLLM
+
+    @property
+    def memory_share(self) -> float:
+        """The share of each GPU's memory that the server may use."""
+        given = self.gpu_memory_utilization
+        return start_up(self.vllm_version).gpu_memory_utilization if given is None else given
 
 
 def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: str) -> ModelGeometry:

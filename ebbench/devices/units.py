@@ -39,7 +39,7 @@ def unit_device(
     request, profile, model = device.request, device.profile, device.geometry
     if request is None or profile is None or model is None:
         return UnitDevice(device, 0.0, None, None)
-    utilization = pool.gpu_memory_utilization or default_utilization or request.gpu_memory_utilization
+    utilization = pool.gpu_memory_utilization or default_utilization or request.memory_share
     sized = replace(
         request, gpu_memory_utilization=utilization, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
     )
@@ -54,7 +54,7 @@ def unit_device(
         choose_link(profile, link)
     if not shape.single and shape != request.parallel:
         unit = _loaded(replace(sized, parallel=shape))
-    elif utilization != request.gpu_memory_utilization or not shape.single:
+    elif utilization != request.memory_share or not shape.single:
         unit = resized(device, sized)
     else:
         unit = device

@@ -28,7 +28,9 @@ class EngineOptions:
     ``enforce_eager``: no CUDA graphs. ``warmup``: number of requests with the plan's lengths that are sent first and
     not recorded. ``quantization`` and ``kv_cache_dtype``: data types of weights and KV cache that differ from the
     model's. ``api_server``: class of the machine whose API server is simulated, or ``off``; ``api_server_count``:
-    its processes per engine instance, None is one per data-parallel unit.
+    its processes per engine instance, None is one per data-parallel unit. ``gpu_memory_utilization``: the share of the
+    GPU's memory for the server, None: vLLM's default. ``vllm_version``: the version by whose rules a simulated server
+    sizes its KV cache, None: ``devices.startup.DEFAULT_VLLM``.
     """
 
     max_num_seqs: int = 1024
@@ -50,6 +52,8 @@ class EngineOptions:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     scheduler_reserve_full_isl: bool = True
+    gpu_memory_utilization: float | None = None
+    vllm_version: str | None = None
 
     @property
     def running_limit(self) -> int:

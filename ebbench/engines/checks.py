@@ -96,8 +96,13 @@ def refuse_queue_limits(options: EngineOptions, topology: str) -> None:
         )
 
 
-def refuse_api_server(options: EngineOptions, engine: str) -> None:
-    """Raise UsageError where an API server is to be simulated in front of an engine that has a real one."""
+def refuse_simulated(options: EngineOptions, engine: str) -> None:
+    """Raise UsageError where a part of a server is to be simulated that ``engine`` has in fact."""
+    if options.vllm_version is not None:
+        raise UsageError(
+            f"--vllm-version {options.vllm_version} is for engines sim and emulated; engine {engine} has the KV cache "
+            "of the vLLM that runs: leave it out"
+        )
     if options.api_server != OFF:
         raise UsageError(
             f"--api-server {options.api_server} is simulated by engines sim and emulated; engine {engine} answers "
@@ -116,8 +121,8 @@ def refuse_server_settings(server: str, names: Sequence[str], remedy: str = "lea
         )
 
 
-_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count"})
-"""Options that the load generator uses too, and those that :func:`refuse_api_server` refuses."""
+_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count", "vllm_version"})
+"""Options that the load generator uses too, and those that :func:`refuse_simulated` refuses."""
 _STATED = ("max_num_seqs", "max_num_batched_tokens")
 """Settings that are taken for a running server too, and said to change nothing."""
 

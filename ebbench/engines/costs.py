@@ -73,6 +73,7 @@ def _how(options: EngineOptions | None) -> dict[str, Any]:
         "eager": options.enforce_eager,
         "quantization": options.quantization,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
     }
 
 

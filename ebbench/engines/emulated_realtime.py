@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices import load_device
 from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.engines.vllm_command import EMULATED_KEY, Emulation
@@ -78,6 +79,8 @@ class EmulatedExecutor(StandInExecutor):
             eager=bool(settings.get("enforce_eager", False)),  # vLLM's own flag is always set without a GPU
             quantization=settings.get("quantization"),
             kv_cache_dtype=str(settings.get("kv_cache_dtype", "auto")),
+            gpu_memory_utilization=settings.get("gpu_memory_utilization"),
+            vllm_version=str(settings.get("vllm_version", DEFAULT_VLLM)),
         )
         self._cost, self._slow_motion = device.cost, emulation.slow_motion
         self._blocks = blocks or device.kv_capacity_tokens // self.cache_config.block_size
@@ -129,6 +132,8 @@ def read_settings(additional_config: object) -> tuple[Emulation, int | None]:
         "enforce_eager",
         "quantization",
         "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "vllm_version",
     }
     unknown = set(settings) - known
     if unknown:

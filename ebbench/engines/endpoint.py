@@ -19,7 +19,7 @@ from ebbench.client.drive import server_url
 from ebbench.client.progress import Snapshot
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.checks import changed_settings, refuse_api_server, refuse_server_settings
+from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.policy import PolicySpec
@@ -77,7 +77,7 @@ class EndpointEngine(SendingEngine):
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
     ) -> EngineResult:
         """Run the plan. Raises UsageError, RunError; see :func:`drive`."""
-        refuse_api_server(options, self.name)
+        refuse_simulated(options, self.name)
         refuse_server_settings(self.url, changed_settings(options))
         client = warmed(self.client, options)
         done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)

@@ -14,7 +14,7 @@ from pathlib import Path
 from ebbench.client import ClientOptions
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.checks import refuse_api_server
+from ebbench.engines.checks import refuse_simulated
 from ebbench.engines.endpoint import SendingEngine
 from ebbench.engines.model_folder import check_servable, model_config, model_folder, position_limit
 from ebbench.engines.started import StartedServers
@@ -81,7 +81,7 @@ class VllmEngine(SendingEngine):
         ``progress`` gets the path of a server's log and returns what is called while the server starts. Raises as
         :meth:`run` does.
         """
-        refuse_api_server(options, self.name)
+        refuse_simulated(options, self.name)
         logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when a run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             servings = self._servings(policy, device, options, Path(folder))

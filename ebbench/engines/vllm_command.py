@@ -104,10 +104,18 @@ def serve_arguments(serving: Serving) -> list[str]:
     if config:
         arguments += ["--additional-config", json.dumps(config, separators=(",", ":"))]
     if serving.options is not None:
+        _refuse_two_shares(serving.options, serving.extra)
         arguments += _option_arguments(serving.options, serving.emulation is not None)
     if serving.max_model_len is not None:
         arguments += ["--max-model-len", str(serving.max_model_len)]
     return [*arguments, *serving.extra]
+
+
+def _refuse_two_shares(options: EngineOptions, extra: Sequence[str]) -> None:
+    """Raise UsageError where the share of the memory is given to ebbench and to vLLM: one would be ignored."""
+    given = any(word.partition("=")[0].replace("_", "-") == "--gpu-memory-utilization" for word in extra)
+    if given and options.gpu_memory_utilization is not None:
+        raise UsageError("--gpu-memory-utilization is given before and after the --; leave one out")
 
 
 def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dict[str, object]:
@@ -123,6 +131,11 @@ def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dic
             settings["kv_cache_dtype"] = options.kv_cache_dtype
         if options.num_kv_blocks is not None:
             settings["kv_blocks"] = options.num_kv_blocks
+        settings |= {
+            name: value
+            for name in ("gpu_memory_utilization", "vllm_version")
+            if (value := getattr(options, name)) is not None
+        }
     return settings
 
 
@@ -151,6 +164,8 @@ def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
         arguments += ["--quantization", options.quantization]
     if options.kv_cache_dtype != "auto" and not emulated:
         arguments += ["--kv-cache-dtype", options.kv_cache_dtype]
+    if options.gpu_memory_utilization is not None and not emulated:
+        arguments += ["--gpu-memory-utilization", f"{options.gpu_memory_utilization:g}"]
     arguments += _limit_arguments(options)
     if emulated:
         arguments += ["--block-size", str(options.block_size)]

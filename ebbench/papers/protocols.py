@@ -28,10 +28,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ebbench.devices.startup import EB_VLLM
 from ebbench.resources import REFERENCE
 from ebbench.runs.cell import Cell, simulated
 
 ASYNC_SCHEDULING = False
+VLLM = EB_VLLM
+"""Sizes the KV cache of the papers' runs."""
 BALANCED = "round-robin"
 """Dispatch to data-parallel ranks. vLLM's front end balances by counts up to 100 ms old (v1/engine/coordinator.py) and
 counts what it has sent since, so requests that come within a step or two are spread evenly."""
@@ -141,6 +144,7 @@ def protocol_cells(
         cell = simulated(
             arguments.pop("workload"), protocol.policy, device, model, protocol.max_num_seqs,
             protocol.max_num_batched_tokens, warmup=protocol.warmup, async_scheduling=ASYNC_SCHEDULING,
+            vllm_version=VLLM,
             shuffle=protocol.shuffle, weight=weight, seed=seed, **arguments,
         )  # fmt: skip
         cells.append(cell)

@@ -31,9 +31,9 @@ class Cell:
     """One run.
 
     ``engine``: auto, sim, emulated, vllm or a server's URL. ``device`` and ``model`` None: this machine's GPU if the
-    engine uses it, else the defaults. ``cost`` and ``gpu_memory_utilization``: arguments of ``load_device``. ``host``
-    replaces the device's host constants. ``topology``, ``link``, ``dispatch``, ``decode_dispatch`` and ``replicas``:
-    arguments of ``engines.setup.with_cluster``. ``calibration``: a file of step costs, for vLLM on this machine.
+    engine uses it, else the defaults. ``cost``: argument of ``load_device``. ``host`` replaces the device's host
+    constants. ``topology``, ``link``, ``dispatch``, ``decode_dispatch`` and ``replicas``: arguments of
+    ``engines.setup.with_cluster``. ``calibration``: a file of step costs, for vLLM on this machine.
     ``vllm_options``: arguments for ``vllm serve``. ``client``: load generator options as pairs of ClientOptions fields
     and values. ``ramp_up_s``: seconds over which the load grows. ``goodput``: limits in ms, as ``ttft:500 tpot:50``.
     ``shuffle``: change the order of the requests. ``weight``: estimated cost, by which work is ordered (largest first);
@@ -47,7 +47,6 @@ class Cell:
     model: str | None = None
     options: EngineOptions = field(default_factory=EngineOptions)
     cost: str = "auto"
-    gpu_memory_utilization: float = 0.9
     host: HostCosts | None = None
     topology: TopologySpec | str | None = None
     link: str | None = None
@@ -123,6 +122,7 @@ def simulated(
     topology: TopologySpec | str | None = None,
     dispatch: str | None = None,
     decode_dispatch: str | None = None,
+    vllm_version: str | None = None,
     **plan: Any,
 ) -> Cell:
     """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
@@ -137,6 +137,7 @@ def simulated(
         max_model_len=given.get("max_model_len", EngineOptions.max_model_len),
         async_scheduling=async_scheduling,
         warmup=warmup,
+        vllm_version=vllm_version,
     )
     return Cell(
         PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),

@@ -30,7 +30,7 @@ _CLIENT_NOT_SET = frozenset(
 )  # fmt: skip
 
 
-_OF_A_START = frozenset({"cost", "gpu_memory_utilization", "calibration"})
+_OF_A_START = frozenset({"cost", "calibration"})
 """Of the cell's own settings: those that take effect where a server is started, or simulated."""
 
 

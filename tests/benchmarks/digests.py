@@ -30,6 +30,7 @@ from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
+from ebbench.papers.protocols import VLLM
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -117,6 +118,7 @@ class Case:
             max_num_batched_tokens=options.max_num_batched_tokens,
             async_scheduling=options.async_scheduling,
             eager=options.enforce_eager,
+            vllm_version=VLLM,
         )
         policy = parse_policy(self.policy)
         if self.topology is None:

@@ -15,6 +15,7 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
+from ebbench.papers.protocols import VLLM
 from ebbench.papers.staggered.deployment import deployed
 from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
@@ -140,7 +141,7 @@ class Outcome:
 def device_of(job: Job) -> Device | None:
     """The device; None where the model does not fit."""
     try:
-        return load_device(job.device, job.model)
+        return load_device(job.device, job.model, vllm_version=VLLM)
     except UsageError:
         return None
 

@@ -122,6 +122,18 @@ def test_a_calibrated_profile_predicts_runs_between_its_measured_points(tmp_path
     assert cost.request_s == pytest.approx(probed.request_s, rel=1e-3)
 
 
+def test_a_written_profile_has_the_kv_cache_that_was_there(tmp_path: Path) -> None:
+    probed = measure_steps(stepped()[0], GRID)
+    measured = fit(cost_grid(GRID, probed.seconds), "made up", GRID.points)
+    for tokens in (1600, 448_000):
+        device = replace(unknown_device("made-up", "qwen3-8b"), kv_capacity_tokens=tokens)
+        profile = write_profile(measured, device, "qwen3-8b", tmp_path / str(tokens))
+        assert load_device(str(profile), "qwen3-8b").kv_capacity_tokens == tokens
+    old = profile.read_text().replace("provenance", "sampler_bytes_per_logit = 11.0\nprovenance")
+    profile.write_text(old)
+    assert load_device(str(profile), "qwen3-8b").kv_capacity_tokens == tokens, "files of earlier versions are read"
+
+
 def test_a_stall_is_left_out_and_a_slow_step_counts() -> None:
     assert without_stalls([1.0, 1.0, 1.0, 1.9, 50.0]) == pytest.approx(4.9 / 4)
     probed = summarise([((1, 0, 0), 0, 2.0), ((1, 0, 0), 1, 3.0)], [0.0, 0.1, 0.1, 9.0])

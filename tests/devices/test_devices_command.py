@@ -36,8 +36,8 @@ def test_no_name_is_cut_in_a_pipe() -> None:
 def test_show_tells_steps_capacity_crossover_and_sources() -> None:
     text = " ".join(invoke("show", "rtx-pro-6000", "--model", "qwen3-8b").split())
     for words in (
-        "activations and sampling",
-        "room for 453,152 tokens",
+        "vLLM 0.32 with 92% of 102.0 GB: weights 16.4 GB, set aside 2.1 GB",
+        "room for 511,136 tokens",
         "prefill",
         "crossover r = 0.",
         "aiconfigurator-core",
@@ -52,7 +52,7 @@ def test_show_as_json_has_units_in_its_names() -> None:
     assert facts["steps"][0]["step_s"] > 0
     assert 0 < facts["crossover_decode_share"] < 1
     parts = facts["weight_bytes"] + facts["reserve_bytes"] + facts["kv_capacity_tokens"] * facts["kv_bytes_per_token"]
-    assert parts == int(0.9 * facts["memory_bytes"])
+    assert parts == int(0.92 * facts["memory_bytes"])
     assert facts["reserve_bytes"] > 1e9
 
 
@@ -92,5 +92,5 @@ def test_show_is_of_one_gpu_of_several_and_names_the_links() -> None:
     assert alone["steps"][0]["step_s"] > shared["steps"][0]["step_s"] > peers["steps"][0]["step_s"]
     assert shared["kv_capacity_tokens"] > 2 * alone["kv_capacity_tokens"]
     assert fp8["weight_bytes"] < 0.6 * alone["weight_bytes"]
-    for facts in shown:  # what is not weights or KV cache is reserved, on every GPU alike
-        assert facts["reserve_bytes"] == pytest.approx(alone["reserve_bytes"], rel=0.02)
+    assert fp8["reserve_bytes"] == pytest.approx(alone["reserve_bytes"], rel=0.02)
+    assert shared["reserve_bytes"] == pytest.approx(alone["reserve_bytes"], rel=0.1), "a smaller step, and collectives"

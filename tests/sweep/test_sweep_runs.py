@@ -174,7 +174,7 @@ def test_cells_share_a_devices_tables_but_not_its_memory() -> None:
     assert devices[0].cost is devices[1].cost is devices[2].cost
     for cell, device in zip((first, second, third), devices, strict=True):
         fresh = load_device(
-            str(cell.device), str(cell.model), gpu_memory_utilization=cell.gpu_memory_utilization,
+            str(cell.device), str(cell.model), gpu_memory_utilization=cell.options.gpu_memory_utilization,
             max_num_seqs=cell.options.max_num_seqs, max_num_batched_tokens=cell.options.max_num_batched_tokens,
             kv_tokens=1600 if cell is third else None,
         )  # fmt: skip

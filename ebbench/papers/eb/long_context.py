@@ -9,7 +9,7 @@ from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices.units import unit_device
 from ebbench.errors import UsageError
 from ebbench.papers.eb.table19_20 import value_or_oom
-from ebbench.papers.protocols import ASYNC_SCHEDULING
+from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title
 from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.cell import Cell, simulated
@@ -33,7 +33,7 @@ def concurrency(device: str, model: str) -> int | None:
     from ebbench.devices import load_device
 
     try:
-        loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET)
+        loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, vllm_version=VLLM)
     except UsageError:
         return None
     return loaded.kv_capacity_tokens // (INPUT + OUTPUT) or None
@@ -44,7 +44,7 @@ def _fits_decode(device: str, model: str) -> bool:
     """Whether a decode GPU, which reserves memory for received KV, holds one request."""
     from ebbench.devices import load_device
 
-    loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET)
+    loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, vllm_version=VLLM)
     try:
         unit = unit_device(loaded, PoolSpec(), DECODE_UTILIZATION, SEQS, BUDGET)
     except UsageError:
@@ -63,6 +63,7 @@ def _cell(options: PaperOptions, device: str, model: str, kind: str) -> Cell | N
         "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=options.num_prompts or 120,
         max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
         max_model_len=INPUT + OUTPUT, async_scheduling=ASYNC_SCHEDULING,
+        vllm_version=VLLM,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.devices.linear import GIVEN
-from ebbench.papers.protocols import SYNTHETIC_WARMUP
+from ebbench.papers.protocols import SYNTHETIC_WARMUP, VLLM
 from ebbench.papers.published import EB_PAPER, pick
 from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
 from ebbench.runs.cell import Cell, simulated
@@ -67,7 +67,9 @@ def sweep_cell(
     **plan: Any,
 ) -> Cell:
     """A saturated run with its own lengths, for threshold sweeps."""
-    return simulated("balanced", policy, device, model, batch, budget, seed=seed, warmup=warmup, **plan)
+    return simulated(
+        "balanced", policy, device, model, batch, budget, seed=seed, warmup=warmup, vllm_version=VLLM, **plan
+    )
 
 
 def both_devices(options: PaperOptions, default: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.protocols import ASYNC_SCHEDULING, BALANCED, MEAN_INPUT, MEAN_OUTPUT, data_parallel
+from ebbench.papers.protocols import ASYNC_SCHEDULING, BALANCED, MEAN_INPUT, MEAN_OUTPUT, VLLM, data_parallel
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperOptions, PaperTable, pending
@@ -56,7 +56,7 @@ def _cell(
         workload, choice.policy, device, model, SEQS, BUDGET, topology=deployed(choice.topology),
         dispatch=choice.dispatch,
         weight=float(concurrency), num_prompts=options.num_prompts or count, max_concurrency=concurrency,
-        async_scheduling=ASYNC_SCHEDULING, **plan,
+        async_scheduling=ASYNC_SCHEDULING, vllm_version=VLLM, **plan,
     )  # fmt: skip
 
 

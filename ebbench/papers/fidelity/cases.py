@@ -13,6 +13,7 @@ from ebbench.devices.apiserver import OFF
 from ebbench.errors import DataError
 from ebbench.papers.protocols import (
     ASYNC_SCHEDULING,
+    VLLM,
     Protocol,
     figure3_protocol,
     fixed_threshold,
@@ -44,8 +45,9 @@ class Case:
     """One run to repeat, with its published results.
 
     ``topology`` "" is one GPU; ``dispatch`` to its instances, None: the default; ``quantization`` as named by vLLM;
-    ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``, ``num_kv_blocks`` and ``api_server`` as in
-    EngineOptions. ``refused``: why no simulated server can make the run; it then has no figures of ours.
+    ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``, ``num_kv_blocks``, ``vllm_version`` and
+    ``api_server`` as in EngineOptions. ``refused``: why no simulated server can make the run; it then has no figures of
+    ours.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Case:
     async_scheduling: bool = ASYNC_SCHEDULING
     scheduler_reserve_full_isl: bool = True
     num_kv_blocks: int | None = None
+    vllm_version: str = VLLM
     api_server: str = OFF
     refused: str = ""
 

@@ -32,6 +32,7 @@ from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.devices.request import quantised
+from ebbench.devices.startup import start_up
 from ebbench.errors import UsageError
 from ebbench.papers.fidelity.cases import Case, Published, reference_rows
 from ebbench.papers.protocols import Protocol
@@ -41,10 +42,9 @@ GPUSTACK = "gpustack/vllm_serve.csv"
 GROUP = "gpustack"
 FUSED_GROUP = "gpustack with fused sampler"
 FUSED = ", fused sampler"
-"""Ends the source of cells with the KV capacity that FUSED_BYTES_PER_LOGIT leaves."""
-FUSED_BYTES_PER_LOGIT = 11.0
-"""What vLLM's start-up run takes per logit with FlashInfer's sampler, which it uses where FlashInfer is installed, as
-in its own images: the value that fits the measured RTX 4090 run."""
+"""Ends the source of cells with the KV capacity that FlashInfer's sampler leaves."""
+WITH_FUSED = "0.10"
+"""A version that takes FlashInfer's sampler where FlashInfer is installed; 0.11 asks for an environment variable."""
 MODELS = {
     "Qwen/Qwen3-8B": "qwen3-8b", "Qwen/Qwen3-14B": "qwen3-14b", "Qwen/Qwen3-32B": "qwen3-32b",
     "Qwen/Qwen3-235B-A22B-Instruct-2507": "qwen3-235b-a22b",
@@ -66,9 +66,9 @@ def gpustack() -> Iterator[Case]:
 
 
 def fused_sampler() -> Iterator[Case]:
-    """The same cases on the H100 with the KV cache that FlashInfer's sampler leaves (the RTX 4090 has it anyway)."""
+    """The cases of vLLM 0.11 with the KV cache that FlashInfer's sampler leaves; the older ones have that anyway."""
     for case in gpustack():
-        if case.device == "h100":
+        if case.vllm_version.startswith("0.11"):
             yield _with_fused_sampler(case)
 
 
@@ -84,6 +84,7 @@ def _case(row: Mapping[str, str]) -> Case:
         tuple(_published(row)), group=GROUP, topology="" if parallel == "tp=1" else parallel,
         quantization=quantization, kv_cache_dtype=kv_cache_dtype,
         async_scheduling="--async-scheduling" in row["serve_arguments"], scheduler_reserve_full_isl=False,
+        vllm_version=row["vllm"],
     )  # fmt: skip
     return replace(case, refused=_refusal(case, kv_capacity(case)))
 
@@ -132,18 +133,15 @@ def _published(row: Mapping[str, str]) -> Iterator[Published]:
     yield Published("tpot_mean_ms", float(row["tpot_mean_ms"]), source)
 
 
-def kv_capacity(case: Case, sampler_bytes_per_logit: float | None = None) -> int | str:
+def kv_capacity(case: Case) -> int | str:
     """KV tokens of a case's unit, or the reason why its model does not fit."""
-    profile = find_profile(case.device)
-    if sampler_bytes_per_logit is not None:
-        profile = replace(profile, sampler_bytes_per_logit=sampler_bytes_per_logit)
     model = quantised(find_model(case.model), case.quantization, case.kv_cache_dtype)
     pool = parse_topology(case.topology or "tp=1").replicas
     assert pool is not None
     try:
         return kv_capacity_tokens(
-            profile, model, parallel=Parallel(tp=pool.tp, ep=pool.ep), max_num_seqs=case.protocol.max_num_seqs,
-            max_num_batched_tokens=case.protocol.max_num_batched_tokens,
+            find_profile(case.device), model, start_up(case.vllm_version), parallel=Parallel(tp=pool.tp, ep=pool.ep),
+            max_num_seqs=case.protocol.max_num_seqs, max_num_batched_tokens=case.protocol.max_num_batched_tokens,
         )  # fmt: skip
     except UsageError as error:
         return str(error).partition(";")[0]
@@ -159,7 +157,6 @@ def _refusal(case: Case, capacity: int | str) -> str:
 
 
 def _with_fused_sampler(case: Case) -> Case:
-    capacity = kv_capacity(case, FUSED_BYTES_PER_LOGIT)
     published = tuple(replace(number, source=number.source + FUSED) for number in case.published)
-    blocks = None if isinstance(capacity, str) else capacity // 16
-    return replace(case, published=published, group=FUSED_GROUP, num_kv_blocks=blocks, refused=_refusal(case, capacity))
+    fused = replace(case, published=published, group=FUSED_GROUP, vllm_version=WITH_FUSED)
+    return replace(fused, refused=_refusal(fused, kv_capacity(fused)))

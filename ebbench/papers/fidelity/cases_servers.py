@@ -60,6 +60,7 @@ def silicon() -> Iterator[Case]:
                 Published("ttft_mean_s", float(row["ttft_ms"]) / 1e3, source, False, TTFT_NOTE),
             ),
             fitted=fitted, group="silicon", topology=f"tp={tp}", quantization="fp8" if fp8 else None,
+            vllm_version="0.12",
         )  # fmt: skip
 
 

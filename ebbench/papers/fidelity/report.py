@@ -27,8 +27,8 @@ Written by `ebbench fidelity`. Every number measured by others stands beside our
 constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why.
 {runs}
 Sources: Zhang et al., ICML 2026 (tables 2, 3, 13, 17, 19, 20; figures 3 and 5; calibrations, weifang231/eb-vllm),
-casys-kaist/LLMServingSim (the RTX 4090 run), aiconfigurator-core (silicon), GPUStack's performance lab. What a device
-is made of is in `NOTICE`.
+casys-kaist/LLMServingSim (the RTX 4090 run), aiconfigurator-core (silicon), GPUStack's performance lab, logs
+of vLLM (KV cache at the start). What a device is made of is in `NOTICE`.
 """
 
 
@@ -44,7 +44,7 @@ fastest setting is, in print, the fastest or within 2 % of it; one that ran out 
 arguments behind *silicon* (aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently
 by source: TPOT counts.
 *API server*: the same runs with vLLM's API server simulated (`--api-server datacenter`), which is off unless asked for.
-*Fused sampler*: the same runs with the KV cache that vLLM has where FlashInfer is installed.
+*Fused sampler*: the runs of vLLM 0.11 with the KV cache that FlashInfer's sampler leaves, which 0.11 takes if told to.
 """
 
 

@@ -65,6 +65,7 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cel
         "host": host, "topology": topology, "dispatch": case.dispatch, "quantization": case.quantization,
         "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
         "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl, "num_kv_blocks": case.num_kv_blocks,
+        "vllm_version": case.vllm_version,
         "api_server": case.api_server,
     }  # fmt: skip
     return tuple(run.changed(**changes) for run in runs)
@@ -135,7 +136,7 @@ def replay_cells() -> list[PublishedFigure]:
     result = SimEngine().run(
         _replay_plan(rows, arrival - arrival.min()),
         parse_policy("v1"),
-        load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048),
+        load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048, vllm_version="0.19"),
         EngineOptions(256, 2048, max_model_len=32_768, num_kv_blocks=2588),
         None,
     )

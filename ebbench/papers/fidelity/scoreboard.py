@@ -15,7 +15,10 @@ from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
 from ebbench.papers.fidelity.scores import GAP, SCHEDULERS, THROUGHPUT, PublishedFigure, comparisons
 
 WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
-FIGURES = {"TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",)}
+FIGURES = {
+    "TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",),
+    "KV cache": ("kv_gib",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

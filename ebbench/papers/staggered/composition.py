@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
+from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, gpu_title
 from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
@@ -49,7 +50,7 @@ def _cell(options: PaperOptions, device: str, workload: str, load: float | None,
     return simulated(
         workload, policy, device, options.model(), SEQS, BUDGET, scenario=None if load is None else "poisson",
         topology=deployed(TOPOLOGY, network_ms=0.5), dispatch=DISPATCH[dispatch],
-        decode_dispatch="least-outstanding", **plan,
+        decode_dispatch="least-outstanding", vllm_version=VLLM, **plan,
     )  # fmt: skip
 
 
