@@ -63,7 +63,7 @@ def order_with(
     ordered, ordered_roots = sizes[by_size], roots_of(sizes)[by_size]
     held = np.bincount(stretch, minlength=len(relative))
     noise = _normal(stretch, held, rng)
-    mean, wanted_root = _mean_of(relative, stretch, sizes), np.asarray(roots, np.float64)
+    mean, wanted_root = _mean_of(relative, held, sizes), np.asarray(roots, np.float64)
     shift, spread = _Corrected(len(relative), -_FARTHEST, _FARTHEST), _Corrected(len(relative), _NARROWEST, _WIDEST)
     places, placed = np.lexsort((noise, groups)), np.empty(n)
     for _ in range(_ROUNDS):
@@ -156,11 +156,13 @@ def _normal(stretch: Int64s, held: Int64s, rng: np.random.Generator) -> Floats:
     return numbers
 
 
-def _mean_of(relative: Floats, stretch: Int64s, values: Floats) -> Floats:
+def _mean_of(relative: Floats, held: Int64s, values: Floats) -> Floats:
     """Mean value per stretch, such that the mean over all places is that of ``values``."""
-    mean = float(relative[stretch].mean())
-    found: Floats = relative * (float(values.mean()) / mean if mean > 0 else 0.0)
-    return found
+    found = np.where(held > 0, relative, 0.0)
+    found /= found.max() if found.any() else 1.0  # sums of levels near 0 would vanish, and quotients overflow
+    mean = float(found @ held) / len(values)
+    scaled: Floats = found * (float(values.mean()) / mean if mean > 0 else 0.0)
+    return scaled
 
 
 def _off(wanted: Floats, placed: Floats, stretch: Int64s, held: Int64s, close: float) -> Floats:

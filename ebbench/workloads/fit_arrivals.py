@@ -8,7 +8,8 @@ import numpy as np
 
 from ebbench.traffic.step_gaps import step_edges
 from ebbench.traffic.stretches import centres_of, roots_of
-from ebbench.workloads.fitted import GROUP, Arrivals, points_of
+from ebbench.workloads.fitted import Arrivals
+from ebbench.workloads.points import GROUP, points_of
 from ebbench.workloads.requests import Floats
 
 _MOST_GAPS = 400

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from ebbench.errors import UsageError
 from ebbench.workloads.drift import drift_of
 from ebbench.workloads.fit_arrivals import fit_arrivals
-from ebbench.workloads.fitted import GROUP, Fitted, Lengths, Prefixes, Repeated, Sessions, points_of
+from ebbench.workloads.fitted import Fitted, Lengths, Prefixes, Repeated, Sessions
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.overlap import MAIN, fit_overlap, starts_of
+from ebbench.workloads.points import GROUP, points_of
 from ebbench.workloads.prefix_tree import Repeats, repeats_of
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile, WorkloadSpec
@@ -21,7 +22,7 @@ from ebbench.workloads.trace import Trace
 
 _BIN, _MOST_BINS = 200, 32
 """Fewest requests per range of prompt lengths, and most ranges."""
-_MOST_RANGES = 16
+_MOST_RANGES, _MOST_OUTPUTS = 16, 400
 _FEWEST = 40
 
 
@@ -39,6 +40,7 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
         sessions = _with_overlap(sessions, requests, trace.s_per_output_token(time_unit))
     fitted = Fitted(
         lengths=_lengths(requests, first if several else np.ones(len(requests), bool), repeats),
+        outputs=() if several else points_of(requests.output_tokens, most=_MOST_OUTPUTS, tailed=True),
         arrivals=None if requests.arrival_s is None else fit_arrivals(requests.arrival_s),
         sessions=sessions,
         prefixes=None if repeats is None else _prefixes(requests, repeats),

@@ -1,6 +1,7 @@
 """A workload learned from a log: distributions of arrivals, joint lengths, turns and shared prefixes, no record of it.
 
-Every number in the file is a mean over at least :data:`GROUP` requests, or a count or rate over more of them.
+Every number in the file is a mean over at least :data:`ebbench.workloads.points.GROUP` requests, or a count or rate
+over more of them.
 """
 
 from __future__ import annotations
@@ -16,41 +17,12 @@ from ebbench.traffic.substreams import substream
 from ebbench.workloads.drift import Drift
 from ebbench.workloads.lengths import LONGEST
 from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
+from ebbench.workloads.points import Points
 from ebbench.workloads.prefix_tree import shared_prefixes
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
 
 if TYPE_CHECKING:
     from ebbench.traffic.spec import ScenarioSpec
-
-GROUP = 8
-"""Fewest requests behind a number of a fitted file."""
-
-
-class Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A distribution by means of equally many sorted values, lowest first; drawn by interpolation between them."""
-
-    means: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.means:
-            raise ValueError("a distribution needs at least one value")
-
-    def at(self, shares: Floats) -> Floats:
-        """The values below which these shares of the distribution lie; shape of ``shares``."""
-        places = (np.arange(len(self.means)) + 0.5) / len(self.means)
-        found: Floats = np.interp(shares, places, self.means)
-        return found
-
-
-def points_of(values: Any, digits: int = 2, most: int = 48) -> tuple[float, ...]:
-    """Means of groups of sorted values for :class:`Points`, moved so that draws have the values' mean."""
-    ordered = np.sort(np.asarray(values, np.float64))
-    count = max(1, min(most, len(ordered) // GROUP))
-    means = np.array([group.mean() for group in np.array_split(ordered, count)])
-    drawn = Points(means=tuple(means)).at((np.arange(4096) + 0.5) / 4096).mean()
-    if drawn > 0 and (ordered >= 0).all():
-        means = means * (ordered.mean() / drawn)
-    return tuple(round(float(one), digits) for one in means)
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -129,9 +101,14 @@ class Prefixes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[fitted]`` table of a workload file."""
+    """The ``[fitted]`` table of a workload file.
+
+    ``outputs``: of all requests; outputs drawn from the ranges then only give the order in which these come. Empty if
+    the log has sessions of several turns, and in files of earlier versions.
+    """
 
     lengths: tuple[Lengths, ...]
+    outputs: tuple[float, ...] = ()
     arrivals: Arrivals | None = None
     sessions: Sessions | None = None
     prefixes: Prefixes | None = None
@@ -175,15 +152,16 @@ def draw_fitted(fitted: Fitted, sessions: int, seed: int, rate_scale: float = 1.
             return drawn
         sizes, level = np.bincount(drawn.session, drawn.input_tokens), fitted.drift.level_of(sessions, rate_scale)
         return _in_order(drawn, order_with(level, sizes, rng, means=fitted.drift.prompts))
-    inputs, outputs, repeated, which = _draw_lengths(fitted.lengths, sessions, seed)
+    inputs, outputs, repeated = _draw_lengths(fitted.lengths, sessions, seed, fitted.outputs)
     if fitted.drift is not None:
-        level = fitted.drift.level_of(sessions, rate_scale)
-        order = order_with(level, inputs, rng, means=fitted.drift.prompts)
-        inputs, outputs, repeated, which = inputs[order], outputs[order], repeated[order], which[order]
-        if fitted.drift.outputs:
-            # Outputs change places only among prompts of one range, so that they go on depending on the prompt.
-            means, roots = fitted.drift.outputs, fitted.drift.output_roots
-            outputs = outputs[order_with(level, outputs, rng, means=means, roots=roots, group=which)]
+        drift, level = fitted.drift, fitted.drift.level_of(sessions, rate_scale)
+        if drift.outputs:
+            order = order_with(level, outputs, rng, means=drift.outputs, roots=drift.output_roots)
+            inputs, outputs, repeated = inputs[order], outputs[order], repeated[order]
+        # Prompts then only change places among requests of about one output: the two go on depending on each other.
+        alike = _ranges(outputs, len(fitted.lengths), rng)
+        order = order_with(level, inputs, rng, means=drift.prompts, group=alike)
+        inputs, repeated = inputs[order], repeated[order]
     if fitted.prefixes is None:
         return single_turn(inputs, outputs)
     size = fitted.prefixes.block_tokens
@@ -210,8 +188,13 @@ def _even(rng: np.random.Generator, n: int) -> Floats:
     return shares
 
 
-def _draw_lengths(bins: tuple[Lengths, ...], n: int, seed: int) -> tuple[Int32s, Int32s, Floats, Int64s]:
-    """Prompt tokens, output tokens, repeated share of the prompt, and index of the range of each request."""
+def _draw_lengths(
+    bins: tuple[Lengths, ...], n: int, seed: int, all_outputs: tuple[float, ...] = ()
+) -> tuple[Int32s, Int32s, Floats]:
+    """Prompt tokens, output tokens and repeated share of the prompt of each request.
+
+    ``all_outputs``: the outputs have this distribution, in the order of those of their ranges.
+    """
     rng = substream(seed, "content/fitted")
     shares = np.array([one.share for one in bins])
     which = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], _even(rng, n), side="right")
@@ -222,7 +205,21 @@ def _draw_lengths(bins: tuple[Lengths, ...], n: int, seed: int) -> tuple[Int32s,
         outputs[rows] = Points(means=one.output).at(_even(rng, len(rows)))
         if one.repeated:
             repeated[rows] = Points(means=one.repeated).at(_even(rng, len(rows)))
-    return _tokens(inputs), _tokens(outputs), repeated, which
+    if all_outputs:
+        shares = np.sort(_even(rng, n))
+        drawn = Points(means=all_outputs).tailed_at(shares)
+        outputs[np.lexsort((rng.random(n), outputs))] = np.floor(drawn + rng.random(n))  # their mean stays
+    return _tokens(inputs), _tokens(outputs), repeated
+
+
+def _ranges(tokens: Int32s, count: int, rng: np.random.Generator) -> Int64s:
+    """Index of a range of lengths for each request: ``count`` ranges, alike in the sum of their shares of the requests
+    and of the tokens, so that the few longest, too, are apart from the others."""
+    rising = np.lexsort((rng.random(len(tokens)), tokens))
+    share = np.arange(len(tokens)) / max(len(tokens), 1) + np.cumsum(tokens[rising]) / max(int(tokens.sum()), 1)
+    found = np.empty(len(tokens), np.int64)
+    found[rising] = np.minimum(share / 2 * count, count - 1)
+    return found
 
 
 def _tokens(values: Floats) -> Int32s:
@@ -233,7 +230,7 @@ def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) ->
     rng = substream(seed, "content/turns")
     turns = np.maximum(1, np.rint(Points(means=found.turns).at(_even(rng, sessions)))).astype(np.int64)
     n = int(turns.sum())
-    inputs, outputs, _, _ = _draw_lengths(fitted.lengths, n, seed)
+    inputs, outputs, _ = _draw_lengths(fitted.lengths, n, seed)
     session = np.repeat(np.arange(sessions), turns)
     turn = (np.arange(n) - np.repeat(np.cumsum(turns) - turns, turns)).astype(np.int32)
     added = Points(means=found.added).at(_even(rng, n))

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_fit.py FOLDER             # the traces of reference/traces; some 15 CPU minutes
     python tests/benchmarks/bench_fit.py FOLDER --only code --jobs 2
-    python tests/benchmarks/bench_fit.py FOLDER --only code --windows --jobs 2   # other cuts of it; some 5 CPU minutes
+    python tests/benchmarks/bench_fit.py FOLDER --only code --windows --jobs 2   # other cuts of it; some 10 CPU minutes
 
 Each trace is cut into halves of equally many requests. A workload is fitted to a half and simulated with several seeds,
 and its mean figures are compared with the replay of the same half; then the workload and the replay of the first half
@@ -15,8 +15,9 @@ repeated stretch would find its own prompts in the cache.
 
 ``--windows`` asks whether an error is of the fit or of one cut of the trace: its halves, quarters and eighths, and cuts
 between them, each fitted and replayed. Beside them replays whose gaps are dealt anew within each eight successive
-requests, and so dealt that each eight keep their centre. It prints the share of the seeds whose figure is below the
-replay's, and the root mean square of the errors over the windows of each half.
+requests, and so dealt that each eight keep their centre; and replays whose requests are dealt anew to the times of each
+eight, or each two, successive ones. It prints the share of the seeds whose figure is below the replay's, and the root
+mean square of the errors over the windows of each half.
 """
 
 from __future__ import annotations
@@ -100,6 +101,16 @@ CUTS = ((0, 4), (0, 2), (1, 3), (2, 4), (0, 1), (1, 2), (2, 3), (3, 4))
 GROUP = 8
 
 
+def deal_requests(workload: str, seed: int, group: int) -> Floats:
+    """Figures of a log whose requests are dealt anew to the times of each ``group`` successive ones."""
+    plan, rng = build_plan(workload, with_text=False), np.random.default_rng(seed)
+    rows, table = np.lexsort((rng.random(len(plan)), np.arange(len(plan)) // group)), plan.table
+    for name in ("input_tokens", "output_tokens"):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), table[name].take(pa.array(rows)))
+    return figures(replace(plan, table=table), 1)
+
+
 def deal(workload: str, seed: int, centred: bool) -> Floats:
     """Figures of a log whose gaps are dealt anew within each eight; ``centred``: they keep their centre."""
     plan, rng = build_plan(workload, with_text=False), np.random.default_rng(seed)
@@ -130,6 +141,8 @@ def measure_windows(log: Log, path: Path, folder: Path, pool: ProcessPoolExecuto
                 "fitted": [pool.submit(simulate, str(toml), 1, seed) for seed in seeds],
                 "gaps of eight dealt": [pool.submit(deal, replayed, seed, False) for seed in seeds],
                 "with their centre": [pool.submit(deal, replayed, seed, True) for seed in seeds],
+                "requests of eight dealt": [pool.submit(deal_requests, replayed, seed, GROUP) for seed in seeds],
+                "requests of two dealt": [pool.submit(deal_requests, replayed, seed, 2) for seed in seeds],
             }
             base = simulate(replayed, 1, 0)
             for name, found in ((name, [run.result() for run in each]) for name, each in runs.items()):
@@ -206,7 +219,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder of the Azure and Mooncake traces")
     parser.add_argument("--only", choices=[log.name for log in LOGS], help="one trace")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--windows", action="store_true", help="TPOT of other cuts of one trace without prefixes")
+    parser.add_argument("--windows", action="store_true", help="other cuts of one trace without prefixes")
     asked = parser.parse_args()
     if asked.windows:
         log = next(log for log in LOGS if log.name == (asked.only or "code"))

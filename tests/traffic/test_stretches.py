@@ -47,6 +47,18 @@ def test_stretches_with_one_large_value_differ_from_those_of_middling_ones(seed:
         assert (np.abs(per_stretch(roots_of(found), stretch) - roots).mean() < 0.03) == spread_is_kept
 
 
+@pytest.mark.parametrize("levels", [[1e-310], [5e-324, 1e-310], [0.0, 2e-308, 5.0], [0.0, 0.0]])
+def test_levels_near_zero_are_levels(levels: list[float]) -> None:
+    """Also beside one that no place has, as the last here."""
+    sizes, stretch = np.array([1e6, 3.0, 2.0, 1.0] * 4), np.arange(16) // 8 % min(len(levels), 2)
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        order = order_with(stretch, sizes, np.random.default_rng(0), means=levels, roots=np.sqrt(levels))
+    assert sorted(order.tolist()) == list(range(16))
+    found = np.bincount(stretch, sizes[order], 2)
+    if len(levels) > 1 and levels[1] > levels[0]:
+        assert found[1] > found[0]
+
+
 def test_an_order_of_no_values() -> None:
     none = np.zeros(0, int)
     assert len(order_with(none, [], np.random.default_rng(0), means=[1.0])) == 0

@@ -19,8 +19,8 @@ from ebbench.traffic.arrivals import dispersion
 from ebbench.traffic.stretches import centres_of
 from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import int_lists
-from ebbench.workloads.fitted import GROUP, Points, points_of
 from ebbench.workloads.log_report import repeated_prefixes
+from ebbench.workloads.points import GROUP, Points, points_of
 from ebbench.workloads.prefix_tree import repeats_of, shared_prefixes
 from ebbench.workloads.requests import single_turn
 from ebbench.workloads.trace import read_trace
@@ -96,6 +96,8 @@ def test_no_record_of_the_log_is_in_the_file(tmp_path: Path) -> None:
     assert len(numbers & set(map(float, [*inputs, *outputs]))) <= 1
     values = sum(len(_numbers(entry["input"])) for entry in found["fitted"]["lengths"])
     assert values <= 400 / GROUP
+    assert 2 <= len(found["fitted"]["outputs"]) <= 400 / GROUP
+    assert len(set(found["fitted"]["outputs"]) & set(map(float, outputs))) <= 1
     for name in ("prompts", "outputs", "output_roots"):
         assert 2 <= len(found["fitted"]["drift"][name]) <= 400 / GROUP
 
@@ -109,10 +111,50 @@ def _numbers(value: Any) -> list[float]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
-def test_points_keep_the_mean(values: list[float]) -> None:
-    points = Points(means=points_of(values, 9))
-    assert points.at((np.arange(4096) + 0.5) / 4096).mean() == pytest.approx(np.mean(values), rel=1e-6, abs=1e-6)
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300), st.booleans())
+def test_points_keep_the_mean(values: list[float], tailed: bool) -> None:
+    points, shares = Points(means=points_of(values, 9, tailed=tailed)), (np.arange(2**18) + 0.5) / 2**18
+    drawn = points.tailed_at(shares) if tailed else points.at(shares)
+    assert drawn.mean() == pytest.approx(np.mean(values), rel=1e-4, abs=1e-6)
+    assert (np.diff(drawn) >= -1e-9 * drawn.max()).all()
+
+
+def test_the_tail_is_above_the_mean_of_the_highest_group() -> None:
+    """Exponential values have the spread of all of them, not that of their groups' means."""
+    values = np.random.default_rng(0).exponential(100, 4000)
+    points, shares = Points(means=points_of(values, 9, 400, tailed=True)), (np.arange(2**16) + 0.5) / 2**16
+    assert points.tailed_at(shares).mean() == pytest.approx(values.mean(), rel=1e-4)
+    assert points.tailed_at(shares).std() == pytest.approx(values.std(), rel=0.02)
+    assert points.tailed_at(shares).max() > values.max() > points.at(shares).max()
+    assert Points(means=(7.0,)).tailed_at(shares).tolist() == [7.0] * len(shares)
+
+
+@pytest.fixture
+def heavy(tmp_path: Path) -> tuple[Path, Any, Any]:
+    """Outputs that depend on prompts, but not only rising; a few are a hundred times as long as most."""
+    rng, n = np.random.default_rng(11), 4000
+    inputs = rng.integers(50, 4000, n)
+    typical = np.where((inputs > 1000) & (inputs < 2500), 40, 15)
+    outputs = (typical * np.exp(1.3 * rng.standard_normal(n))).astype(int) + 1
+    path = tmp_path / "heavy.csv"
+    rows = zip(np.cumsum(rng.exponential(1.0, n)) + 1.7e9, inputs, outputs, strict=True)
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t:.6f},{i},{o}\n" for t, i, o in rows))
+    return path, inputs, outputs
+
+
+def test_long_outputs_are_as_long_and_where_they_were(heavy: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    log, inputs, outputs = heavy
+    table = build_plan(str(fit(log, tmp_path))).table
+    prompts, drawn = (table[name].to_numpy() for name in ("input_tokens", "output_tokens"))
+    assert drawn.mean() == pytest.approx(outputs.mean(), rel=0.003)
+    assert drawn.max() > 1.1 * np.sort(outputs)[-GROUP:].mean()
+    assert drawn.std() == pytest.approx(outputs.std(), rel=0.05)
+    levels = [one.reshape(-1, 8).mean(axis=1) for one in (outputs, drawn)]
+    assert np.sqrt(np.mean((levels[1] - levels[0]) ** 2)) < 0.2 * outputs.mean()
+    sizes = [one.reshape(-1, 8).mean(axis=1) for one in (inputs, prompts)]
+    assert np.sqrt(np.mean((sizes[1] - sizes[0]) ** 2)) < 0.02 * inputs.mean()
+    middle = [o[(i > 1000) & (i < 2500)].mean() / o.mean() for i, o in ((inputs, outputs), (prompts, drawn))]
+    assert middle[1] == pytest.approx(middle[0], rel=0.06)
 
 
 def test_coarse_clocks_are_learned(tmp_path: Path) -> None:
