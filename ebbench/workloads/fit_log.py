@@ -38,9 +38,10 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
     sessions = _sessions(requests) if several else None
     if sessions is not None and requests.after is not None:
         sessions = _with_overlap(sessions, requests, trace.s_per_output_token(time_unit))
+    single = not several and repeats is None
     fitted = Fitted(
         lengths=_lengths(requests, first if several else np.ones(len(requests), bool), repeats),
-        outputs=() if several else points_of(requests.output_tokens, most=_MOST_OUTPUTS, tailed=True),
+        outputs=points_of(requests.output_tokens, most=_MOST_OUTPUTS, tailed=True) if single else (),
         arrivals=None if requests.arrival_s is None else fit_arrivals(requests.arrival_s),
         sessions=sessions,
         prefixes=None if repeats is None else _prefixes(requests, repeats),

@@ -104,7 +104,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The ``[fitted]`` table of a workload file.
 
     ``outputs``: of all requests; outputs drawn from the ranges then only give the order in which these come. Empty if
-    the log has sessions of several turns, and in files of earlier versions.
+    the log has sessions of several turns or prompts that repeat earlier ones, and in files of earlier versions.
     """
 
     lengths: tuple[Lengths, ...]
