@@ -1,6 +1,6 @@
 """What vLLM takes from the memory of a GPU at its start, before the KV cache, by version.
 
-The rules were read in vLLM's source code, the sizes are from its logs: docs/accuracy.md, "KV capacity".
+The rules were read in vLLM's source code, the sizes are from its logs: docs/accuracy.md, "KV cache".
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SORTS, FUSED, FILTERS = Trial(38.3), Trial(10.0), Trial(14.0)
 """The first runner: top-k and top-p by sorting; by FlashInfer; by a kernel that filters in place."""
 FILTERS_GRAPHS = Trial(14.0, 0.4e9)
 SECOND, SECOND_GRAPHS, SECOND_FULL = Trial(2.0, heads=1), Trial(2.0, 0.53e9, 1), Trial(9.0, 0.53e9, 1)
-"""The second runner draws from the 16-bit logits and filters nothing in its trial run, before 0.33. Its logs show
-memory of the size of the language head; what for is not known."""
+"""The second runner draws from the 16-bit logits; it filters in its trial run, too, from 0.33 on. Its logs show memory
+of the size of the language head; what for is not known."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ STARTS = (
     StartUp((0, 17), 0.90, FILTERS, FILTERS),
     StartUp((0, 20), 0.92, FILTERS_GRAPHS, FILTERS_GRAPHS),
     StartUp((0, 25), 0.92, SECOND, FILTERS_GRAPHS),
-    StartUp((0, 29), 0.92, SECOND_GRAPHS, FILTERS_GRAPHS),
-    StartUp((0, 30), 0.92, SECOND_GRAPHS, SECOND_GRAPHS),
+    StartUp((0, 29), 0.92, SECOND_GRAPHS, SECOND_GRAPHS),
     StartUp((0, 33), 0.92, SECOND_FULL, SECOND_FULL),
 )
 
