@@ -27,9 +27,11 @@ from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.capacity.saturated import SESSIONS_PER_OPEN, saturated_rate, shares_prefixes
+from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import load_device
 from ebbench.devices.apiserver import OFF
+from ebbench.devices.parallel import Parallel
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.setup import EngineSetup, make_engine
 from ebbench.errors import UsageError
@@ -60,7 +62,7 @@ class Candidate:
 @dataclass(frozen=True)
 class PlanTask:
     """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run; ``api_server``,
-    ``api_server_count``: as in EngineOptions."""
+    ``api_server_count``, ``gpu_memory_utilization`` and ``vllm_version``: as in EngineOptions."""
 
     candidate: Candidate
     model: str
@@ -74,6 +76,8 @@ class PlanTask:
     max_model_len: int
     api_server: str = OFF
     api_server_count: int | None = None
+    gpu_memory_utilization: float | None = None
+    vllm_version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +263,9 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
         task.model,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        parallel=Parallel(tp=candidate.tp),
+        gpu_memory_utilization=task.gpu_memory_utilization,
+        vllm_version=task.vllm_version or DEFAULT_VLLM,
     )
     setup = EngineSetup(engine="sim")
     if candidate.tp > 1 or replicas > 1:

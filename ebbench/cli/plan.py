@@ -47,6 +47,8 @@ class CandidateFlags:
         list[int] | None, opt("--max-num-seqs", help="N; repeat. Default: 1024.", panel=_CHOICE)
     ] = None
     max_model_len: load.MaxModelLen = None
+    gpu_memory_utilization: load.GpuMemoryUtilization = None
+    vllm_version: load.VllmVersion = None
     api_server: load.ApiServer = "off"
     api_server_count: load.ApiServerCount = None
     price: Annotated[

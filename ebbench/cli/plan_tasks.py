@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
+from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.profiles import find_model, find_profile, list_devices
+from ebbench.devices.startup import start_up
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 from ebbench.workloads.options import is_recorded
@@ -29,6 +31,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     limits = parse_limits(target.goodput or (), target.attainment)
     find_model(choice.model)
     chosen_api_server(choice.api_server, choice.api_server_count)
+    start_up(choice.vllm_version or DEFAULT_VLLM)
     policies = [spec.name for spec in parse_policies(choice.policy or DEFAULT_POLICIES)]
     sizes = choice.tp or DEFAULT_TP
     for size in sizes:
@@ -56,6 +59,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
             max_model_len=longest,
             api_server=choice.api_server,
             api_server_count=choice.api_server_count,
+            gpu_memory_utilization=choice.gpu_memory_utilization,
+            vllm_version=choice.vllm_version,
         )
         for device, tp, policy, budget, most in product(devices, sizes, policies, budgets, seqs)
     ]

@@ -54,6 +54,26 @@ def task(device: str, *, rate: float = 12.0, tp: int = 1, policy: str = "v1", li
 TASKS = [task(device) for device in PRICES] + [task("h200", tp=2)]
 
 
+def test_a_model_that_needs_several_gpus_has_them() -> None:
+    """141 GB of weights: not on one H100, but on two."""
+    found = choose(
+        [replace(task("h100", rate=2.0, tp=tp, limits="ttft:4000 tpot:80"), model="llama-3.1-70b") for tp in (1, 2)],
+        {}, InProcess(),
+    )  # fmt: skip
+    assert [each.deployment.candidate.tp for each in found.found] == [2]
+    assert [(one.tp, "does not fit on h100: weights 141.1 GB" in reason) for one, reason in found.refused] == [
+        (1, True)
+    ]
+
+
+@pytest.mark.parametrize("change", [{"vllm_version": "0.12"}, {"gpu_memory_utilization": 0.85}])
+def test_a_smaller_kv_cache_carries_less(change: dict[str, object]) -> None:
+    """Qwen3-32B leaves one H100 a tenth of its memory."""
+    large = replace(task("h100", tp=1, limits="ttft:4000 tpot:80"), model="qwen3-32b")
+    large = replace(large, candidate=replace(large.candidate, max_num_seqs=512))
+    assert bound(replace(large, **change)).saturated_per_s < 0.9 * bound(large).saturated_per_s  # type: ignore[arg-type]
+
+
 def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
     found = choose(TASKS, PRICES, InProcess())
     assert len(found.found) + len(found.refused) + len(found.pruned) == len(TASKS)
