@@ -13,7 +13,6 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
 from ebbench.calibration.vllm_steps import SteppedVllm, run_closed_loop
-from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.base import Device
 from ebbench.devices.capacity import reserve_bytes
 from ebbench.devices.geometry import ModelGeometry
@@ -180,7 +179,7 @@ def _profile_text(measured: MeasuredCosts, device: Device, model: str) -> str:
 def _memory_bytes(device: Device, geometry: ModelGeometry) -> int:
     """Memory in bytes of which vLLM would have made this KV cache; the machine's where its size is unknown."""
     if device.kv_capacity_tokens:
-        start = start_up(DEFAULT_VLLM)
+        start = start_up()
         used = geometry.weight_bytes + device.kv_capacity_tokens * geometry.kv_bytes_per_token
         used += DeviceProfile.context_bytes + reserve_bytes(geometry, start, _SEQS, _TOKENS)
         return ceil(used / start.gpu_memory_utilization)

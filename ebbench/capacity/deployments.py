@@ -79,6 +79,11 @@ class PlanTask:
     gpu_memory_utilization: float | None = None
     vllm_version: str | None = None
 
+    @property
+    def vllm(self) -> str:
+        """The version by whose rules the KV caches are sized."""
+        return self.vllm_version or DEFAULT_VLLM
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -265,7 +270,7 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
         max_num_batched_tokens=options.max_num_batched_tokens,
         parallel=Parallel(tp=candidate.tp),
         gpu_memory_utilization=task.gpu_memory_utilization,
-        vllm_version=task.vllm_version or DEFAULT_VLLM,
+        vllm_version=task.vllm_version,
     )
     setup = EngineSetup(engine="sim")
     if candidate.tp > 1 or replicas > 1:

@@ -12,7 +12,6 @@ from rich.table import Table
 from ebbench.analysis.api_server_load import left_out
 from ebbench.capacity.choose import Costed, DeploymentChoice
 from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask
-from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.apiserver import OFF
 from ebbench.render import numbers
 from ebbench.render.tables import framed
@@ -22,7 +21,7 @@ def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) 
     """The printed tables and sentences, in order."""
     lines: list[Table | str] = [
         f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models "
-        f"that hold as much KV cache as vLLM {task.vllm_version or DEFAULT_VLLM}; "
+        f"that hold as much KV cache as vLLM {task.vllm}; "
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
@@ -156,7 +155,7 @@ def as_dict(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]
     return {
         "workload": task.workload,
         "model": task.model,
-        "vllm_version": task.vllm_version or DEFAULT_VLLM,
+        "vllm_version": task.vllm,
         "request_rate": task.rate,
         "limits": str(task.limits),
         "prices_per_gpu_hour": dict(prices) or None,

@@ -11,7 +11,7 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import Command
-from ebbench.config.defaults import DEFAULT_MODEL, DEFAULT_VLLM
+from ebbench.config.defaults import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
@@ -91,7 +91,7 @@ def show(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         gpu_memory_utilization=gpu_memory_utilization,
-        vllm_version=vllm_version or DEFAULT_VLLM,
+        vllm_version=vllm_version,
     )
     facts = describe(device, context)
     if as_json:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
-from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.profiles import find_model, find_profile, list_devices
 from ebbench.devices.startup import start_up
@@ -31,7 +30,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     limits = parse_limits(target.goodput or (), target.attainment)
     find_model(choice.model)
     chosen_api_server(choice.api_server, choice.api_server_count)
-    start_up(choice.vllm_version or DEFAULT_VLLM)
+    if choice.vllm_version is not None:
+        start_up(choice.vllm_version)
     policies = [spec.name for spec in parse_policies(choice.policy or DEFAULT_POLICIES)]
     sizes = choice.tp or DEFAULT_TP
     for size in sizes:

@@ -72,4 +72,4 @@ class Device:
         """Where its numbers come from: those of the steps, and of the KV cache where its size is an estimate."""
         if self.request is None or self.request.kv_tokens is not None:
             return self.provenance
-        return f"{self.provenance}; KV cache as vLLM {self.request.vllm_version} sizes it"
+        return f"{self.provenance}; KV cache as vLLM {self.request.vllm} sizes it"

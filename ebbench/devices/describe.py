@@ -80,7 +80,7 @@ class DeviceFacts:
             "weight_dtype": self.model.weight_dtype,
             "kv_dtype": self.model.kv_dtype,
             "kv_bytes_per_token": self.model.kv_bytes_per_token,
-            "vllm_version": self.request.vllm_version,
+            "vllm_version": self.request.vllm,
             "gpu_memory_utilization": self.request.memory_share,
             "reserve_bytes": self.reserve_bytes,
             "kv_capacity_tokens": self.device.kv_capacity_tokens,

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.fit import cost_grid, fit_calibration
@@ -52,7 +51,7 @@ def load_device(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     kv_tokens: int | None = None,
-    vllm_version: str = DEFAULT_VLLM,
+    vllm_version: str | None = None,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
@@ -60,8 +59,8 @@ def load_device(
     ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
-    ``vllm_version``: the version by whose rules the KV cache is sized. The other settings only affect its size, too;
-    None is the profile's value, of ``gpu_memory_utilization`` the version's.
+    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. The other settings only
+    affect its size, too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
     the cost model does not exist for this pair.
@@ -137,7 +136,7 @@ def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceReque
     return kv_capacity_tokens(
         profile,
         model,
-        start_up(request.vllm_version),
+        start_up(request.vllm),
         parallel=request.parallel,
         gpu_memory_utilization=request.gpu_memory_utilization,
         max_num_seqs=request.max_num_seqs,

@@ -114,7 +114,6 @@ def read_profile(path: Path) -> DeviceProfile:
     if raw.pop("format", None) != FORMAT:
         raise InputFileError(path, f"format must be {FORMAT}; is this a device profile?")
     hosts, links = raw.pop("host", {}), raw.pop("links", {})
-    raw.pop("sampler_bytes_per_logit", None)  # in files of ebbench 0.x; the size follows from vLLM's version now
     _check_fields(path, "", raw, DeviceProfile)
     if not isinstance(hosts, dict):
         raise InputFileError(path, "host must be a table of models")

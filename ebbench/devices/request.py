@@ -31,13 +31,18 @@ class DeviceRequest:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kv_tokens: int | None = None
-    vllm_version: str = DEFAULT_VLLM
+    vllm_version: str | None = None
+
+    @property
+    def vllm(self) -> str:
+        """The version by whose rules the KV cache is sized."""
+        return self.vllm_version or DEFAULT_VLLM
 
     @property
     def memory_share(self) -> float:
         """The share of each GPU's memory that the server may use."""
         given = self.gpu_memory_utilization
-        return start_up(self.vllm_version).gpu_memory_utilization if given is None else given
+        return start_up(self.vllm).gpu_memory_utilization if given is None else given
 
 
 def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: str) -> ModelGeometry:

@@ -69,7 +69,7 @@ _INFERRED = Trial(45.0, 0.31e9, at_once=True)
 _OF_EB_VLLM = StartUp((0, 0), 0.90, _INFERRED, _INFERRED)
 
 
-def start_up(version: str) -> StartUp:
+def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     """The rules of a version such as ``0.32`` or ``0.25.1``, or of ``eb-vllm``.
 
     Raises UsageError for versions whose rules are unknown.

@@ -30,7 +30,7 @@ class EngineOptions:
     model's. ``api_server``: class of the machine whose API server is simulated, or ``off``; ``api_server_count``:
     its processes per engine instance, None is one per data-parallel unit. ``gpu_memory_utilization``: the share of the
     GPU's memory for the server, None: vLLM's default. ``vllm_version``: the version by whose rules a simulated server
-    sizes its KV cache, None: ``devices.startup.DEFAULT_VLLM``.
+    sizes its KV cache, None: ``config.defaults.DEFAULT_VLLM``.
     """
 
     max_num_seqs: int = 1024

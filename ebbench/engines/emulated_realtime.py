@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices import load_device
 from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.engines.vllm_command import EMULATED_KEY, Emulation
@@ -80,7 +79,7 @@ class EmulatedExecutor(StandInExecutor):
             quantization=settings.get("quantization"),
             kv_cache_dtype=str(settings.get("kv_cache_dtype", "auto")),
             gpu_memory_utilization=settings.get("gpu_memory_utilization"),
-            vllm_version=str(settings.get("vllm_version", DEFAULT_VLLM)),
+            vllm_version=settings.get("vllm_version"),
         )
         self._cost, self._slow_motion = device.cost, emulation.slow_motion
         self._blocks = blocks or device.kv_capacity_tokens // self.cache_config.block_size

@@ -81,13 +81,18 @@ def check_vllm_options(options: Sequence[str]) -> None:
             f"unexpected argument {options[0]!r}; options for vLLM go after --, as in -- --quantization fp8"
         )
     for word in options:
-        name = word.partition("=")[0].replace("_", "-")
+        name = _name_of(word)
         if name == "--api-key":
             raise UsageError("a key on a command line is stored with the run; set VLLM_API_KEY and EBBENCH_API_KEY")
         if word.startswith("--") and name in SET_BY_EBBENCH:
             own = SET_BY_EBBENCH[name]
             remedy = f"give {own} before the --" if own else "leave it out"
             raise UsageError(f"{name} is set by ebbench itself; {remedy}")
+
+
+def _name_of(word: str) -> str:
+    """The option's name as vLLM documents it; vLLM takes underscores too, and values after an equals sign."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def serve_arguments(serving: Serving) -> list[str]:
@@ -113,7 +118,7 @@ def serve_arguments(serving: Serving) -> list[str]:
 
 def _refuse_two_shares(options: EngineOptions, extra: Sequence[str]) -> None:
     """Raise UsageError where the share of the memory is given to ebbench and to vLLM: one would be ignored."""
-    given = any(word.partition("=")[0].replace("_", "-") == "--gpu-memory-utilization" for word in extra)
+    given = "--gpu-memory-utilization" in map(_name_of, extra)
     if given and options.gpu_memory_utilization is not None:
         raise UsageError("--gpu-memory-utilization is given before and after the --; leave one out")
 

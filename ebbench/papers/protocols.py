@@ -144,8 +144,7 @@ def protocol_cells(
         cell = simulated(
             arguments.pop("workload"), protocol.policy, device, model, protocol.max_num_seqs,
             protocol.max_num_batched_tokens, warmup=protocol.warmup, async_scheduling=ASYNC_SCHEDULING,
-            vllm_version=VLLM,
-            shuffle=protocol.shuffle, weight=weight, seed=seed, **arguments,
+            vllm_version=VLLM, shuffle=protocol.shuffle, weight=weight, seed=seed, **arguments,
         )  # fmt: skip
         cells.append(cell)
     return tuple(cells)

@@ -51,7 +51,7 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     yield Text(f"{gpus}{facts.profile.gpu} holding {model.hf_id}", style="bold")
     each = " of each" if gpus else ""
     yield (
-        f"vLLM {facts.request.vllm_version} with {facts.request.memory_share:.0%} of "
+        f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
         f"{facts.profile.memory_bytes / 1e9:.1f} GB{each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"set aside {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
         f"at {model.kv_bytes_per_token / 1e3:.0f} kB per token: room for {device.kv_capacity_tokens:,} tokens"

@@ -17,7 +17,7 @@ from ebbench.analysis.conclude import RunContext, begin, conclude_with_summary
 from ebbench.analysis.pools import pool_figures
 from ebbench.analysis.slo import parse_slo
 from ebbench.analysis.summary import metrics_dict, summarise_phases
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load, resized
 from ebbench.devices.parallel import SINGLE
@@ -205,11 +205,11 @@ def device_of(cell: Cell, policies: Sequence[PolicySpec] = ()) -> Device:
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
         kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
-        vllm_version=options.vllm_version or DEFAULT_VLLM,
+        vllm_version=options.vllm_version,
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,
-        vllm_version=DEFAULT_VLLM,
+        vllm_version=None,
     )  # fmt: skip
     if (kept := _loaded.get(key)) is not None:
         return kept if kept.profile is None else resized(kept, request)

@@ -51,6 +51,7 @@ def test_a_profile_from_a_file_is_a_device(tmp_path: Path) -> None:
         ("2e14", "2e14\nmax_num_seqs = 10.5", "max_num_seqs must be a whole number"),
         ("2e14", "2e14\ncalibration_names = 3", "calibration_names must be a list of names"),
         ("2e14", '2e14\nmixed_from = "rtx-4080"', "mixed_from: unknown device 'rtx-4080'"),
+        ("2e14", "2e14\nsampler_bytes_per_logit = 11.0", "unknown field 'sampler_bytes_per_logit'"),
     ],
 )
 def test_bad_profile_is_refused_with_the_field(tmp_path: Path, old: str, new: str, named: str) -> None:

@@ -62,8 +62,7 @@ def _cell(options: PaperOptions, device: str, model: str, kind: str) -> Cell | N
     return simulated(
         "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=options.num_prompts or 120,
         max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
-        max_model_len=INPUT + OUTPUT, async_scheduling=ASYNC_SCHEDULING,
-        vllm_version=VLLM,
+        max_model_len=INPUT + OUTPUT, async_scheduling=ASYNC_SCHEDULING, vllm_version=VLLM,
     )  # fmt: skip
 
 

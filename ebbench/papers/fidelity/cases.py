@@ -45,9 +45,8 @@ class Case:
     """One run to repeat, with its published results.
 
     ``topology`` "" is one GPU; ``dispatch`` to its instances, None: the default; ``quantization`` as named by vLLM;
-    ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``, ``num_kv_blocks``, ``vllm_version`` and
-    ``api_server`` as in EngineOptions. ``refused``: why no simulated server can make the run; it then has no figures of
-    ours.
+    ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``, ``vllm_version`` and ``api_server`` as in
+    EngineOptions. ``refused``: why no simulated server can make the run; it then has no figures of ours.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Case:
     kv_cache_dtype: str = "auto"
     async_scheduling: bool = ASYNC_SCHEDULING
     scheduler_reserve_full_isl: bool = True
-    num_kv_blocks: int | None = None
     vllm_version: str = VLLM
     api_server: str = OFF
     refused: str = ""

@@ -14,7 +14,6 @@ from ebbench.papers.fidelity.scores import PublishedFigure
 
 STARTS = "kv_cache/starts.csv"
 SOURCE = "KV cache at the start"
-GROUP = "kv cache"
 
 
 def kv_cells() -> list[PublishedFigure]:

@@ -64,9 +64,8 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cel
     changes = {
         "host": host, "topology": topology, "dispatch": case.dispatch, "quantization": case.quantization,
         "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
-        "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl, "num_kv_blocks": case.num_kv_blocks,
-        "vllm_version": case.vllm_version,
-        "api_server": case.api_server,
+        "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl,
+        "vllm_version": case.vllm_version, "api_server": case.api_server,
     }  # fmt: skip
     return tuple(run.changed(**changes) for run in runs)
 
