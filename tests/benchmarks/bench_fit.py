@@ -15,9 +15,9 @@ repeated stretch would find its own prompts in the cache.
 
 ``--windows`` asks whether an error is of the fit or of one cut of the trace: its halves, quarters and eighths, and cuts
 between them, each fitted and replayed. Beside them replays whose gaps are dealt anew within each eight successive
-requests, and so dealt that each eight keep their centre; and replays whose requests are dealt anew to the times of each
-eight, or each two, successive ones. It prints the share of the seeds whose figure is below the replay's, and the root
-mean square of the errors over the windows of each half.
+requests, and so dealt that each eight keep their centre; replays whose requests are dealt anew to the times of each
+eight, or each two, successive ones; and replays whose arrivals are moved by up to 50 ms. It prints the share of the
+seeds whose figure is below the replay's, and the root mean square of the errors over the windows of each half.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def figures(plan: Plan, gpus: int) -> Floats:
 CUTS = ((0, 4), (0, 2), (1, 3), (2, 4), (0, 1), (1, 2), (2, 3), (3, 4))
 """Windows of the first half, in eighths of the trace; those of the second begin and end four later."""
 GROUP = 8
+CLOCK_S = 0.1
+"""Period of the clock by which the senders of the Azure code trace work."""
 
 
 def deal_requests(workload: str, seed: int, group: int) -> Floats:
@@ -120,9 +122,22 @@ def deal(workload: str, seed: int, centred: bool) -> Floats:
     dealt = gaps[np.lexsort((rng.random(len(gaps)), eight))]
     if centred:
         dealt = dealt[order_centred(eight, dealt, centres_of(eight, gaps), rng)]
+    return figures(_at(plan, np.cumsum(dealt)), 1)
+
+
+def blur(workload: str, seed: int) -> Floats:
+    """Figures of a log whose arrivals are moved by up to half the period of its senders' clock; requests stay in order."""
+    plan, rng = build_plan(workload, with_text=False), np.random.default_rng(seed)
+    times_ns = plan.table["arrival_ns"].to_numpy()
+    moved_ns = np.sort(times_ns + rng.uniform(-0.5, 0.5, len(plan)) * CLOCK_S * 1e9)
+    return figures(_at(plan, moved_ns - moved_ns[0]), 1)
+
+
+def _at(plan: Plan, arrival_ns: Floats) -> Plan:
+    """The requests of the plan in their order, at other times."""
     field, place = plan.table.schema.field("arrival_ns"), plan.table.schema.get_field_index("arrival_ns")
-    column = pa.array(np.cumsum(dealt).astype(np.int64), field.type)
-    return figures(replace(plan, table=plan.table.set_column(place, field, column)), 1)
+    column = pa.array(arrival_ns.astype(np.int64), field.type)
+    return replace(plan, table=plan.table.set_column(place, field, column))
 
 
 def measure_windows(log: Log, path: Path, folder: Path, pool: ProcessPoolExecutor) -> None:
@@ -142,6 +157,7 @@ def measure_windows(log: Log, path: Path, folder: Path, pool: ProcessPoolExecuto
                 "gaps of eight dealt": [pool.submit(deal, replayed, seed, False) for seed in seeds],
                 "with their centre": [pool.submit(deal, replayed, seed, True) for seed in seeds],
                 "requests of eight dealt": [pool.submit(deal_requests, replayed, seed, GROUP) for seed in seeds],
+                "arrivals blurred": [pool.submit(blur, replayed, seed) for seed in seeds],
                 "requests of two dealt": [pool.submit(deal_requests, replayed, seed, 2) for seed in seeds],
             }
             base = simulate(replayed, 1, 0)
