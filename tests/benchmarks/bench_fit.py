@@ -126,7 +126,7 @@ def deal(workload: str, seed: int, centred: bool) -> Floats:
 
 
 def blur(workload: str, seed: int) -> Floats:
-    """Figures of a log whose arrivals are moved by up to half the period of its senders' clock; requests stay in order."""
+    """Figures of a log whose arrivals are moved by up to half the period of its clock; requests stay in order."""
     plan, rng = build_plan(workload, with_text=False), np.random.default_rng(seed)
     times_ns = plan.table["arrival_ns"].to_numpy()
     moved_ns = np.sort(times_ns + rng.uniform(-0.5, 0.5, len(plan)) * CLOCK_S * 1e9)
