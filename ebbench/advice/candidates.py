@@ -22,11 +22,12 @@ from vllm_eb.policy import parse_policy
 
 def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | None = None) -> Cell:
     """The cell of one policy and seed; ``budget`` None: at the reference budget."""
-    return simulated(
+    cell = simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
         question.max_num_batched_tokens if budget is None else budget, question.scenario, weight=2.0, seed=seed,
         **question.plan,
     )  # fmt: skip
+    return cell.changed(**question.server)
 
 
 def checked(question: AdviceQuestion) -> AdviceQuestion:

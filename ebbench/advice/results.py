@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ebbench.advice.theory import ExpectedLoad, Prediction
@@ -16,7 +16,8 @@ class AdviceQuestion:
     """What to advise on. ``slo`` empty: throughput decides, else goodput. ``plan``: further arguments of build_plan.
 
     ``seeds_alike``: several seeds were asked for, but all seeds give the same plan. ``max_num_batched_tokens``: the
-    token budget that gains are compared with; ``budgets``: further ones that are tried with every policy.
+    token budget that gains are compared with; ``budgets``: further ones that are tried with every policy. ``server``:
+    further settings of every cell, by the names of ``Cell.changed``.
     """
 
     workload: str
@@ -31,6 +32,7 @@ class AdviceQuestion:
     policies: tuple[str, ...]
     seeds_alike: bool = False
     budgets: tuple[int, ...] = ()
+    server: Mapping[str, Any] = field(default_factory=dict)
 
 
 class BudgetedPolicy(NamedTuple):

@@ -10,12 +10,13 @@ from rich.text import Text
 
 from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
 from ebbench.analysis.compare.policies import TIE
+from ebbench.config.setting_strings import option_name
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
 from ebbench.render.tables import framed
 from vllm_eb.policy import parse_policy
 
 if TYPE_CHECKING:
-    from ebbench.advice.results import Advice, GainCurve, PolicyScore
+    from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
@@ -42,6 +43,12 @@ def headline(advice: Advice) -> list[str]:
         f"{duration_ms(chosen.ttft_ms)}, median TPOT {duration_ms(chosen.tpot_ms)}."
     )
     return lines
+
+
+def server_options(question: AdviceQuestion) -> str:
+    """The question's further settings of the server, as options of ``ebbench devices show``."""
+    texts = (f"{option_name(name)} {value}" for name, value in question.server.items())
+    return " ".join(text.replace("--topology tp=", "--tp ") for text in texts)
 
 
 def _budget_line(advice: Advice) -> str | None:
@@ -225,9 +232,10 @@ def limits_of_it(advice: Advice) -> list[str]:
             "while the batch filled and drained, which hides their differences. Use --num-prompts "
             f"{3 * load.concurrency}, or set --max-concurrency."
         )
+    shown = f"ebbench devices show {question.device} --model {question.model} {server_options(question)}".rstrip()
     lines.append(
-        f"Simulated on a model of the device; `ebbench devices show {question.device} --model {question.model}` says "
-        "where its step times come from. Measure on your GPU before changing production."
+        f"Simulated on a model of the device; `{shown}` says where its step times come from. Measure on your GPU "
+        "before changing production."
     )
     return lines
 

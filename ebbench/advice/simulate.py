@@ -82,7 +82,7 @@ def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, 
     }  # fmt: skip
     v1, eb = (
         simulated(workload, policy, question.device, question.model, question.max_num_seqs,
-                  question.max_num_batched_tokens, "saturated", **plan)
+                  question.max_num_batched_tokens, "saturated", **plan).changed(**question.server)
         for policy in (BASELINE, "eb")
     )  # fmt: skip
     return v1, eb
@@ -135,7 +135,7 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         question, load, theory, scores, chosen, reason,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
-        notes=(*plan.warnings, *filter(None, [time_note(plan.facts)]), *_api_server(store, first)),
+        notes=(*plan.warnings, *device.warnings, *filter(None, [time_note(plan.facts)]), *_api_server(store, first)),
         dropped=found.dropped,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
+from ebbench.cli.cluster_flags import Link, Tp, check_tp
 from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.traffic.choice import scenario_meant
@@ -74,6 +75,26 @@ class ServerFlags:
         ),
     ] = None
     max_model_len: load.MaxModelLen = None
+    gpu_memory_utilization: load.GpuMemoryUtilization = None
+    vllm_version: load.VllmVersion = None
+    quantization: load.Quantization = None
+    kv_cache_dtype: load.KvCacheDtype = "auto"
+    tp: Tp = 1
+    link: Link = None
+
+    @property
+    def settings(self) -> dict[str, str | float]:
+        """What was given of the server's other settings, by the names of ``Cell.changed``. Raises UsageError."""
+        check_tp(self.tp, self.link)
+        given = {
+            "topology": f"tp={self.tp}" if self.tp > 1 else None,
+            "link": self.link,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "vllm_version": self.vllm_version,
+            "quantization": self.quantization,
+            "kv_cache_dtype": None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def longest(self) -> int:
@@ -169,6 +190,7 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
         if search.policy
         else default_policies(slo, budgets, server.max_num_seqs),
         budgets=budgets[1:],
+        server=server.settings,
     )
     return checked(question)
 
@@ -215,7 +237,8 @@ def _print(found: Advice) -> None:
 
     console = Console(highlight=False)
     question = found.question
-    console.print(f"{question.workload}, {question.model} on {question.device}", style="bold", markup=False)
+    on = f"{question.workload}, {question.model} on {question.device} {sentences.server_options(question)}"
+    console.print(on.rstrip(), style="bold", markup=False)
     for index, line in enumerate(sentences.headline(found)):
         console.print(line, style="bold green" if not index else None, markup=False)
 
@@ -263,6 +286,7 @@ def _as_dict(found: Advice) -> dict[str, Any]:
             "share_of_gain": budget[1],
         },
         "tuning": None if found.tuning is None else asdict(found.tuning),
+        "server": dict(found.question.server),
         "max_num_seqs": found.question.max_num_seqs,
         "max_num_batched_tokens": found.chosen.max_num_batched_tokens,
         "compared_with": {"policy": BASELINE, "max_num_batched_tokens": found.question.max_num_batched_tokens},

@@ -14,6 +14,12 @@ _PANEL = "Several instances"
 
 _opt = partial(opt, panel=_PANEL)
 
+Tp = Annotated[int, _opt("--tp", help="GPUs that share the model by tensor parallelism.")]
+Link = Annotated[
+    str | None,
+    _opt("--link", help="Kind of link between the GPUs of a server: pcie, nvlink, ...; see `ebbench devices show`."),
+]
+
 
 @dataclass(frozen=True)
 class ClusterOptions:
@@ -23,13 +29,7 @@ class ClusterOptions:
         str | None,
         _opt("--topology", help="dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table."),
     ] = None
-    link: Annotated[
-        str | None,
-        _opt(
-            "--link",
-            help="Kind of link between the GPUs of a server: pcie, nvlink, ...; see `ebbench devices show`.",
-        ),
-    ] = None
+    link: Link = None
     dispatch: Annotated[
         str | None,
         _opt(
@@ -45,3 +45,13 @@ class ClusterOptions:
         int | None,
         _opt("--replicas", help="Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones."),
     ] = None
+
+
+def check_tp(tp: int, link: str | None) -> None:
+    """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
+    from ebbench.engines.checks import check_counts
+    from ebbench.errors import UsageError
+
+    check_counts(tp=tp)
+    if link is not None and tp == 1:
+        raise UsageError(f"--link {link} joins the GPUs of one server: give --tp too, for example --tp 2")

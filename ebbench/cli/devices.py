@@ -10,6 +10,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
+from ebbench.cli.cluster_flags import Link, Tp, check_tp
 from ebbench.cli.options import Command
 from ebbench.config.defaults import DEFAULT_MODEL
 
@@ -61,12 +62,10 @@ def show(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Affects the KV cache size.")] = None,
     async_scheduling: Annotated[bool, typer.Option(help="Whether host work overlaps with the GPU's.")] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False,
-    tp: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism.")] = 1,
-    link: Annotated[str, typer.Option(help="Kind of link between them. Default: the device's first.")] = "",
-    quantization: Annotated[
-        str | None, typer.Option(help="Data type of the weights, if not the model's own: fp8.")
-    ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="KV cache: auto (the model's own), bfloat16 or fp8.")] = "auto",
+    tp: Tp = 1,
+    link: Link = None,
+    quantization: load.Quantization = None,
+    kv_cache_dtype: load.KvCacheDtype = "auto",
     gpu_memory_utilization: load.GpuMemoryUtilization = None,
     vllm_version: load.VllmVersion = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
@@ -78,7 +77,8 @@ def show(
     from ebbench.devices.loader import load_device
     from ebbench.devices.parallel import Parallel
 
-    check_counts(tp=tp, context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    check_tp(tp, link)
+    check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     device = load_device(
         name,
         model,
@@ -87,7 +87,7 @@ def show(
         max_num_batched_tokens=max_num_batched_tokens,
         async_scheduling=async_scheduling,
         eager=enforce_eager,
-        parallel=Parallel(tp=tp, link=link),
+        parallel=Parallel(tp=tp, link=link or ""),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         gpu_memory_utilization=gpu_memory_utilization,

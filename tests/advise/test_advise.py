@@ -392,3 +392,32 @@ def test_mistakes_are_answered_with_the_remedy(args: tuple[str, ...], message: s
     assert done.exit_code == 2
     assert message in " ".join((done.output, str(done.exception)))
     assert not list(tmp_path.iterdir()), "nothing has been run"
+
+
+@pytest.mark.parametrize(
+    ("options", "gain"),
+    [
+        (("--gpu-memory-utilization", "0.85"), (0.2, 0.8)),
+        (("--vllm-version", "0.12"), (0.4, 0.95)),
+        (("--quantization", "fp8"), (1.3, 3.0)),
+        (("--kv-cache-dtype", "fp8"), (1.01, 1.9)),
+        (("--tp", "2"), (1.3, 4.0)),
+        (("--tp", "2", "--link", "nvlink"), (1.3, 4.0)),
+    ],
+)  # fmt: skip
+def test_the_server_is_the_one_asked_for(runs: Path, options: tuple[str, ...], gain: tuple[float, float]) -> None:
+    """Qwen3-32B on one H100, short of KV cache: what gives it less serves less, what gives it more serves more."""
+    args = ("sharegpt", "--device", "h100", "--model", "qwen3-32b", "-n", "250", "--seeds", "1")
+    args += ("--max-num-batched-tokens", "8192")
+    plain, found = quick(runs, *args), quick(runs, *args, *options)
+    least, most = gain
+    assert least < found["scores"][0]["tokens_per_s"] / plain["scores"][0]["tokens_per_s"] < most
+    assert len(found["server"]) == len(options) // 2
+    said = invoke("advise", *args, *options, "-p", "v1", "-p", "eb", "--no-crossover", "-q", "--runs", str(runs))
+    assert f"devices show h100 --model qwen3-32b {' '.join(options)}`" in " ".join(said.output.split())
+
+
+def test_a_model_of_several_gpus_is_refused_with_what_the_command_has(runs: Path) -> None:
+    args = ("advise", "sharegpt", "--device", "h100", "--model", "llama-3.1-70b", "-n", "10", "--runs", str(runs))
+    assert "more GPUs (--tp N;" in invoke(*args).output
+    assert "give --tp too" in invoke(*args, "--link", "nvlink").output

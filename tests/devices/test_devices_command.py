@@ -94,3 +94,8 @@ def test_show_is_of_one_gpu_of_several_and_names_the_links() -> None:
     assert fp8["weight_bytes"] < 0.6 * alone["weight_bytes"]
     assert fp8["reserve_bytes"] == pytest.approx(alone["reserve_bytes"], rel=0.02)
     assert shared["reserve_bytes"] == pytest.approx(alone["reserve_bytes"], rel=0.1), "a smaller step, and collectives"
+
+
+def test_a_link_of_one_gpu_is_refused() -> None:
+    result = CliRunner().invoke(app, ["devices", "show", "h100", "--link", "nvlink"], standalone_mode=False)
+    assert "give --tp too" in str(result.exception)
