@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import msgspec
 import pyarrow.compute as pc
@@ -136,7 +137,7 @@ def _manifest(
         device=device.name,
         model=str(facts.get("served_model") or device.model),
         device_provenance=device.sources,
-        kv_capacity_tokens=(device.kv_capacity_tokens or None) if context.device_known else None,
+        kv_capacity_tokens=_kv_tokens(context, device, facts),
         calibration=asdict(device.calibration) if context.device_known and device.costs_known else None,
         options=asdict(context.options) if context.device_known else {},
         slo=context.slo.limits(),
@@ -145,6 +146,21 @@ def _manifest(
         reasons=reasons,
         interrupted=result.interrupted,
     )
+
+
+def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) -> int | None:
+    """KV cache of an instance in tokens; None if it is unknown, as behind a server that ebbench did not start.
+
+    That of a server that it did start is what the server reports: its tokens, or of older versions its blocks, which
+    hold so many tokens if every layer keeps them all.
+    """
+    if not context.device_known:
+        return None
+    if context.engine != "vllm":
+        return device.kv_capacity_tokens or None
+    reports = facts.get("server_reports") or {}
+    blocks, size = reports.get("num_kv_blocks"), reports.get("block_size")
+    return reports.get("kv_cache_tokens") or (blocks * size if blocks and size else None)
 
 
 def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tuple[RunWarning, ...]:

@@ -213,6 +213,7 @@ def _reported(settings: Mapping[str, Any]) -> str:
     words = {
         "policy": "policy {}",
         "num_kv_blocks": "{:,} KV blocks",
+        "kv_cache_tokens": "{:,} KV tokens",
         "block_size": "blocks of {:,} tokens",
         "kv_cache_dtype": "KV cache type {}",
         "gpu_memory_utilization": "{:.0%} of the GPU memory",

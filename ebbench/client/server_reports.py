@@ -24,6 +24,7 @@ def _truth(text: str) -> bool:
 _OF_CACHE: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "num_gpu_blocks": ("num_kv_blocks", int),
     "block_size": ("block_size", int),
+    "kv_cache_size_tokens": ("kv_cache_tokens", int),
     "cache_dtype": ("kv_cache_dtype", str),
     "enable_prefix_caching": ("enable_prefix_caching", _truth),
     "gpu_memory_utilization": ("gpu_memory_utilization", float),

@@ -50,7 +50,8 @@ def kv_capacity_tokens(
             f"{model.name} does not fit on {profile.name}: weights {weights / 1e9:.1f} GB and "
             f"vLLM's start {reserve / 1e9:.1f} GB{several} against {budget / 1e9:.1f} GB "
             f"({share:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
-            "choose a smaller model, a larger device, --quantization fp8, or more GPUs (--tp N; run and capacity: --topology tp=N)"
+            "choose a smaller model, a larger device, --quantization fp8, or more GPUs "
+            "(--tp N; run and capacity: --topology tp=N)"
             f"{'' if weights >= budget else _REPORTED}"
         )
     return tokens

@@ -87,8 +87,7 @@ def local_hardware(
 ) -> Device:
     """This machine serving ``model``, with the costs that the policies need.
 
-    A GPU with a profile has the profile's name and a known KV capacity; otherwise only vLLM knows what fits. Raises
-    what :func:`serving_costs` raises.
+    A GPU with a profile has the profile's name. Only vLLM knows what fits. Raises what :func:`serving_costs` raises.
     """
     from ebbench.devices.profiles import find_profile
     from ebbench.engines.machine import local_device, machine_name
@@ -108,10 +107,13 @@ def local_hardware(
 
 
 def _profiled(profile: str, model: str, options: EngineOptions) -> Device | None:
-    """The device of a profile; None where it cannot describe the model, which vLLM may serve all the same."""
+    """The device of a profile; None where it cannot describe the model, which vLLM may serve all the same.
+
+    Its KV cache is unknown: the server that starts has its own version and options, and reports what it has.
+    """
     from ebbench.devices import load_device
 
     try:
-        return load_device(profile, model, **_how(options))
+        return replace(load_device(profile, model, **_how(options)), kv_capacity_tokens=0)
     except UsageError:
         return None

@@ -21,10 +21,10 @@ from ebbench.records.run import Run
 POLICY = 'vllm_eb_info{engine="0",model_name="m",policy="marginal"} 1.0'
 CACHE = (
     'vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="False",engine="0",'
-    'gpu_memory_utilization="0.9",num_gpu_blocks="1234"} 1.0'
+    'gpu_memory_utilization="0.9",kv_cache_size_tokens="9872",num_gpu_blocks="1234"} 1.0'
 )
 KNOWN = {
-    "policy": "marginal", "num_kv_blocks": 1234, "block_size": 16, "kv_cache_dtype": "auto",
+    "policy": "marginal", "num_kv_blocks": 1234, "block_size": 16, "kv_cache_tokens": 9872, "kv_cache_dtype": "auto",
     "enable_prefix_caching": False, "gpu_memory_utilization": 0.9,
 }  # fmt: skip
 

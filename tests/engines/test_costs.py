@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.engines import machine
 from ebbench.engines.base import EngineOptions
+from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
 from ebbench.engines.sim import SimEngine
 from ebbench.engines.vllm_command import hub_name
@@ -132,6 +134,37 @@ def test_unknown_costs_are_not_stored_with_the_run(unprofiled: str, tmp_path: Pa
     assert manifest.device.startswith(unprofiled)
     assert (manifest.calibration, manifest.kv_capacity_tokens) == (None, None)
     assert manifest.options["max_num_seqs"] == EngineOptions().max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("reports", "tokens"),
+    [
+        ({"num_kv_blocks": 1000, "block_size": 16}, 16_000),
+        ({"num_kv_blocks": 1000, "block_size": 16, "kv_cache_tokens": 9_000}, 9_000),  # sliding windows, or two ranks
+        ({}, None),
+    ],
+)
+def test_the_kv_cache_of_a_started_server_is_what_it_reports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reports: dict[str, int], tokens: int | None
+) -> None:
+    """Not the estimate for the default version: the server has its own version, and options after ``--``."""
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
+    plan = build_plan("balanced", num_prompts=4, source="profile", max_concurrency=2, input_len=8, output_len=4)
+    result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), EngineOptions(), None)
+    result = replace(result, facts={**result.facts, "server_reports": reports})
+    with RunWriter.create(tmp_path / "run") as writer:
+        context = RunContext(plan, parse_policy("v1"), "vllm", here("v1"), EngineOptions(), 0)
+        assert conclude(writer, context, result).manifest.kv_capacity_tokens == tokens
+
+
+def test_a_request_above_the_estimate_is_not_refused_before_vllm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options after ``--``, two GPUs for one, give vLLM more than one GPU is estimated to hold."""
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),))
+    device = local_hardware([parse_policy("v1")], EngineOptions(), model="qwen3-32b")
+    plan = build_plan("balanced", num_prompts=1, source="profile", max_concurrency=1, input_len=40_000, output_len=500,
+                      length_distribution="fixed", max_model_len=40_960)  # fmt: skip
+    check_fits(plan, device, EngineOptions())
+    assert load_device("h100", "qwen3-32b").kv_capacity_tokens < 40_500
 
 
 def test_the_command_refuses_before_it_starts_anything(unprofiled: str, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder:
         requests = run.table("requests").to_pylist()
         assert all(row["output_tokens"] == row["output_tokens_planned"] for row in requests if row["status"] == "ok")
         assert (Path(summary["run_dir"]) / "server.log").stat().st_size > 0
+        reports = run.manifest.facts["server_reports"]
+        assert run.manifest.kv_capacity_tokens == reports["num_kv_blocks"] * reports["block_size"]
     steps = Run.load(summaries["ebplus"]["run_dir"]).table("steps").to_pylist()
     assert [step["step_id"] for step in steps] == list(range(len(steps)))
     known = {row["request_id"] for row in requests}
