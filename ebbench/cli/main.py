@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 
 INTERRUPTED = 130
+_STDERR = 2
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 """Base class of click's errors, taken from typer, which may bundle click under another name."""
 HUNG_UP = 141
@@ -146,7 +148,18 @@ def _about(
 
 def run() -> None:
     """Run the command line of this process."""
+    _open_standard_streams()
     app(prog_name="ebbench")
+
+
+def _open_standard_streams() -> None:
+    """Open what the caller closed (``>&-``) to nowhere: a file opened later would otherwise be written to as stdout."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in ((1, "stdout"), (_STDERR, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8"))
 
 
 def load_command(name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -135,12 +136,19 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:
-    """Kill the workers: unfinished jobs are abandoned."""
+    """Kill the workers: unfinished jobs are abandoned.
+
+    Waits for the pool's thread: it closes the pipe by which Python wakes it at the end of the program, and where both
+    fall together that is an error (``OSError: Bad file descriptor``, at the end of a command that did its work).
+    """
     processes: list[Any] = list((getattr(pool, "_processes", None) or {}).values())
+    manager: threading.Thread | None = getattr(pool, "_executor_manager_thread", None)
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         with suppress(OSError, AttributeError):
             process.terminate()
+    if manager is not None:
+        manager.join()
 
 
 def pool_of(workers: int | None, jobs: int) -> Pool:

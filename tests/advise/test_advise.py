@@ -407,8 +407,8 @@ def test_mistakes_are_answered_with_the_remedy(args: tuple[str, ...], message: s
 )  # fmt: skip
 def test_the_server_is_the_one_asked_for(runs: Path, options: tuple[str, ...], gain: tuple[float, float]) -> None:
     """Qwen3-32B on one H100, short of KV cache: what gives it less serves less, what gives it more serves more."""
-    args = ("sharegpt", "--device", "h100", "--model", "qwen3-32b", "-n", "250", "--seeds", "1")
-    args += ("--max-num-batched-tokens", "8192")
+    args = ["sharegpt", "--device", "h100", "--model", "qwen3-32b", "-n", "250", "--seeds", "1"]
+    args += ["--max-num-batched-tokens", "8192"]
     plain, found = quick(runs, *args), quick(runs, *args, *options)
     least, most = gain
     assert least < found["scores"][0]["tokens_per_s"] / plain["scores"][0]["tokens_per_s"] < most

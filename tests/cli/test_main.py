@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -280,3 +281,18 @@ def test_an_error_of_the_plugin_is_known_by_its_class(capsys: pytest.CaptureFixt
 
         assert main._exit_code(broken) == code
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", ">&- 2>&- <&-"])
+def test_a_command_runs_with_closed_streams(closed: str, tmp_path: Path) -> None:
+    """Its output goes nowhere, and no file that it opens gets a stream's number."""
+    code = (
+        "import os, sys\n"
+        "from ebbench.cli import main\n"
+        "sys.argv = ['ebbench', 'policies', 'list', '--json']\n"
+        "try:\n    main.run()\n"
+        "finally:\n    open(sys.orig_argv[-1], 'w').write(repr([os.readlink(f'/proc/self/fd/{n}') for n in (1, 3)]))\n"
+    )
+    seen = tmp_path / "seen"
+    done = subprocess.run(["sh", "-c", f'"$0" -c "$1" "$2" {closed}', sys.executable, code, str(seen)], check=False)
+    assert (done.returncode, seen.read_text()) == (0, repr(["/dev/null", str(seen)]))
