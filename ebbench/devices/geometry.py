@@ -129,10 +129,17 @@ class ModelGeometry:
         return int(2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes)
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITH_QK_NORM = ("qwen3", "gemma3", "olmo2")
 _WITH_FOUR_NORMS = ("gemma2", "gemma3")  # before and after attention, before and after the MLP
+_OF_ALL = ("quantization_config", "tie_word_embeddings", "vision_config", "audio_config")  # beside text_config
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
 _REFUSED = {"kv_lora_rank": "latent (MLA) attention", "state_size": "a state-space model"}
+# Layers without softmax attention, or with another one, by the beginning of a key's name.
+_REFUSED_KINDS = ("mamba_d", "ssm_", "linear_num_", "linear_attn_", "full_attention_interval", "attn_type_list")
+_TIED = ("gemma", "cohere", "ernie4_5", "smollm3", "starcoder2")  # where the key is absent (transformers' defaults)
+_WINDOW_EVERY = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}  # one layer in so many attends to all tokens
+_TWO_MATRICES = ("starcoder2", "gpt_neox", "phi", "nemotron", "arcee", "apertus", "persimmon")
 
 
 def read_config(path: Path) -> ModelGeometry:
@@ -147,7 +154,7 @@ def read_config(path: Path) -> ModelGeometry:
         raise InputFileError(path, "is not a JSON object")
     nested = raw.get("text_config")
     return _from_config(
-        path, {"quantization_config": raw.get("quantization_config"), **nested} if isinstance(nested, dict) else raw
+        path, {**{key: raw[key] for key in _OF_ALL if key in raw}, **nested} if isinstance(nested, dict) else raw
     )
 
 
@@ -155,13 +162,20 @@ def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
     for key, what in _REFUSED.items():
         if raw.get(key):
             raise InputFileError(path, f"{key} means {what}, which has no cost model here")
+    for key in raw:
+        if key.startswith(_REFUSED_KINDS) and raw[key]:
+            raise InputFileError(path, f"{key} means layers without softmax attention, which have no cost model here")
     kinds = raw.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else ():
         if kind not in ("full_attention", "sliding_attention"):
             raise InputFileError(path, f"layer_types has {kind!r}, which has no cost model here")
     heads, hidden = _count(path, raw, "num_attention_heads"), _count(path, raw, "hidden_size")
     layers = _count(path, raw, "num_hidden_layers")
-    experts = _count(path, raw, "num_experts", "num_local_experts", "n_routed_experts", default=0)
+    experts = _count(path, raw, *_EXPERTS, default=0)
+    unknown = [key for key in raw if key.endswith("num_experts") and key not in _EXPERTS and raw[key]]
+    if unknown and not experts:
+        raise InputFileError(path, f"{unknown[0]}: experts under this name are not read; write them as {_EXPERTS[0]}")
+    kind = str(raw.get("model_type", ""))
     window, sliding = _sliding(raw, layers)
     weights, experts_in, kv = _quantised(path, raw.get("quantization_config"))
     name = str(raw.get("_name_or_path") or path.parent.name or path.stem)
@@ -175,13 +189,13 @@ def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
         head_dim=_count(path, raw, "head_dim", default=hidden // heads),
         intermediate=_count(path, raw, "intermediate_size"),
         vocab=_count(path, raw, "vocab_size"),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=str(raw.get("model_type", "")).startswith(_WITH_QK_NORM),
-        norms=4 if str(raw.get("model_type", "")).startswith(_WITH_FOUR_NORMS) else 2,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", kind.startswith(_TIED))),
+        qk_norm=kind.startswith(_WITH_QK_NORM),
+        norms=4 if kind.startswith(_WITH_FOUR_NORMS) else 2,
         experts=experts,
         experts_per_token=_count(path, raw, "num_experts_per_tok", "experts_per_token") if experts else 0,
         expert_intermediate=_count(path, raw, "moe_intermediate_size", "intermediate_size") if experts else 0,
-        shared_intermediate=_count(path, raw, "shared_expert_intermediate_size", default=0) if experts else 0,
+        shared_intermediate=_shared(path, raw) if experts else 0,
         sliding_window=window,
         sliding_layers=sliding,
         dtype_bytes=_dtype(path, raw),
@@ -205,6 +219,13 @@ def _count(path: Path, raw: Mapping[str, Any], *keys: str, default: int | None =
     return default
 
 
+def _shared(path: Path, raw: Mapping[str, Any]) -> int:
+    """Width of what every token passes beside its experts."""
+    if count := _count(path, raw, "n_shared_experts", "num_shared_experts", default=0):
+        return count * _count(path, raw, "moe_intermediate_size", "intermediate_size")
+    return _count(path, raw, "shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+
+
 def _sliding(raw: Mapping[str, Any], layers: int) -> tuple[int, int]:
     window = raw.get("sliding_window")
     if not isinstance(window, int) or window <= 0 or raw.get("use_sliding_window") is False:
@@ -212,7 +233,8 @@ def _sliding(raw: Mapping[str, Any], layers: int) -> tuple[int, int]:
     kinds = raw.get("layer_types")
     if isinstance(kinds, list):
         return window, sum(kind == "sliding_attention" for kind in kinds)
-    pattern = raw.get("sliding_window_pattern")
+    usual = next((every for kind, every in _WINDOW_EVERY.items() if str(raw.get("model_type")).startswith(kind)), None)
+    pattern = raw.get("sliding_window_pattern") or usual
     full = layers // pattern if isinstance(pattern, int) and pattern > 0 else 0
     return window, layers - full
 
@@ -222,6 +244,12 @@ def _quantised(path: Path, config: object) -> tuple[str, str, str]:
 
     Raises InputFileError for unsupported ones.
     """
+    beside = path.with_name("hf_quant_config.json")  # ModelOptimizer's
+    if not config and beside.is_file():
+        raise InputFileError(
+            path, f"has no quantization_config, but {beside.name} beside it says that the weights are quantized: add "
+            'quantization_config = {"quant_method": "fp8"} if they are FP8'
+        )  # fmt: skip
     if not config:
         return "bfloat16", "", "bfloat16"
     if not isinstance(config, dict):
@@ -243,11 +271,16 @@ def _quantised(path: Path, config: object) -> tuple[str, str, str]:
 
 def _simplified(raw: Mapping[str, Any]) -> str:
     """What the geometry simplifies, for a warning; "" for nothing."""
+    found = []
     dense = raw.get("mlp_only_layers") or raw.get("first_k_dense_replace")
-    every = raw.get("decoder_sparse_step") or raw.get("moe_layer_freq") or 1
+    every = raw.get("decoder_sparse_step") or raw.get("moe_layer_freq") or raw.get("interleave_moe_layer_step") or 1
     if dense or (isinstance(every, int) and every > 1):
-        return "some of its layers have no experts; all are taken to have them"
-    return ""
+        found.append("some of its layers have no experts; all are taken to have them")
+    if str(raw.get("model_type", "")) in _TWO_MATRICES:
+        found.append("its MLP has two matrices per layer; three are taken, so weights and prefill are too large")
+    if raw.get("vision_config") or raw.get("audio_config"):
+        found.append("only its language model is taken: the encoder's weights and time are left out")
+    return "; ".join(found)
 
 
 def _dtype(path: Path, raw: Mapping[str, Any]) -> int:

@@ -112,3 +112,63 @@ def test_further_norms_take_time_in_every_step() -> None:
     assert two is not None
     assert four is not None
     assert all(four.dense[tokens] > two.dense[tokens] for tokens in (1, 256, 16_384))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mamba_d_state": 16}, {"ssm_state_size": 16}, {"linear_num_value_heads": 32}, {"full_attention_interval": 4},
+        {"moe_num_experts": 64, "moe_intermediate_size": 1536},
+    ],
+)  # fmt: skip
+def test_what_the_geometry_does_not_hold_is_refused(tmp_path: Path, fields: dict[str, object]) -> None:
+    """Jamba, Nemotron-H, Qwen3-Next, ERNIE 4.5: they were read as dense models with attention in every layer."""
+    with pytest.raises(InputFileError, match=next(iter(fields))):
+        read_config(config(tmp_path, **fields))
+
+
+def test_weights_quantized_beside_the_config_are_not_taken_for_16_bits(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    path.with_name("hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(InputFileError, match=r"hf_quant_config\.json"):
+        read_config(path)
+
+
+def test_shared_experts_are_counted(tmp_path: Path) -> None:
+    """GLM-4.5-Air has 106 billion parameters, a shared expert among them; its first layer is dense."""
+    path = config(
+        tmp_path, model_type="glm4_moe", num_hidden_layers=46, hidden_size=4096, num_attention_heads=96,
+        intermediate_size=10944, n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8,
+        moe_intermediate_size=1408, first_k_dense_replace=1, vocab_size=151552,
+    )  # fmt: skip
+    model = read_config(path)
+    assert model.shared_intermediate == 1408
+    assert "no experts" in model.note
+
+
+@pytest.mark.parametrize(("kind", "sliding"), [("gemma2", 13), ("gemma3_text", 22), ("mistral", 26)])
+def test_a_family_that_leaves_its_defaults_out_has_them(tmp_path: Path, kind: str, sliding: int) -> None:
+    """The published gemma-2-2b has neither layer types nor tied embeddings in its config.json."""
+    path = config(tmp_path, model_type=kind, num_hidden_layers=26, sliding_window=4096)
+    raw = json.loads(path.read_text())
+    del raw["tie_word_embeddings"]
+    path.write_text(json.dumps(raw))
+    model = read_config(path)
+    assert (model.sliding_layers, model.tied_embeddings) == (sliding, kind != "mistral")
+
+
+def test_the_rest_of_a_model_of_images_is_said_to_be_left_out(tmp_path: Path) -> None:
+    path = config(tmp_path, vision_config={"hidden_size": 1280})
+    assert "encoder" in read_config(path).note
+    raw = json.loads(path.read_text())
+    nested = {key: value for key, value in raw.items() if key not in ("vision_config", "tie_word_embeddings")}
+    outer = {"vision_config": {}, "tie_word_embeddings": True, "text_config": nested}
+    path.write_text(json.dumps(outer | {"vision_config": {"hidden_size": 1280}}))
+    model = read_config(path)
+    assert model.tied_embeddings
+    assert "encoder" in model.note
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "gpt_neox"])
+def test_a_model_with_two_matrices_in_its_mlp_has_a_caveat(tmp_path: Path, kind: str) -> None:
+    assert "two matrices" in read_config(config(tmp_path, model_type=kind)).note
