@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.errors import UsageError
 
+BLOCK = 128
+"""Rows and columns that share a scale in weights of type ``fp8_block``."""
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -31,18 +34,33 @@ class Parallel:
         return self.gpus == 1
 
     def check(self, model: ModelGeometry) -> None:
-        """Raise UsageError if the model cannot be divided in this way."""
-        if model.heads % self.tp or (self.tp > model.kv_heads and self.tp % model.kv_heads):
+        """Raise UsageError if the model cannot be divided in this way, which vLLM refuses, too."""
+        fewer, more = sorted((self.tp, model.kv_heads))
+        if model.heads % self.tp or more % fewer:
             raise UsageError(
                 f"{model.name} has {model.heads} attention and {model.kv_heads} KV heads, which {self.tp} GPUs cannot "
-                f"share evenly; use a tp that divides {model.heads}"
+                f"share evenly; use a tp that divides {model.heads} and divides {model.kv_heads} or is a multiple of it"
             )
+        self._check_blocks(model)
         if self.ep > 1 and not model.experts:
             raise UsageError(
                 f"{model.name} has no experts to spread over ep={self.ep}; leave ep out, or choose an MoE model"
             )
         if self.ep > 1 and model.experts % self.ep:
             raise UsageError(f"{model.name} has {model.experts} experts, which ep={self.ep} cannot share evenly")
+
+    def _check_blocks(self, model: ModelGeometry) -> None:
+        """Raise UsageError where a slice of weights with a scale per block would end within a block."""
+        what, width = ("an expert", model.expert_intermediate) if model.experts else ("the MLP", model.intermediate)
+        whole = self.tp == 1 or (model.experts and self.ep > 1)
+        if whole or model.dtype_of_experts != "fp8_block" or width % (self.tp * BLOCK) == 0:
+            return
+        other = ", ep over the same GPUs" if model.experts else ""
+        raise UsageError(
+            f"{what} of {model.name} has a width of {width:,}, of which {self.tp} GPUs would have {width / self.tp:g} "
+            f"each: no multiple of the {BLOCK} that share a scale in FP8, so vLLM does not start; use a smaller "
+            f"tp{other} or weights with one scale per tensor"
+        )
 
 
 SINGLE = Parallel()

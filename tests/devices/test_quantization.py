@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,23 @@ def test_a_model_that_needs_several_gpus_loads_on_them() -> None:
     with pytest.raises(UsageError, match=r"more GPUs .--tp N; run and capacity: --topology tp=N."):
         load_device("h100", "llama-3.1-70b")
     assert load_device("h100", "llama-3.1-70b", parallel=Parallel(tp=4)).kv_capacity_tokens > 100_000
+
+
+def test_slices_that_vllm_refuses_are_refused() -> None:
+    """Experts of 1,536 columns in blocks of 128: 4 GPUs have 384 each, 8 would have 192; experts spread whole fit."""
+    with pytest.raises(UsageError, match="192 each"):
+        load_device("h100", "qwen3-235b-a22b-fp8", parallel=Parallel(tp=8))
+    for shape in (Parallel(tp=4), Parallel(tp=8, ep=8)):
+        assert load_device("h100", "qwen3-235b-a22b-fp8", parallel=shape).kv_capacity_tokens
+    assert load_device("h100", "qwen3-235b-a22b", parallel=Parallel(tp=8), quantization="fp8").kv_capacity_tokens
+
+
+@pytest.mark.parametrize(("kv_heads", "tp", "works"), [(10, 4, False), (10, 2, True), (2, 8, True), (8, 5, False)])
+def test_key_value_heads_are_shared_evenly(kv_heads: int, tp: int, works: bool) -> None:
+    """As vLLM asserts: 10 KV heads are not divided among 4 GPUs, though 40 query heads are."""
+    model = replace(find_model("qwen3-8b"), heads=40, kv_heads=kv_heads)
+    if works:
+        Parallel(tp=tp).check(model)
+    else:
+        with pytest.raises(UsageError, match="cannot share evenly"):
+            Parallel(tp=tp).check(model)
