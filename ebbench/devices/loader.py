@@ -24,7 +24,13 @@ from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6, fitted=False)
-_DECODES = StepShape((), 256, 256 * 1024, 256)  # of 1,024 tokens each
+_STEPS = {
+    "256 decodes": StepShape((), 256, 256 * 1024, 256),
+    "2,048 prompt tokens": StepShape(((2048, 0),), 0, 0, 1),
+    "8,192 prompt tokens": StepShape(((2048, 0),) * 4, 0, 0, 4),
+}
+SLOWER = 1.02
+"""From this ratio to 16 bits on, a step of quantized weights is said to be slower."""
 EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 
 
@@ -154,6 +160,12 @@ def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel)
 def _caveats(request: DeviceRequest, model: ModelGeometry, built: Built, host: HostCosts) -> tuple[str, ...]:
     """Warnings about options without effect and about constants that were not fitted."""
     found: tuple[str, ...] = (f"{model.name}: {model.note}",) if model.note else ()
+    if model.sliding_layers and request.kv_tokens is None:
+        found += (
+            f"{model.sliding_layers} of the {model.layers} layers of {model.name} attend to the last "
+            f"{model.sliding_window:,} tokens only; vLLM keeps no more of longer sequences there and has room for more "
+            "of them, while here every layer keeps all tokens",
+        )
     if request.eager and not isinstance(built.cost, TableCost):
         found += (EAGER_UNKNOWN,)
     if isinstance(built.cost, TableCost | RooflineCost) and not host.fitted:
@@ -174,13 +186,14 @@ def _slower_than_16_bits(
         profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager
     )
     assert plain is not None  # the device has tables
-    ratio = built.cost.step_s(_DECODES) / plain[0].step_s(_DECODES)
-    if ratio <= 1.0:
+    ratios = {what: built.cost.step_s(step) / plain[0].step_s(step) for what, step in _STEPS.items()}
+    slow = ", ".join(f"{what} {ratio:.2f} times" for what, ratio in ratios.items() if ratio > SLOWER)
+    if not slow:
         return ()
     return (
-        f"with --quantization {request.quantization} a step of {_DECODES.decode_seqs} decodes takes {ratio:.1f} times "
-        f"as long as in 16 bits, by the kernel tables of {profile.name}: kernels with one scale per tensor are slow "
-        "there; weights published with one scale per block (the model's own config.json) are not",
+        f"with --quantization {request.quantization} some steps take longer than in 16 bits, by the kernel tables of "
+        f"{profile.name}: {slow}; kernels with one scale per tensor are slow there, weights published with one scale "
+        "per block (the model's own config.json) may be faster",
     )
 
 

@@ -230,7 +230,7 @@ def with_cluster(
             )
         return engine, ""
     front = parse_dispatch(dispatch or DEFAULT_DISPATCH)
-    decode = parse_dispatch(decode_dispatch or ("iqr" if front.kind == "sbs" else DEFAULT_DISPATCH))
+    decode = parse_dispatch(decode_dispatch) if decode_dispatch else None
     if engine.name == "sim":
         return _simulated(spec, replicas, front, decode)
     if engine.name == "vllm":
@@ -244,16 +244,22 @@ def with_cluster(
 
 
 def _simulated(
-    spec: TopologySpec | None, replicas: int | None, front: DispatchSpec, decode: DispatchSpec
+    spec: TopologySpec | None, replicas: int | None, front: DispatchSpec, decode: DispatchSpec | None
 ) -> tuple[Engine, str]:
     """The simulator with several instances."""
     from ebbench.config.topology import PoolSpec, TopologySpec
+    from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
     from ebbench.engines.sim import SimEngine
 
     if spec is None:
         spec = TopologySpec(replicas=PoolSpec(instances=replicas or 1))
     elif replicas is not None:
         raise UsageError("--topology sets the number of instances; leave out --replicas")
+    if decode is not None and not spec.disaggregated:
+        raise UsageError(
+            f"--decode-dispatch is for a decode pool, which {spec.label} has not; leave it out, or give --topology 1p1d"
+        )
+    decode = decode or parse_dispatch("iqr" if front.kind == "sbs" else DEFAULT_DISPATCH)
     words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
     return SimEngine(spec, front, decode), words
 
@@ -287,4 +293,8 @@ def topology_of(wanted: TopologySpec | str | None, scenario: str | None, link: s
         return wanted
     if wanted is None:
         raise UsageError("--link joins the GPUs of a topology: give --topology (for example tp=2)")
+    if not wanted.disaggregated and all(shape.tp == 1 and shape.ep == 1 for shape in wanted.pools):
+        raise UsageError(
+            f"--link {link} changes nothing in {wanted.label}: its GPUs share no model; leave it out, or give tp or ep"
+        )
     return msgspec.structs.replace(wanted, link=link)

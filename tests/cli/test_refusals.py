@@ -44,6 +44,11 @@ OF_A_START = (
         (("--long-prefill-token-threshold-adaptive",), "has no effect without a threshold"),
         (("--long-prefill-token-threshold", "50000"), "between 0 (off) and --max-model-len 40960"),
         (("--max-num-queued-tokens", "99", "--topology", "dp=2"), "simulated for one instance, not for dp=2"),
+        (("--topology", "dp=2", "--link", "pcie"), "--link pcie changes nothing in dp=2: its GPUs share no model"),
+        (
+            ("--topology", "dp=2", "--decode-dispatch", "iqr"),
+            "--decode-dispatch is for a decode pool, which dp=2 has not",
+        ),
         *[((*SERVER, *words), f"{words[0]} is set where a server is started, and {SERVER[1]}") for words in OF_A_START],
         ((*SERVER, "--api-server", "datacenter"), "through a real one: leave it out"),
         ((*SERVER, "--ready-timeout", "nan"), "--ready-timeout must be a finite number"),

@@ -94,9 +94,32 @@ def test_a_reported_kv_cache_takes_the_place_of_the_estimate() -> None:
 )
 def test_quantized_kernels_that_are_slower_than_16_bits_are_a_caveat(device: str, model: str, warned: bool) -> None:
     warnings = load_device(device, model, quantization="fp8").warnings
-    assert any("times as long as in 16 bits" in warning for warning in warnings) == warned
-    for plain in (load_device(device, model), load_device("h200", "gemma-3-1b-it", quantization="fp8", eager=True)):
-        assert not any("16 bits" in warning for warning in plain.warnings)
+    assert any("take longer than in 16 bits" in warning for warning in warnings) == warned
+    assert not any("16 bits" in warning for warning in load_device(device, model).warnings)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "decodes", "prompts"),
+    [("h200", {}, True, True), ("h200", {"eager": True}, False, True), ("b200", {}, False, True)],
+)
+def test_steps_of_prompts_that_are_slower_than_16_bits_are_named_too(
+    device: str, options: dict[str, bool], decodes: bool, prompts: bool
+) -> None:
+    """In eager mode the launches take longer than either decode step of this small model."""
+    (said,) = (
+        warning
+        for warning in load_device(device, "gemma-3-1b-it", quantization="fp8", **options).warnings  # type: ignore[arg-type]
+        if "16 bits" in warning
+    )
+    assert ("256 decodes" in said, "2,048 prompt tokens" in said) == (decodes, prompts)
+
+
+@pytest.mark.parametrize(("model", "layers"), [("gpt-oss-120b", "18 of the 36"), ("gemma-3-1b-it", "22 of the 26")])
+def test_a_sliding_window_that_the_kv_cache_does_not_know_is_a_caveat(model: str, layers: str) -> None:
+    """Not where the server reports its KV cache, nor for models without a window."""
+    assert any(layers in warning for warning in load_device("h200", model).warnings)
+    others = (load_device("h200", model, kv_tokens=10_000), load_device("h200", "qwen3-8b"))
+    assert not any("attend to the last" in warning for device in others for warning in device.warnings)
 
 
 def test_capacity_meets_the_measured_ones() -> None:

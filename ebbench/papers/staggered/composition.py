@@ -50,7 +50,7 @@ def _cell(options: PaperOptions, device: str, workload: str, load: float | None,
     return simulated(
         workload, policy, device, options.model(), SEQS, BUDGET, scenario=None if load is None else "poisson",
         topology=deployed(TOPOLOGY, network_ms=0.5), dispatch=DISPATCH[dispatch],
-        decode_dispatch="least-outstanding", vllm_version=VLLM, **plan,
+        vllm_version=VLLM, **plan,
     )  # fmt: skip
 
 
