@@ -28,6 +28,7 @@ GROUPS = (
     "gpustack",
     "gpustack with fused sampler",
     "kv cache",
+    "iog",
 )
 
 
@@ -106,6 +107,7 @@ def _collect(
 ) -> list[PublishedFigure]:
     from ebbench.cli.make_runs import with_progress
     from ebbench.papers.fidelity.cases import all_cases, as_served
+    from ebbench.papers.fidelity.cases_iog import iog_cells
     from ebbench.papers.fidelity.cases_kv import kv_cells
     from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of
     from ebbench.runs.store import RunStore
@@ -115,6 +117,8 @@ def _collect(
         cells += replay_cells()
     if "kv cache" in groups:
         cells += kv_cells()
+    if "iog" in groups:
+        cells += iog_cells()
     cases = [case for case in (*all_cases(), *as_served(all_cases())) if case.group in groups]
     say = _progress(len(cases))
     store = RunStore(runs)

@@ -52,7 +52,8 @@ class StartUp:
 
 
 STARTS = (
-    StartUp((0, 9), 0.90, FUSED, FUSED),  # with FlashInfer, as in the official images; without it as in 0.11
+    # With FlashInfer, as in the official images; without it as in 0.11. Of 0.8 the last, 0.8.5, was read.
+    StartUp((0, 8), 0.90, FUSED, FUSED),
     StartUp((0, 11), 0.90, SORTS, SORTS),
     StartUp((0, 17), 0.90, FILTERS, FILTERS),
     StartUp((0, 20), 0.92, FILTERS_GRAPHS, FILTERS_GRAPHS),

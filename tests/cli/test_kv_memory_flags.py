@@ -85,4 +85,4 @@ def test_a_share_is_refused_where_it_has_no_effect() -> None:
         "--engine", "http://127.0.0.1:9", "--gpu-memory-utilization", "0.5"
     )
     assert "must be above 0 and at most 1, not 1.5" in refused("--engine", "sim", "--gpu-memory-utilization", "1.5")
-    assert "is not known here, 0.9 to 0.33 are" in refused("--engine", "sim", "--vllm-version", "0.5")
+    assert "is not known here, 0.8 to 0.33 are" in refused("--engine", "sim", "--vllm-version", "0.5")
