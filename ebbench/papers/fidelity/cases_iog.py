@@ -65,19 +65,19 @@ def sessions() -> list[list[Row]]:
     return list(found.values())
 
 
-def session_cells(rows: Sequence[Row], seeds: Sequence[int] = SEEDS, link: str = "") -> list[PublishedFigure]:
-    """The figures of one server; ``link`` "" is the device's default."""
-    device = session_device(rows[0], link)
+def session_cells(rows: Sequence[Row], seeds: Sequence[int] = SEEDS) -> list[PublishedFigure]:
+    """The figures of one server: means over the draws of ``seeds``."""
+    device = session_device(rows[0])
     draws = [session_figures(rows, device, seed) for seed in seeds]
     return [cell for i, row in enumerate(rows) for cell in _cells(row, device, [draw[i] for draw in draws])]
 
 
-def session_device(row: Row, link: str = "") -> Device:
+def session_device(row: Row) -> Device:
     """The GPUs of a server, with its KV cache."""
     seqs, budget = SIZES
     return load_device(
         DEVICE, MODELS[row["model"]], max_num_seqs=seqs, max_num_batched_tokens=budget, async_scheduling=False,
-        parallel=Parallel(tp=int(row["gpus"]), link=link), vllm_version=VLLM,
+        parallel=Parallel(tp=int(row["gpus"])), vllm_version=VLLM,
     )  # fmt: skip
 
 
