@@ -27,25 +27,33 @@ class Collectives:
         return self.profile.links[self.link]
 
     @property
+    def _device(self) -> str:
+        """The device whose tables are read."""
+        return self.profile.collectives_from or self.profile.name
+
+    @property
     def measured(self) -> bool:
-        """Whether vLLM's all-reduce was measured on this device, link and number of GPUs."""
+        """Whether vLLM's all-reduce was measured on this device or its stand-in, link and number of GPUs."""
         return self._points("all_reduce", "graph") is not None
 
     @property
     def provenance(self) -> str:
         """The link, and the source of its times."""
         if self.measured:
-            return f"link {self.link} ({self._link.note}): {source('collective')}"
+            whose = f" of {self._device}" if self.profile.collectives_from else ""
+            return f"link {self.link} ({self._link.note}): {source('collective')}{whose}"
         return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A warning if the times come from the formula."""
+        """A warning if the times come from another device or from the formula."""
+        unmeasured = f"collectives among {self.gpus} {self.profile.name} over {self.link} were not measured: "
         if self.measured:
-            return ()
+            return (f"{unmeasured}those of {self._device} stand for them",) if self.profile.collectives_from else ()
+        link = self._link
         return (
-            f"collectives among {self.gpus} {self.profile.name} over {self.link} were not measured: their time is that "
-            f"of a ring at {self._link.bytes_per_s / 1e9:g} GB/s with {self._link.latency_s * 1e6:g} us of latency",
+            f"{unmeasured}their time is that of a ring at {link.bytes_per_s / 1e9:g} GB/s with "
+            f"{link.latency_s * 1e6:g} us of latency",
         )
 
     def all_reduce_s(self, tokens: Array, token_bytes: float, *, eager: bool = False) -> Array:
@@ -82,7 +90,7 @@ class Collectives:
 
     def _points(self, operation: str, mode: str) -> tuple[Array, Array] | None:
         table = select(
-            "collective", device=self.profile.name, link=self.link, operation=operation, mode=mode, gpus=self.gpus
+            "collective", device=self._device, link=self.link, operation=operation, mode=mode, gpus=self.gpus
         ).to_pydict()
         if not table["bytes"]:
             return None

@@ -51,7 +51,8 @@ class DeviceProfile:
 
     ``links``: kinds of link between the GPUs of one server, the default first. ``gemm_factor``: time of a step's matrix
     products relative to the tables. ``context_bytes``: memory of the CUDA context, of libraries and workspaces (0.13 to
-    0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures.
+    0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures. ``collectives_from``: the device whose
+    measured collectives over the link of the same name stand for its own.
     """
 
     name: str
@@ -67,6 +68,7 @@ class DeviceProfile:
     max_num_batched_tokens: int = 8192
     context_bytes: int = 290_000_000
     mixed_from: str = ""
+    collectives_from: str = ""
     mixed_note: str = "taken as the sum of its parts"
     host: Mapping[str, HostCosts] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -127,9 +129,10 @@ def read_profile(path: Path) -> DeviceProfile:
     names = raw.pop("calibration_names", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputFileError(path, f"field calibration_names must be a list of names, not {names!r}")
-    lender = raw.get("mixed_from")
-    if lender and lender not in list_devices():
-        raise InputFileError(path, f"field mixed_from: {UnknownNameError('device', lender, list_devices())}")
+    for field_name in ("mixed_from", "collectives_from"):
+        lender = raw.get(field_name)
+        if lender and lender not in list_devices():
+            raise InputFileError(path, f"field {field_name}: {UnknownNameError('device', lender, list_devices())}")
     return DeviceProfile(
         **raw,
         calibration_names=tuple(names),

@@ -13,6 +13,7 @@ import pytest
 from ebbench.config.topology import parse_topology
 from ebbench.devices import StepShape, load_device
 from ebbench.devices.base import PassCost
+from ebbench.devices.collectives import Collectives
 from ebbench.devices.kerneltables import select
 from ebbench.devices.layers import _gemm_tables, _projections
 from ebbench.devices.parallel import Parallel
@@ -111,6 +112,19 @@ def test_the_link_decides_what_a_collective_takes() -> None:
 def test_collectives_that_were_not_measured_are_a_formula_and_said() -> None:
     device = load_device("rtx-pro-6000", "qwen3-8b", parallel=Parallel(tp=4))
     assert any("were not measured" in warning and "15 GB/s" in warning for warning in device.warnings)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_collectives_measured_on_another_device_stand_for_a_devices_own_and_are_said(gpus: int) -> None:
+    own, lent = (Collectives(find_profile(name), "pcie", gpus) for name in ("rtx-4090", "l40s"))
+    sizes = np.array([1.0, 64.0, 2048.0])
+    for times in (Collectives.all_reduce_s, Collectives.all_gather_s, Collectives.reduce_scatter_s):
+        assert np.array_equal(times(own, sizes, 8192.0), times(lent, sizes, 8192.0))
+    assert not lent.warnings
+    assert own.warnings == (
+        f"collectives among {gpus} rtx-4090 over pcie were not measured: those of l40s stand for them",
+    )
+    assert own.provenance.endswith(" of l40s")
 
 
 def test_a_device_file_without_a_link_is_refused_where_something_crosses_one(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_a_profile_from_a_file_is_a_device(tmp_path: Path) -> None:
         ("2e14", "2e14\nmax_num_seqs = 10.5", "max_num_seqs must be a whole number"),
         ("2e14", "2e14\ncalibration_names = 3", "calibration_names must be a list of names"),
         ("2e14", '2e14\nmixed_from = "rtx-4080"', "mixed_from: unknown device 'rtx-4080'"),
+        ("2e14", '2e14\ncollectives_from = "rtx-4080"', "collectives_from: unknown device 'rtx-4080'"),
         ("2e14", "2e14\nsampler_bytes_per_logit = 11.0", "unknown field 'sampler_bytes_per_logit'"),
     ],
 )
@@ -156,6 +157,7 @@ def test_every_profile_loads_and_so_does_the_profile_it_takes_mixed_costs_from()
         profile = find_profile(name)
         assert profile.name == name
         assert not profile.mixed_from or profile.mixed_from in list_devices()
+        assert not profile.collectives_from or set(profile.links) <= set(find_profile(profile.collectives_from).links)
 
 
 def test_the_linear_cost_model_is_refused_without_a_calibration() -> None:
