@@ -34,7 +34,7 @@ def errors(cases: list[Case], *metrics: str) -> list[float]:
 
 def test_printed_rates_are_printed_totals_over_printed_durations() -> None:
     timed = [row for row in ROWS if row["duration_s"]]
-    assert len(timed) == 43
+    assert len(timed) == 58
     for row in timed:
         inputs, outputs, duration_s = int(row["input_tokens"]), int(row["output_tokens"]), float(row["duration_s"])
         assert (inputs + outputs) / duration_s == pytest.approx(float(row["total_tokens_per_s"]), rel=2e-3)
@@ -52,8 +52,8 @@ def test_rates_without_a_duration_say_that_every_answer_had_its_length() -> None
 def test_every_row_is_repeated_but_the_pipeline_and_static_scales() -> None:
     left_out = [row for row in ROWS if "-pp" in row["serve_arguments"] or row["precision"] == "fp8 static"]
     cases = list(gpustack())
-    assert (len(ROWS), len(left_out), len(cases)) == (50, 2, 48)
-    assert len({(case.device, case.model, case.name) for case in cases}) == 48
+    assert (len(ROWS), len(left_out), len(cases)) == (65, 2, 63)
+    assert len({(case.device, case.model, case.name) for case in cases}) == 63
     assert not any(case.fitted for case in cases)
 
 
@@ -64,7 +64,7 @@ def test_the_server_has_the_defaults_of_its_version_and_the_arguments_of_its_row
             assert not options.scheduler_reserve_full_isl
             assert options.async_scheduling is ("async" in case.name)
             budget = 16_384 if "B=16384" in case.name else 8192
-            wanted = (256, 2048) if case.device == "rtx-4090" else (1024, budget)
+            wanted = (1024, budget) if case.device == "h100" else (256, 2048)
             assert (options.max_num_seqs, options.max_num_batched_tokens) == wanted
 
 

@@ -3,13 +3,17 @@
 Settings, fixed before the first run of ours (2026-11-23); no constant was fitted on these rows:
 
 - ``vllm serve`` without arguments takes N = 1024 and B = 8192 on GPUs of 70 GiB and more, 256 and 2048 on smaller ones
-  (``EngineArgs.get_batch_defaults``; the same in vLLM 0.9.2 to 0.11), 0.9 of the memory, no asynchronous scheduling.
+  and on an A100 (``EngineArgs.get_batch_defaults``; the same in vLLM 0.9.2 to 0.11), 0.9 of the memory, no asynchronous
+  scheduling.
 - All prompts are sent at once unless the row has a concurrency. The random data set has prompts of one length; the
   chat template adds 8 tokens (counted for Qwen3; gpt-oss has a longer one, whose fixed part is in the prefix cache).
 - Answers of the random data set have the mean length reported, rounded. Some models ended theirs early; how the lengths
   scattered is not published, and prompts that are prefilled one after the other put the requests out of step anyway.
 - ShareGPT: the totals are published, the single lengths are not. They are drawn with the mean of the 1,000 and
   of the 100 prompts (``reference:workloads/sharegpt-gpustack-*.toml``); their spread is assumed.
+- The A100's pages (2026-11-24) had been read when its device was made; of that only the facts of the GPU and rules were
+  chosen, before its first run: host constants as of other devices on which none is fitted, mixed attention from the
+  RTX 4090 (FlashAttention 2 on both), no factor on matrix products. It has 80 GB: Qwen3-32B ran on one.
 - Scored are throughput, mean TTFT and mean TPOT. Throughput is in requests/s where lengths are known and in tokens/s
   where they are drawn. The answer of the tool is the group ``gpustack``; behind the API server and with the fused
   sampler's KV capacity (``fused_sampler``) the same cases are variants, to tell causes apart.
@@ -54,7 +58,8 @@ PRECISIONS = {  # printed -> (--quantization, --kv-cache-dtype); static scales o
     "bf16": (None, "auto"), "mxfp4": (None, "auto"), "fp8": (None, "auto"), "fp8 dynamic": ("fp8", "auto"),
     "bf16, kv fp8": (None, "fp8"),
 }  # fmt: skip
-SIZES = {"h100": (1024, 8192), "rtx-4090": (256, 2048)}  # N and B of `vllm serve` without arguments
+DEVICES = {"H100 SXM": "h100", "H100": "h100", "RTX 4090": "rtx-4090", "A100": "a100"}
+SIZES = {"h100": (1024, 8192), "rtx-4090": (256, 2048), "a100": (256, 2048)}  # N and B of `vllm serve` without arguments
 TEMPLATE_TOKENS = 8
 
 
@@ -73,7 +78,7 @@ def fused_sampler() -> Iterator[Case]:
 
 
 def _case(row: Mapping[str, str]) -> Case:
-    device = "rtx-4090" if "4090" in row["gpu"] else "h100"
+    device = DEVICES[row["gpu"]]
     quantization, kv_cache_dtype = PRECISIONS[row["precision"]]
     seqs, budget = SIZES[device]
     if "--max-num-batched-tokens" in row["serve_arguments"]:
