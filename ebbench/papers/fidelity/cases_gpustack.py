@@ -58,7 +58,7 @@ PRECISIONS = {  # printed -> (--quantization, --kv-cache-dtype); static scales o
     "bf16": (None, "auto"), "mxfp4": (None, "auto"), "fp8": (None, "auto"), "fp8 dynamic": ("fp8", "auto"),
     "bf16, kv fp8": (None, "fp8"),
 }  # fmt: skip
-DEVICES = {"H100 SXM": "h100", "H100": "h100", "RTX 4090": "rtx-4090", "A100": "a100"}
+DEVICES = {"H100": "h100", "RTX": "rtx-4090", "A100": "a100"}  # by the first word of the printed GPU
 SIZES = {"h100": (1024, 8192), "rtx-4090": (256, 2048), "a100": (256, 2048)}  # N and B of `vllm serve` without arguments
 TEMPLATE_TOKENS = 8
 
@@ -78,7 +78,7 @@ def fused_sampler() -> Iterator[Case]:
 
 
 def _case(row: Mapping[str, str]) -> Case:
-    device = DEVICES[row["gpu"]]
+    device = DEVICES[row["gpu"].split()[0]]
     quantization, kv_cache_dtype = PRECISIONS[row["precision"]]
     seqs, budget = SIZES[device]
     if "--max-num-batched-tokens" in row["serve_arguments"]:
