@@ -20,6 +20,8 @@ CASES = [
     ("h100", "qwen2.5-coder-7b", "table"),
     ("l40s", "qwen3-4b", "table"),
     ("b300", "qwen3-30b-a3b", "table"),
+    ("a100", "qwen3-14b", "table"),
+    ("a100", "qwen3-30b-a3b", "table"),
     ("rtx-pro-6000", "qwen3-8b", "linear"),
     ("h200", "qwen3-30b-a3b", "linear"),
     ("l40s", "llama-3.1-8b", "roofline"),

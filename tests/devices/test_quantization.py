@@ -79,9 +79,10 @@ def test_fp8_is_faster_and_holds_more_on_every_device_that_has_its_tables(device
     assert "weights in fp8, KV cache in fp8" in fp8.provenance
 
 
-def test_a_device_without_fp8_tables_refuses_it() -> None:
-    with pytest.raises(UsageError, match="no kernels with fp8 weights were measured on rtx-4090"):
-        load_device("rtx-4090", "llama-3.1-8b", quantization="fp8")
+@pytest.mark.parametrize("device", ["rtx-4090", "a100"])
+def test_a_device_without_fp8_tables_refuses_it(device: str) -> None:
+    with pytest.raises(UsageError, match=f"no kernels with fp8 weights were measured on {device}"):
+        load_device(device, "llama-3.1-8b", quantization="fp8")
 
 
 def test_unknown_quantizations_are_refused(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ PRECISIONS = {  # printed -> (--quantization, --kv-cache-dtype); static scales o
     "bf16, kv fp8": (None, "fp8"),
 }  # fmt: skip
 DEVICES = {"H100": "h100", "RTX": "rtx-4090", "A100": "a100"}  # by the first word of the printed GPU
-SIZES = {"h100": (1024, 8192), "rtx-4090": (256, 2048), "a100": (256, 2048)}  # N and B of `vllm serve` without arguments
+# N and B of `vllm serve` without arguments
+SIZES = {"h100": (1024, 8192), "rtx-4090": (256, 2048), "a100": (256, 2048)}
 TEMPLATE_TOKENS = 8
 
 
