@@ -14,6 +14,7 @@ from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
+from ebbench.engines.checks import start_notes
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.make import device_of, plan_of
 from ebbench.runs.store import RunStore
@@ -135,7 +136,10 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         question, load, theory, scores, chosen, reason,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
-        notes=(*plan.warnings, *device.warnings, *filter(None, [time_note(plan.facts)]), *_api_server(store, first)),
+        notes=(
+            *plan.warnings, *device.warnings, *start_notes(device, first.options),
+            *filter(None, [time_note(plan.facts)]), *_api_server(store, first),
+        ),
         dropped=found.dropped,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions, EngineResult
+from ebbench.engines.checks import start_notes
 from ebbench.engines.versions import engine_versions
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
@@ -164,17 +165,22 @@ def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) ->
 
 
 def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tuple[RunWarning, ...]:
+    simulated = context.engine in VIRTUAL_TIME
     found = [
         *_of("plan", context.plan.warnings),
         *_of("device", (result.device or context.device).warnings),
         *_of("engine", result.warnings),
+        *_of("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
     left_out = api_server_warning(context.engine, context.options, result.facts, metrics)
     if left_out is not None:
         found.append(left_out)
-    return tuple(dict.fromkeys(found))
+    once: dict[str, RunWarning] = {}
+    for one in found:
+        once.setdefault(str(one), one)
+    return tuple(once.values())
 
 
 def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:

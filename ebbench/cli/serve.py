@@ -83,9 +83,8 @@ def serve(
 
     if emulated.slow_motion != 1.0 and emulated.emulate is None:
         raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")
-    serving = replace(
-        _serving(model, policy, costs, emulated), host=host, port=port, record=record, extra=tuple(vllm_options or ())
-    )
+    extra = tuple(vllm_options or ())
+    serving = replace(_serving(model, policy, costs, emulated, extra), host=host, port=port, record=record)
     typer.echo(plain_line(serving), err=not print_only)
     if print_only:
         return
@@ -96,19 +95,26 @@ def serve(
         raise RunError(f"the server ended with exit status {status}; {reason}")
 
 
-def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags) -> Serving:
+def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags, extra: tuple[str, ...]) -> Serving:
     """What is served, and under which policy."""
     from ebbench.engines.costs import serving_costs
-    from ebbench.engines.vllm_command import Emulation, Serving, hub_name
+    from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parallel_of
     from vllm_eb.policy import parse_policy
 
+    if emulated.emulate is not None and not parallel_of(extra).single:
+        raise UsageError("--emulate emulates one GPU; leave out the options of several after --")
     spec, device_model = parse_policy(policy), costs.device_model or model
     return Serving(
         model=model if Path(model).exists() else hub_name(model),
         policy=spec,
         calibration=serving_costs(
-            [spec], calibration=costs.calibration, device=costs.device or emulated.emulate, model=device_model
+            [spec],
+            calibration=costs.calibration,
+            device=costs.device or emulated.emulate,
+            model=device_model,
+            vllm_options=extra,
         ),
+        extra=extra,
         emulation=Emulation(emulated.emulate, device_model, emulated.slow_motion) if emulated.emulate else None,
     )
 

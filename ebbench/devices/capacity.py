@@ -51,7 +51,7 @@ def kv_capacity_tokens(
             f"vLLM's start {reserve / 1e9:.1f} GB{several} against {budget / 1e9:.1f} GB "
             f"({share:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
             "choose a smaller model, a larger device, --quantization fp8, or more GPUs "
-            "(--tp N; run and capacity: --topology tp=N)"
+            "(--tp N; run and capacity: --topology tp=N; vLLM: -- --tensor-parallel-size N)"
             f"{'' if weights >= budget else _REPORTED}"
         )
     return tokens

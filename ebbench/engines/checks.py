@@ -179,6 +179,22 @@ def _uses(plan: Plan, column: str) -> bool:
     return column in plan.table.column_names and plan.table[column].null_count < len(plan)
 
 
+def start_notes(device: Device, options: EngineOptions) -> tuple[str, ...]:
+    """A warning where vLLM would refuse to start with these options, though the plan's requests fit.
+
+    Where layers have a sliding window it needs less than is reckoned here, and with a given number of blocks the device
+    is not the limit.
+    """
+    capacity, model = device.kv_capacity_tokens, device.geometry
+    if model is None or model.sliding_layers or options.num_kv_blocks is not None or capacity >= options.max_model_len:
+        return ()
+    return (
+        f"a real server would not start: vLLM wants room for a request of --max-model-len {options.max_model_len:,} "
+        f"tokens, and {device.model} on {device.name} holds {capacity:,}; give it --max-model-len {capacity} or less "
+        "(no request here is longer)",
+    )
+
+
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     """Number of KV blocks of an instance: as given, or from the device's capacity."""
     return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size

@@ -13,6 +13,7 @@ from typing import Any
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
+from ebbench.engines.vllm_command import parallel_of
 from ebbench.errors import InputFileError, UsageError
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
@@ -38,9 +39,11 @@ def serving_costs(
     calibration: Path | None,
     device: str | None,
     model: str,
+    vllm_options: Sequence[str] = (),
 ) -> Calibration | None:
     """Costs for a server on this machine: from the file, else from the profile that was named or fits the GPU.
 
+    ``vllm_options``: arguments for ``vllm serve``, which say how many GPUs share the model.
     None if no policy uses costs. Raises UsageError that says what to do if a policy needs costs and there are none.
     """
     if calibration is not None:
@@ -59,7 +62,7 @@ def serving_costs(
             "calibration/calibration.json, or name a GPU like it with --device; v1, v0, deferred and a fixed k or "
             "theta need no costs"
         )
-    return load_device(profile, model, **_how(options)).calibration
+    return load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options)).calibration
 
 
 def _how(options: EngineOptions | None) -> dict[str, Any]:
@@ -84,6 +87,7 @@ def local_hardware(
     model: str,
     device: str | None = None,
     calibration: Path | None = None,
+    vllm_options: Sequence[str] = (),
 ) -> Device:
     """This machine serving ``model``, with the costs that the policies need.
 
@@ -93,9 +97,11 @@ def local_hardware(
     from ebbench.engines.machine import local_device, machine_name
     from ebbench.engines.setup import unknown_device
 
-    costs = serving_costs(policies, options, calibration=calibration, device=device, model=model)
+    costs = serving_costs(
+        policies, options, calibration=calibration, device=device, model=model, vllm_options=vllm_options
+    )
     profile = local_device()
-    here = None if profile is None else _profiled(profile, model, options)
+    here = None if profile is None else _profiled(profile, model, options, vllm_options)
     if here is None:
         here = replace(unknown_device(machine_name(), model), provenance="this machine, measured")
     if costs is None:
@@ -106,7 +112,7 @@ def local_hardware(
     return replace(here, calibration=costs, costs_known=True, warnings=warnings)
 
 
-def _profiled(profile: str, model: str, options: EngineOptions) -> Device | None:
+def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Sequence[str]) -> Device | None:
     """The device of a profile; None where it cannot describe the model, which vLLM may serve all the same.
 
     Its KV cache is unknown: the server that starts has its own version and options, and reports what it has.
@@ -114,6 +120,7 @@ def _profiled(profile: str, model: str, options: EngineOptions) -> Device | None
     from ebbench.devices import load_device
 
     try:
-        return replace(load_device(profile, model, **_how(options)), kv_capacity_tokens=0)
+        found = load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options))
+        return replace(found, kv_capacity_tokens=0)
     except UsageError:
         return None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ebbench.devices.parallel import Parallel
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb import config as plugin
@@ -93,6 +94,31 @@ def check_vllm_options(options: Sequence[str]) -> None:
 def _name_of(word: str) -> str:
     """The option's name as vLLM documents it; vLLM takes underscores too, and values after an equals sign."""
     return word.partition("=")[0].replace("_", "-")
+
+
+def parallel_of(options: Sequence[str]) -> Parallel:
+    """How ``vllm serve`` with these options divides a model among GPUs. Raises UsageError for a division without costs.
+
+    Data-parallel ranks that do not share experts are one unit each.
+    """
+    sizes = dict.fromkeys(_SIZES.values(), 1)
+    for word, following in zip(options, (*options[1:], ""), strict=False):
+        value = word.partition("=")[2] or following
+        if (size := _SIZES.get(_name_of(word))) is not None and value.isdigit():
+            sizes[size] = max(int(value), 1)
+    if sizes["pp"] > 1:
+        raise UsageError(
+            "the step costs of pipeline parallelism are not known: measure them with `ebbench calibrate` and give "
+            "--calibration, or use --tensor-parallel-size"
+        )
+    shared = sizes["tp"] * sizes["dp"] if "--enable-expert-parallel" in map(_name_of, options) else 1
+    return Parallel(sizes["tp"], sizes["dp"] if shared > 1 else 1, shared)
+
+
+_SIZES = {
+    "--tensor-parallel-size": "tp", "-tp": "tp", "--data-parallel-size": "dp", "-dp": "dp",
+    "--pipeline-parallel-size": "pp", "-pp": "pp",
+}  # fmt: skip
 
 
 def serve_arguments(serving: Serving) -> list[str]:

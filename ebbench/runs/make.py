@@ -184,7 +184,10 @@ def device_of(cell: Cell, policies: Sequence[PolicySpec] = ()) -> Device:
 
         policies = policies or [parse_policy(cell.policy)]
         calibration = None if cell.calibration is None else Path(cell.calibration)
-        return local_hardware(policies, cell.options, model=model, device=cell.device, calibration=calibration)
+        return local_hardware(
+            policies, cell.options, model=model, device=cell.device, calibration=calibration,
+            vllm_options=cell.vllm_options,
+        )  # fmt: skip
     if cell.calibration is not None:
         raise UsageError(
             "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"

@@ -117,7 +117,7 @@ def test_models_have_the_number_of_parameters_in_their_names(name: str, paramete
 
 
 def test_a_model_that_needs_several_gpus_loads_on_them() -> None:
-    with pytest.raises(UsageError, match=r"more GPUs .--tp N; run and capacity: --topology tp=N."):
+    with pytest.raises(UsageError, match=r"more GPUs .--tp N; run and capacity: --topology tp=N; vLLM: -- --tens"):
         load_device("h100", "llama-3.1-70b")
     assert load_device("h100", "llama-3.1-70b", parallel=Parallel(tp=4)).kv_capacity_tokens > 100_000
 

@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.cli.main import app
 from ebbench.devices import load_device
+from ebbench.devices.parallel import Parallel
 from ebbench.engines import machine
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
 from ebbench.engines.sim import SimEngine
-from ebbench.engines.vllm_command import hub_name
+from ebbench.engines.vllm_command import hub_name, parallel_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.run import RunWriter
 from ebbench.workloads import build_plan
@@ -194,3 +195,37 @@ def test_a_file_that_is_no_calibration(tmp_path: Path, text: str) -> None:
 def test_the_hub_knows_models_by_other_names() -> None:
     assert hub_name("qwen3-8b") == "Qwen/Qwen3-8B"
     assert hub_name("somebody/a-new-model") == "somebody/a-new-model"
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ((), Parallel()),
+        (("--tensor-parallel-size", "4"), Parallel(tp=4)),
+        (("-tp", "2", "--seed", "3"), Parallel(tp=2)),
+        (("--tensor_parallel_size=8", "--enable-expert-parallel"), Parallel(tp=8, ep=8)),
+        (("--data-parallel-size", "4", "--enable-expert-parallel"), Parallel(dp=4, ep=4)),
+        (("--data-parallel-size", "4"), Parallel()),
+    ],
+)
+def test_options_of_vllm_say_how_many_gpus_share_the_model(options: tuple[str, ...], shape: Parallel) -> None:
+    assert parallel_of(options) == shape
+
+
+def test_costs_are_those_of_the_gpus_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were those of one GPU, and a model of several had none."""
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),) * 4)
+    alone, four = (here("ebplus", vllm_options=words).calibration for words in ((), ("--tensor-parallel-size", "4")))
+    assert four == load_device("h100", "qwen3-8b", parallel=Parallel(tp=4)).calibration
+    assert four.beta_p < 0.5 * alone.beta_p
+    options, given = EngineOptions(), {"calibration": None, "device": None, "model": "llama-3.1-70b"}
+    with pytest.raises(UsageError, match="-- --tensor-parallel-size N"):
+        serving_costs([parse_policy("ebplus")], options, **given)  # type: ignore[arg-type]
+    assert serving_costs([parse_policy("ebplus")], options, **given, vllm_options=("-tp", "4"))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="ebbench calibrate"):
+        here("ebplus", vllm_options=("-pp", "2"))
+
+
+def test_an_emulated_gpu_is_one() -> None:
+    words = ["serve", "qwen3-8b", "--emulate", "h100", "--print", "--", "--tensor-parallel-size", "2"]
+    assert "--emulate emulates one GPU" in CliRunner().invoke(app, words).stderr

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_fits
 from ebbench.engines.setup import unknown_device
 from ebbench.errors import UsageError
+from ebbench.records.run import Run
 from ebbench.workloads import build_plan
 
 PLAN = build_plan("balanced", seed=0, num_prompts=20, input_len=600, output_len=100)
@@ -33,3 +37,33 @@ def test_known_memory_and_lengths_are_checked() -> None:
         check_fits(PLAN, unknown_device("CPU", "a-model"), EngineOptions(num_kv_blocks=4))
     with pytest.raises(UsageError, match="max-model-len"):
         check_fits(PLAN, unknown_device("CPU", "a-model"), EngineOptions(max_model_len=100))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "a request of --max-model-len 40,960 tokens, and qwen3-32b on h100 holds 38,"),
+        (("--max-model-len", "32768"), ""),
+        (("--topology", "tp=2"), ""),
+        (("--num-kv-blocks", "1000"), ""),
+    ],
+)
+def test_a_server_that_would_not_start_is_a_caveat(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    """vLLM wants room in its KV cache for one request of the greatest length, sent or not."""
+    args = ["run", "sharegpt", "--source", "profile", "-n", "20", "-c", "4", "--policy", "v1", "-q", "--max-num-seqs"]
+    args += ["64", "--device", "h100", "--model", "qwen3-32b", "-o", str(tmp_path / "run"), *words]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    warnings = [each.message for each in Run.load(tmp_path / "run").manifest.warnings]
+    found = [text for text in warnings if "would not start" in text]
+    assert len(found) == bool(said)
+    assert all(said in text for text in found)
+
+
+def test_a_caveat_is_said_once(tmp_path: Path) -> None:
+    """The device has it, and the engine has it of its units."""
+    args = ["run", "sharegpt", "--source", "profile", "-n", "20", "-c", "4", "--policy", "v1", "-q"]
+    args += ["--device", "l40s", "--topology", "tp=2", "-o", str(tmp_path / "run")]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    said = [str(each) for each in Run.load(tmp_path / "run").manifest.warnings]
+    assert len([text for text in said if "never fitted" in text]) == 1
+    assert len(said) == len(set(said))
