@@ -17,6 +17,7 @@ from ebbench.cli.preflight import check_counts, check_options, default_policies,
 from ebbench.cli.run_policies import RunConfig, device_of, engine_of, with_label
 from ebbench.devices.apiserver import OFF
 from ebbench.engines.base import VIRTUAL_TIME, Engine
+from ebbench.engines.setup import topology_of
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
@@ -78,7 +79,8 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     limits = _checked(question)
     if plot is not None:
         chart.check_suffix(plot)
-    policies = parse_policies(question.engine.policy or default_policies(question.engine.engine))
+    topology = topology_of(question.cluster.topology, question.scenario, None)
+    policies = parse_policies(question.engine.policy or default_policies(question.engine.engine, topology))
     config = _template(question, limits, policies)
     check_options(config.options, policies)
     engine, sentence = engine_of(config)

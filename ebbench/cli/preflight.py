@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_counts, check_fits, check_options
 from ebbench.engines.setup import is_server
 from ebbench.errors import UnknownNameError, UsageError
@@ -12,9 +13,10 @@ from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_p
 __all__ = ["check_counts", "check_fits", "check_options", "default_policies", "is_server", "parse_policies"]
 
 
-def default_policies(engine: str) -> tuple[str, ...]:
-    """Policies to run by default."""
-    return ("v1",) if is_server(engine) else ("v1", "ebplus")
+def default_policies(engine: str, topology: TopologySpec | None = None) -> tuple[str, ...]:
+    """Policies to run by default; where prefill is apart from decode there is nothing to decide."""
+    alone = is_server(engine) or (topology is not None and topology.disaggregated)
+    return ("v1",) if alone else ("v1", "ebplus")
 
 
 def parse_policies(names: Sequence[str]) -> list[PolicySpec]:

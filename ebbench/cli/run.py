@@ -33,9 +33,11 @@ def run(
     from ebbench.cli.preflight import default_policies, parse_policies
     from ebbench.cli.repeats import parse_repeats
     from ebbench.cli.run_policies import RunConfig, run_policies
+    from ebbench.engines.setup import topology_of
 
     engine.refuse_for_server(context)
-    policies = parse_policies(engine.policy or default_policies(engine.engine))
+    topology = topology_of(cluster.topology, load.scenario_of(workload), None)
+    policies = parse_policies(engine.policy or default_policies(engine.engine, topology))
     repeats, until_clear = parse_repeats(load.repeats, load.max_repeats, policies=len(policies))
     config = RunConfig(
         workload=workload,

@@ -29,7 +29,7 @@ class EngineFlags:
         opt(
             "--policy",
             "-p",
-            help="A policy; repeat for several on the same plan. Default: v1 and ebplus.",
+            help="A policy; repeat for several on the same plan. Default: v1 and ebplus; v1 with a decode pool.",
             panel=load.ENGINE,
             complete=completion.policies,
         ),

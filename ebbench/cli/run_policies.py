@@ -14,7 +14,7 @@ from ebbench.analysis.economy import PRICE
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
-from ebbench.engines.checks import refuse_queue_limits, stated_limits
+from ebbench.engines.checks import refuse_queue_limits, refuse_undecided, stated_limits
 from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp, with_step_parts
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
@@ -99,6 +99,7 @@ def run_policies(config: RunConfig, *, as_json: bool) -> None:
     messages = Console(stderr=True, highlight=False)
     _check(config)
     engine, sentence = engine_of(config)
+    refuse_undecided(getattr(engine, "topology", None), config.policies)
     _check_prompts(config, engine)
     device = device_of(config)
     config = _saturated(config, engine, device, messages)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.setting_strings import option_name
+from ebbench.config.topology import TopologySpec
 from ebbench.devices.apiserver import OFF, chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
@@ -94,6 +95,16 @@ def refuse_queue_limits(options: EngineOptions, topology: str) -> None:
             f"--max-num-queued-reqs and --max-num-queued-tokens are simulated for one instance, not for {topology}; "
             "leave them out, or leave out --topology"
         )
+
+
+def refuse_undecided(topology: TopologySpec | None, policies: Sequence[PolicySpec]) -> None:
+    """Raise UsageError for a policy that would have nothing to decide."""
+    for policy in policies:
+        if topology is not None and topology.disaggregated and not policy.native:
+            raise UsageError(
+                f"topology {topology.label} separates prefill from decode, so there is nothing for policy "
+                f"{policy.name} to decide; use --policy v1"
+            )
 
 
 def refuse_simulated(options: EngineOptions, engine: str) -> None:

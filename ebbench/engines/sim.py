@@ -19,7 +19,14 @@ from ebbench.devices.collectives import choose_link
 from ebbench.devices.units import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
-from ebbench.engines.checks import check_fits, notes_of, num_kv_blocks, refuse_adapters, refuse_queue_limits
+from ebbench.engines.checks import (
+    check_fits,
+    notes_of,
+    num_kv_blocks,
+    refuse_adapters,
+    refuse_queue_limits,
+    refuse_undecided,
+)
 from ebbench.engines.simulated import (
     check_all_ended,
     make_controller,
@@ -85,12 +92,7 @@ class SimEngine:
 
         Raises UsageError for a request that does not fit or a policy that has no effect here, RunError on a deadlock.
         """
-        if self._disaggregated and not policy.native:
-            assert self.topology is not None
-            raise UsageError(
-                f"topology {self.topology.label} separates prefill from decode, so there is nothing for policy "
-                f"{policy.name} to decide; use --policy v1"
-            )
+        refuse_undecided(self.topology, [policy])
         if self.topology is not None:
             refuse_queue_limits(options, self.topology.label)
         refuse_adapters(plan, self.name)

@@ -14,5 +14,6 @@ def name_hint(name: str, known: Iterable[str]) -> str:
     import difflib
 
     choices = sorted(known)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
+    by_small_letters = {choice.lower(): choice for choice in reversed(choices)}
+    near = difflib.get_close_matches(name.lower(), by_small_letters, n=1, cutoff=0.5)
+    return f"did you mean {by_small_letters[near[0]]!r}?" if near else f"known: {', '.join(choices)}"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from ebbench.cli.main import app
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import UsageError
 from ebbench.simulation.transfer import ReceiveStore, StoreFullError, TransferFabric, TransferLink
@@ -128,3 +133,11 @@ def test_the_fabric_takes_memory_when_a_transfer_begins() -> None:
     assert second.end_ns == 2 * MS
     with pytest.raises(StoreFullError):
         fabric.ended(second, second.end_ns)
+
+
+def test_a_decode_pool_has_the_one_policy_that_there_is(tmp_path: Path) -> None:
+    """The command without --policy ran v1, stored it, and then failed."""
+    args = ["run", "balanced", "-n", "20", "-c", "4", "--topology", "1p1d", "-q", "--json", "-o", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert [each["policy"] for each in json.loads(done.stdout)] == ["v1"]
