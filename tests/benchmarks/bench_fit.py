@@ -2,6 +2,7 @@
 
     python tests/benchmarks/bench_fit.py FOLDER             # the traces of reference/traces; some 15 CPU minutes
     python tests/benchmarks/bench_fit.py FOLDER --only code --jobs 2
+    python tests/benchmarks/bench_fit.py FOLDER --device rtx-pro-6000 --gpus 16  # another GPU; 16 of them for Mooncake
     python tests/benchmarks/bench_fit.py FOLDER --only code --windows --jobs 2   # other cuts of it; some 10 CPU minutes
 
 Each trace is cut into halves of equally many requests. A workload is fitted to a half and simulated with several seeds,
@@ -46,7 +47,7 @@ from ebbench.workloads.trace import read_trace
 from vllm_eb.policy import parse_policy
 
 Floats = npt.NDArray[np.float64]
-DEVICE = ("h200", "qwen3-8b")
+DEVICE, MODEL = "h200", "qwen3-8b"
 STRETCH, RESAMPLED = 128, 24
 LONGEST = 131_072  # max_model_len; Mooncake has prompts of up to 126,000 tokens
 HEADER = ("output tok/s", "TTFT median", "TTFT p75", "TTFT mean", "TPOT median", "TPOT p75", "TPOT mean")
@@ -80,12 +81,12 @@ def halves(path: Path, folder: Path) -> list[Path]:
     return found
 
 
-def figures(plan: Plan, gpus: int) -> Floats:
+def figures(plan: Plan, gpus: int, device: str = DEVICE) -> Floats:
     """Output tokens/s, then TTFT and TPOT (ms), median, p75 and mean each, under vLLM's own scheduler."""
     engine = SimEngine(requests_only=True)
     if gpus > 1:
         engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), requests_only=True)
-    result = engine.run(plan, parse_policy("v1"), load_device(*DEVICE), EngineOptions(max_model_len=LONGEST))
+    result = engine.run(plan, parse_policy("v1"), load_device(device, MODEL), EngineOptions(max_model_len=LONGEST))
     assert not result.invalid, result.invalid
     names = ("intended_ns", "first_token_ns", "last_token_ns", "output_tokens")
     intended, first, last, tokens = (np.asarray(result.requests[name]) for name in names)
@@ -171,12 +172,12 @@ def measure_windows(log: Log, path: Path, folder: Path, pool: ProcessPoolExecuto
             print(f"| {half} to {half + 4}, root mean square | {name} | {text} |", flush=True)
 
 
-def simulate(workload: str, gpus: int, seed: int) -> Floats:
+def simulate(workload: str, gpus: int, seed: int, device: str = DEVICE) -> Floats:
     """Figures of a workload with a seed."""
-    return figures(build_plan(workload, seed=seed, with_text=False), gpus)
+    return figures(build_plan(workload, seed=seed, with_text=False), gpus, device)
 
 
-def resample(workload: str, gpus: int, seed: int) -> Floats:
+def resample(workload: str, gpus: int, seed: int, device: str) -> Floats:
     """Figures of a log resampled in stretches."""
     plan = build_plan(workload, with_text=False)
     times = plan.table["arrival_ns"].to_numpy()
@@ -188,7 +189,7 @@ def resample(workload: str, gpus: int, seed: int) -> Floats:
     for name, values in (("arrival_ns", np.cumsum(gaps[rows])), ("request_id", None), ("session", np.arange(n))):
         column = plan.table[name] if values is None else pa.array(values, plan.table.schema.field(name).type)
         table = table.set_column(table.schema.get_field_index(name), plan.table.schema.field(name), column)
-    return figures(replace(plan, table=table), gpus)
+    return figures(replace(plan, table=table), gpus, device)
 
 
 def changes(found: Sequence[Floats], base: Floats) -> str:
@@ -205,17 +206,17 @@ def spread(found: Sequence[Floats], base: Floats) -> str:
     return " | ".join(f"{one:.0f} %" for one in np.array(found).std(axis=0, ddof=1) / base * 100)
 
 
-def measure(log: Log, path: Path, folder: Path, pool: ProcessPoolExecutor) -> None:
+def measure(log: Log, path: Path, folder: Path, pool: ProcessPoolExecutor, device: str) -> None:
     """Print the rows of one trace."""
     files = halves(path, folder)
     fitted = [folder / f"{file.stem}.toml" for file in files]
     for file, toml in zip(files, fitted, strict=True):
         toml.write_text(as_toml(fit_workload(read_trace(file), toml.stem), file.name), encoding="utf-8")
-    replays = [pool.submit(simulate, f"log:{file}", log.gpus, 0) for file in files]
-    drawn = [[pool.submit(simulate, str(toml), log.gpus, seed) for seed in range(log.seeds)] for toml in fitted]
+    replays = [pool.submit(simulate, f"log:{file}", log.gpus, 0, device) for file in files]
+    drawn = [[pool.submit(simulate, str(toml), log.gpus, seed, device) for seed in range(log.seeds)] for toml in fitted]
     prefixes = read_trace(path).requests.hash_ids is not None
     seeds = range(0 if prefixes else RESAMPLED)
-    chance = [[pool.submit(resample, f"log:{file}", log.gpus, seed) for seed in seeds] for file in files]
+    chance = [[pool.submit(resample, f"log:{file}", log.gpus, seed, device) for seed in seeds] for file in files]
     bases = [one.result() for one in replays]
     for part, base, runs, resampled in zip(("first", "second"), bases, drawn, chance, strict=True):
         figures_text = ", ".join(f"{one:.4g}" for one in base)
@@ -236,8 +237,12 @@ def main() -> None:
     parser.add_argument("--only", choices=[log.name for log in LOGS], help="one trace")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--windows", action="store_true", help="other cuts of one trace without prefixes")
+    parser.add_argument("--device", default=DEVICE, help="the simulated GPU (not with --windows)")
+    parser.add_argument("--gpus", type=int, help="GPUs of the traces that take several")
     asked = parser.parse_args()
     if asked.windows:
+        if (asked.device, asked.gpus) != (DEVICE, None):
+            parser.error("--windows is simulated on one " + DEVICE)
         log = next(log for log in LOGS if log.name == (asked.only or "code"))
         with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(asked.jobs) as pool:
             measure_windows(log, asked.folder / log.file, Path(folder), pool)
@@ -246,7 +251,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(asked.jobs) as pool:
         for log in LOGS:
             if asked.only in (None, log.name):
-                measure(log, asked.folder / log.file, Path(folder), pool)
+                several = replace(log, gpus=asked.gpus or log.gpus) if log.gpus > 1 else log
+                measure(several, asked.folder / log.file, Path(folder), pool, asked.device)
 
 
 if __name__ == "__main__":
