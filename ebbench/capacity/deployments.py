@@ -29,10 +29,11 @@ from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.capacity.saturated import SESSIONS_PER_OPEN, saturated_rate, shares_prefixes
 from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.devices import load_device
+from ebbench.devices import Device, load_device
 from ebbench.devices.apiserver import OFF
 from ebbench.devices.parallel import Parallel
 from ebbench.engines.base import EngineOptions
+from ebbench.engines.checks import start_notes
 from ebbench.engines.setup import EngineSetup, make_engine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
@@ -62,7 +63,7 @@ class Candidate:
 @dataclass(frozen=True)
 class PlanTask:
     """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run; ``api_server``,
-    ``api_server_count``, ``gpu_memory_utilization`` and ``vllm_version``: as in EngineOptions."""
+    ``api_server_count``: as in EngineOptions; ``gpu_memory_utilization`` and below: as in load_device."""
 
     candidate: Candidate
     model: str
@@ -78,6 +79,8 @@ class PlanTask:
     api_server_count: int | None = None
     gpu_memory_utilization: float | None = None
     vllm_version: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
     @property
     def vllm(self) -> str:
@@ -256,25 +259,41 @@ def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
 
 def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
     candidate = task.candidate
-    options = EngineOptions(
-        max_num_seqs=candidate.max_num_seqs,
-        max_num_batched_tokens=candidate.max_num_batched_tokens,
-        max_model_len=task.max_model_len,
-        api_server=task.api_server,
-        api_server_count=task.api_server_count,
-    )
-    device = load_device(
-        candidate.device,
-        task.model,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        parallel=Parallel(tp=candidate.tp),
-        gpu_memory_utilization=task.gpu_memory_utilization,
-        vllm_version=task.vllm_version,
-    )
+    options, device = _options(task), _device(task)
     setup = EngineSetup(engine="sim")
     if candidate.tp > 1 or replicas > 1:
         setup = replace(setup, topology=TopologySpec(replicas=PoolSpec(instances=replicas, tp=candidate.tp)))
     engine, _ = make_engine(setup)
     result = engine.run(plan, parse_policy(candidate.policy), device, options, None)
     return read_measured(ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)
+
+
+def _options(task: PlanTask) -> EngineOptions:
+    return EngineOptions(
+        max_num_seqs=task.candidate.max_num_seqs,
+        max_num_batched_tokens=task.candidate.max_num_batched_tokens,
+        max_model_len=task.max_model_len,
+        api_server=task.api_server,
+        api_server_count=task.api_server_count,
+    )
+
+
+def _device(task: PlanTask) -> Device:
+    """The GPUs of one instance. Raises UsageError where the model does not fit or has no costs on them."""
+    return load_device(
+        task.candidate.device,
+        task.model,
+        max_num_seqs=task.candidate.max_num_seqs,
+        max_num_batched_tokens=task.candidate.max_num_batched_tokens,
+        parallel=Parallel(tp=task.candidate.tp),
+        gpu_memory_utilization=task.gpu_memory_utilization,
+        vllm_version=task.vllm_version,
+        quantization=task.quantization,
+        kv_cache_dtype=task.kv_cache_dtype,
+    )
+
+
+def caveats(task: PlanTask) -> tuple[str, ...]:
+    """What is estimated on the candidate's device rather than measured, and whether a real server would start."""
+    device = _device(task)
+    return (*device.warnings, *start_notes(device, _options(task)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
 from ebbench.analysis.api_server_load import left_out
 from ebbench.capacity.choose import Costed, DeploymentChoice
-from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask
+from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask, caveats
 from ebbench.devices.apiserver import OFF
 from ebbench.render import numbers
 from ebbench.render.tables import framed
@@ -21,7 +22,7 @@ def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) 
     """The printed tables and sentences, in order."""
     lines: list[Table | str] = [
         f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models "
-        f"that hold as much KV cache as vLLM {task.vllm}; "
+        f"that hold as much KV cache as vLLM {task.vllm}{_types(task)}; "
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
@@ -128,8 +129,25 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_api_servers(found, task),
+        *_caveats(found, task),
     ]
     return lines if _varied(found)(candidate) else [lines[0], sizes, *lines[1:]]
+
+
+def _types(task: PlanTask) -> str:
+    """The data types that were asked for."""
+    cache = "" if task.kv_cache_dtype == "auto" else f", KV cache in {task.kv_cache_dtype}"
+    return (f", weights in {task.quantization}" if task.quantization else "") + cache
+
+
+def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
+    """What is not measured on the devices of the deployments shown, each said once, with the first it holds for."""
+    said: dict[str, str] = {}
+    for each in found.found:
+        candidate = each.deployment.candidate
+        for caveat in caveats(replace(task, candidate=candidate)):
+            said.setdefault(caveat, f"{candidate.device} tp{candidate.tp}: {caveat}")
+    return list(said.values())
 
 
 def _api_servers(found: DeploymentChoice, task: PlanTask) -> list[str]:
@@ -156,6 +174,8 @@ def as_dict(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]
         "workload": task.workload,
         "model": task.model,
         "vllm_version": task.vllm,
+        "quantization": task.quantization,
+        "kv_cache_dtype": task.kv_cache_dtype,
         "request_rate": task.rate,
         "limits": str(task.limits),
         "prices_per_gpu_hour": dict(prices) or None,
@@ -173,6 +193,7 @@ def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> di
     reading, stress = each.deployment.reading, each.stress
     return {
         **vars(each.deployment.candidate),
+        "caveats": caveats(replace(task, candidate=each.deployment.candidate)),
         "replicas": each.deployment.replicas,
         "gpus": each.deployment.gpus,
         "cost_per_hour": each.cost if prices else None,

@@ -49,6 +49,8 @@ class CandidateFlags:
     max_model_len: load.MaxModelLen = None
     gpu_memory_utilization: load.GpuMemoryUtilization = None
     vllm_version: load.VllmVersion = None
+    quantization: load.Quantization = None
+    kv_cache_dtype: load.KvCacheDtype = "auto"
     api_server: load.ApiServer = "off"
     api_server_count: load.ApiServerCount = None
     price: Annotated[

@@ -10,6 +10,7 @@ from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.profiles import find_model, find_profile, list_devices
+from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
@@ -28,7 +29,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     check_counts(request_rate=target.request_rate)
     limits = parse_limits(target.goodput or (), target.attainment)
-    find_model(choice.model)
+    quantised(find_model(choice.model), choice.quantization, choice.kv_cache_dtype)
     chosen_api_server(choice.api_server, choice.api_server_count)
     if choice.vllm_version is not None:
         start_up(choice.vllm_version)
@@ -61,6 +62,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
             api_server_count=choice.api_server_count,
             gpu_memory_utilization=choice.gpu_memory_utilization,
             vllm_version=choice.vllm_version,
+            quantization=choice.quantization,
+            kv_cache_dtype=choice.kv_cache_dtype,
         )
         for device, tp, policy, budget, most in product(devices, sizes, policies, budgets, seqs)
     ]

@@ -168,6 +168,20 @@ def test_the_command_prints_one_object() -> None:
     assert first["cost_per_1000_requests"] == pytest.approx(1000 * first["cost_per_hour"] / 3600 / 12, rel=1e-6)
 
 
+def test_what_a_plan_estimates_is_said_and_fp8_halves_the_time_per_token() -> None:
+    options = "--source profile --request-rate 2 --goodput ttft:4000 tpot:200 --device l40s --tp 1 --policy v1"
+    tpot_ms = []
+    for types in ("", "--quantization fp8 --kv-cache-dtype fp8"):
+        arguments = f"plan sharegpt {options} --max-num-seqs 32 --workers 1 -q {types}".split()
+        found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+        tpot_ms.append(found["deployments"][0]["median_tpot_ms"])
+        printed = " ".join(CliRunner().invoke(app, arguments).output.split())
+        assert ("weights in fp8, KV cache in fp8" in printed) is bool(types)
+        for text in (" ".join(found["deployments"][0]["caveats"]), printed):
+            assert "on l40s was never fitted" in text
+    assert tpot_ms[1] < 0.65 * tpot_ms[0]
+
+
 def test_a_mistyped_device_is_refused_before_anything_runs() -> None:
     options = "--request-rate 20 --goodput ttft:1500 --device h20"
     done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split()])
