@@ -263,10 +263,11 @@ def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibrati
 
 def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, request: DeviceRequest) -> Built:
     if not request.parallel.single:
+        chosen = request.cost == "roofline"
+        remedy = "leave out --cost roofline" if chosen else "use a device with kernel tables (`ebbench devices list`)"
         raise UsageError(
-            f"{profile.name} has no kernel tables; a roofline of {request.parallel.gpus} GPUs as one unit "
-            "was never checked against anything; leave tp and ep out of the topology, or use a device with tables "
-            "(`ebbench devices list`)"
+            f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
+            f"{remedy}, or leave tp and ep out of the topology"
         )
     warning = (
         f"{model.name} on {profile.name}: step times come from data-sheet bandwidth and arithmetic rates "

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ebbench.devices import load_device
-from ebbench.devices.profiles import find_profile, list_devices, read_profile
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
 from ebbench.devices.startup import EB_VLLM
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 
@@ -139,6 +140,17 @@ def test_capacity_meets_the_measured_ones() -> None:
 def test_a_budget_beyond_the_tables_is_refused() -> None:
     with pytest.raises(UsageError, match="step times end at 65,536 tokens per step"):
         load_device("h200", "qwen3-8b", max_num_batched_tokens=65_537)
+
+
+def test_several_gpus_by_roofline_are_refused_with_what_helps(tmp_path: Path) -> None:
+    two = Parallel(tp=2)
+    with pytest.raises(UsageError, match=r"2 GPUs as one unit was never checked .* leave out --cost roofline, or"):
+        load_device("h100", "qwen3-8b", cost="roofline", parallel=two)
+    bare = tmp_path / "bare.toml"
+    text = (DATA / "profiles" / "l40s.toml").read_text(encoding="utf-8").replace('name = "l40s"', 'name = "bare"')
+    bare.write_text(text.replace('mixed_from = "rtx-4090"', ""), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"bare: a roofline of 2 GPUs .* use a device with kernel tables"):
+        load_device(str(bare), "qwen3-8b", parallel=two)
 
 
 def test_unfitted_constants_and_scaled_attention_are_warned_of(tmp_path: Path) -> None:
