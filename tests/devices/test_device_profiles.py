@@ -144,7 +144,7 @@ def test_a_budget_beyond_the_tables_is_refused() -> None:
 
 def test_several_gpus_by_roofline_are_refused_with_what_helps(tmp_path: Path) -> None:
     two = Parallel(tp=2)
-    with pytest.raises(UsageError, match=r"2 GPUs as one unit was never checked .* leave out --cost roofline, or"):
+    with pytest.raises(UsageError, match=r"2 GPUs as one unit was never checked; leave out --cost roofline, or"):
         load_device("h100", "qwen3-8b", cost="roofline", parallel=two)
     bare = tmp_path / "bare.toml"
     text = (DATA / "profiles" / "l40s.toml").read_text(encoding="utf-8").replace('name = "l40s"', 'name = "bare"')
