@@ -29,6 +29,7 @@ GROUPS = (
     "gpustack with fused sampler",
     "kv cache",
     "iog",
+    "capacity",
 )
 
 
@@ -107,6 +108,7 @@ def _collect(
 ) -> list[PublishedFigure]:
     from ebbench.cli.make_runs import with_progress
     from ebbench.papers.fidelity.cases import all_cases, as_served
+    from ebbench.papers.fidelity.cases_capacity import capacity_cells
     from ebbench.papers.fidelity.cases_iog import iog_cells
     from ebbench.papers.fidelity.cases_kv import kv_cells
     from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of
@@ -119,6 +121,8 @@ def _collect(
         cells += kv_cells()
     if "iog" in groups:
         cells += iog_cells()
+    if "capacity" in groups:
+        cells += capacity_cells()
     cases = [case for case in (*all_cases(), *as_served(all_cases())) if case.group in groups]
     say = _progress(len(cases))
     store = RunStore(runs)

@@ -11,7 +11,7 @@ from itertools import combinations
 from math import isnan
 from statistics import median
 
-THROUGHPUT = ("tokens_per_s", "requests_per_s")
+THROUGHPUT = ("tokens_per_s", "requests_per_s", "output_tokens_per_s")
 SCHEDULERS = ("v1", "eb", "ebplus")  # compared with each other; fixed thresholds are not
 GAP = 0.02  # smaller published differences do not define a winner
 GAIN_POINTS = 0.05
