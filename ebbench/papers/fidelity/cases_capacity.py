@@ -2,8 +2,8 @@
 
 Settings, fixed before the first run of ours (2026-11-24); no constant was fitted on these rows:
 
-- vLLM 0.27.1 with its defaults: N = 1,024, B = 8,192, 0.92 of the memory, asynchronous scheduling, a prompt is admitted when
-  all of it fits; no prefix caching; no API server.
+- vLLM 0.27.1 with its defaults: N = 1,024, B = 8,192, 0.92 of the memory, asynchronous scheduling, a prompt is admitted
+  when all of it fits; no prefix caching; no API server.
 - 512 requests with the published lengths in their order arrive as a Poisson process. Figures are means over ``SEEDS``
   draws of it, since the client's is not known.
 - Rates are the published multiples of the reference rate: 1.1, which is beyond both capacities, and 1.65 for

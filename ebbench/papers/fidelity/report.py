@@ -28,8 +28,8 @@ constant was fitted on; everything else is *predicted*. *Unscored* cells carry a
 {runs}
 Sources: Zhang et al., ICML 2026 (tables 2, 3, 13, 17, 19, 20; figures 3 and 5; calibrations, weifang231/eb-vllm),
 casys-kaist/LLMServingSim (the RTX 4090 run), aiconfigurator-core (silicon), GPUStack's performance lab,
-IOG-Foundation/llm-inference-benchmarks (IOG), systalyze/vllm-benchmarks (capacity), logs of vLLM (KV cache at the start).
-What a device is made of is in `NOTICE`.
+IOG-Foundation/llm-inference-benchmarks (IOG), systalyze/vllm-benchmarks (capacity), logs of vLLM (KV cache at the
+start). What a device is made of is in `NOTICE`.
 """
 
 
@@ -98,9 +98,8 @@ def _table(cells: Iterable[PublishedFigure]) -> pa.Table:
 def _markdown(cells: Sequence[PublishedFigure], files: Iterable[Path], repeats: int, front: Section) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
-    yield INTRODUCTION.format(
-        runs=f"Ours are {ours} in table 3, means over three draws of IOG's and Systalyze's, single runs elsewhere ({scatter})."
-    )
+    draws = "means over three draws of IOG's and Systalyze's"
+    yield INTRODUCTION.format(runs=f"Ours are {ours} in table 3, {draws}, single runs elsewhere ({scatter}).")
     yield FRONT
     yield from _lines(front)
     yield "\n## Targets\n"
