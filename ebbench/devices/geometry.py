@@ -12,6 +12,7 @@ from ebbench.errors import InputFileError
 
 # Bits per weight with its share of the scales: one scale per tensor (fp8), per 128 x 128 block, per 32 weights (mxfp4).
 WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "fp8_block": 8.0, "w4a16_mxfp4": 4.25}
+_STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 
 
@@ -22,8 +23,8 @@ class ModelGeometry:
     ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window`` tokens. ``norms``: norms of the
     hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and language head.
     ``weight_dtype``: type of the projections in the layers; ``expert_dtype``: of the experts ("": as the projections);
-    ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with bfloat16 for any 16-bit type. ``note``: what is
-    simplified.
+    ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest
+    sequence in tokens that its config.json allows, 0: not known. ``note``: what is simplified.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelGeometry:
     weight_dtype: str = "bfloat16"
     expert_dtype: str = ""
     kv_dtype: str = "bfloat16"
+    positions: int = 0
     note: str = ""
 
     @property
@@ -202,6 +204,7 @@ def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
         weight_dtype=weights,
         expert_dtype=experts_in if experts else "",
         kv_dtype=kv,
+        positions=_positions(path, raw),
         note=_simplified(raw),
     )
 
@@ -217,6 +220,22 @@ def _count(path: Path, raw: Mapping[str, Any], *keys: str, default: int | None =
     if default is None:
         raise InputFileError(path, f"{keys[0]} is missing; a decoder's config.json has it")
     return default
+
+
+def _positions(path: Path, raw: Mapping[str, Any]) -> int:
+    """Longest sequence in tokens as vLLM derives it.
+
+    A scaling of rotary embeddings stretches the positions, unless those stated are stretched already.
+    """
+    stated = _count(path, raw, "max_position_embeddings", default=0)
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or not stated or "gemma3" in str(raw.get("model_type")):
+        return stated
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if kind in _STATED_STRETCHED or not isinstance(factor, int | float):
+        return stated
+    original = scaling.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int((original if isinstance(original, int) else stated) * factor)
 
 
 def _shared(path: Path, raw: Mapping[str, Any]) -> int:

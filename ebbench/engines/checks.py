@@ -191,11 +191,24 @@ def _uses(plan: Plan, column: str) -> bool:
 
 
 def start_notes(device: Device, options: EngineOptions) -> tuple[str, ...]:
-    """A warning where vLLM would refuse to start with these options, though the plan's requests fit.
+    """Warnings where vLLM would refuse to start with these options, though the plan's requests fit."""
+    return (*_beyond_positions(device, options), *_beyond_capacity(device, options))
 
-    Where layers have a sliding window it needs less than is reckoned here, and with a given number of blocks the device
-    is not the limit.
-    """
+
+def _beyond_positions(device: Device, options: EngineOptions) -> tuple[str, ...]:
+    """The default length is not the user's word: vLLM then takes the model's own."""
+    limit = device.geometry.positions if device.geometry is not None else 0
+    if not limit or options.max_model_len == EngineOptions.max_model_len or options.max_model_len <= limit:
+        return ()
+    return (
+        f"a real server would not start: --max-model-len {options.max_model_len:,} is more than the {limit:,} "
+        f"positions of {device.model}, unless vLLM is told to stretch them (--hf-overrides with rope_scaling)",
+    )
+
+
+def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
+    """Where layers have a sliding window vLLM needs less than is reckoned here, and with a given number of blocks the
+    device is not the limit."""
     capacity, model = device.kv_capacity_tokens, device.geometry
     if model is None or model.sliding_layers or options.num_kv_blocks is not None or capacity >= options.max_model_len:
         return ()

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.devices.base import Device
+from ebbench.devices.request import QUANTIZATIONS
 from ebbench.engines.base import EngineOptions
-from ebbench.engines.vllm_command import parallel_of
+from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
@@ -43,7 +44,7 @@ def serving_costs(
 ) -> Calibration | None:
     """Costs for a server on this machine: from the file, else from the profile that was named or fits the GPU.
 
-    ``vllm_options``: arguments for ``vllm serve``, which say how many GPUs share the model.
+    ``vllm_options``: arguments for ``vllm serve``, which say how many GPUs share the model and in which types.
     None if no policy uses costs. Raises UsageError that says what to do if a policy needs costs and there are none.
     """
     if calibration is not None:
@@ -62,13 +63,22 @@ def serving_costs(
             "calibration/calibration.json, or name a GPU like it with --device; v1, v0, deferred and a fixed k or "
             "theta need no costs"
         )
-    return load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options)).calibration
+    return load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options, vllm_options)).calibration
 
 
-def _how(options: EngineOptions | None) -> dict[str, Any]:
-    """Options that a profile's costs and KV capacity depend on, as arguments of ``load_device``."""
+def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str, Any]:
+    """Options that a profile's costs and KV capacity depend on, as arguments of ``load_device``.
+
+    Where both have one, vLLM takes the one of ``vllm_options``, which come last.
+    """
+    types = types_of(vllm_options)
+    if types.get("quantization", QUANTIZATIONS[0]) not in QUANTIZATIONS:
+        raise UsageError(
+            f"the step costs of {types['quantization']} weights are not known: measure them with `ebbench calibrate` "
+            "and give --calibration"
+        )
     if options is None:
-        return {}
+        return types
     return {
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -77,6 +87,7 @@ def _how(options: EngineOptions | None) -> dict[str, Any]:
         "quantization": options.quantization,
         "kv_cache_dtype": options.kv_cache_dtype,
         "gpu_memory_utilization": options.gpu_memory_utilization,
+        **types,
     }
 
 
@@ -120,7 +131,7 @@ def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Se
     from ebbench.devices import load_device
 
     try:
-        found = load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options))
+        found = load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options, vllm_options))
         return replace(found, kv_capacity_tokens=0)
     except UsageError:
         return None

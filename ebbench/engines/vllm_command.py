@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,9 +102,8 @@ def parallel_of(options: Sequence[str]) -> Parallel:
     Data-parallel ranks that do not share experts are one unit each.
     """
     sizes = dict.fromkeys(_SIZES.values(), 1)
-    for word, following in zip(options, (*options[1:], ""), strict=False):
-        value = word.partition("=")[2] or following
-        if (size := _SIZES.get(_name_of(word))) is not None and value.isdigit():
+    for name, value in _values(options):
+        if (size := _SIZES.get(name)) is not None and value.isdigit():
             sizes[size] = max(int(value), 1)
     if sizes["pp"] > 1:
         raise UsageError(
@@ -115,6 +114,21 @@ def parallel_of(options: Sequence[str]) -> Parallel:
     return Parallel(sizes["tp"], sizes["dp"] if shared > 1 else 1, shared)
 
 
+def types_of(options: Sequence[str]) -> dict[str, str]:
+    """``quantization`` and ``kv_cache_dtype`` that ``vllm serve`` with these options has; only those given."""
+    found = {_TYPES[name]: value for name, value in _values(options) if name in _TYPES}
+    if found.get("kv_cache_dtype", "").startswith("fp8"):  # fp8_e4m3 and others have the same size
+        found["kv_cache_dtype"] = "fp8"
+    return found
+
+
+def _values(options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every word as an option's name, with the value after it or after its equals sign."""
+    for word, following in zip(options, (*options[1:], ""), strict=False):
+        yield _name_of(word), word.partition("=")[2] or following
+
+
+_TYPES = {"--quantization": "quantization", "-q": "quantization", "--kv-cache-dtype": "kv_cache_dtype"}
 _SIZES = {
     "--tensor-parallel-size": "tp", "-tp": "tp", "--data-parallel-size": "dp", "-dp": "dp",
     "--pipeline-parallel-size": "pp", "-pp": "pp",

@@ -172,3 +172,28 @@ def test_the_rest_of_a_model_of_images_is_said_to_be_left_out(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["starcoder2", "gpt_neox"])
 def test_a_model_with_two_matrices_in_its_mlp_has_a_caveat(tmp_path: Path, kind: str) -> None:
     assert "two matrices" in read_config(config(tmp_path, model_type=kind)).note
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({}, 0),
+        ({"max_position_embeddings": 40960}, 40960),
+        ({"max_position_embeddings": 40960, "rope_scaling": None}, 40960),
+        ({"max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 40960),
+        (
+            {"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+             "original_max_position_embeddings": 32768}}, 131072,
+        ),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4}}, 16384),
+        (
+            {"model_type": "gemma3_text", "max_position_embeddings": 131072,
+             "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131072,
+        ),
+    ],
+)  # fmt: skip
+def test_positions_are_stretched_as_vllm_stretches_them(
+    tmp_path: Path, fields: dict[str, object], positions: int
+) -> None:
+    assert read_config(config(tmp_path, **fields)).positions == positions

@@ -18,7 +18,7 @@ from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
 from ebbench.engines.sim import SimEngine
-from ebbench.engines.vllm_command import hub_name, parallel_of
+from ebbench.engines.vllm_command import hub_name, parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.run import RunWriter
 from ebbench.workloads import build_plan
@@ -224,6 +224,37 @@ def test_costs_are_those_of_the_gpus_that_vllm_takes(monkeypatch: pytest.MonkeyP
     assert serving_costs([parse_policy("ebplus")], options, **given, vllm_options=("-tp", "4"))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="ebbench calibrate"):
         here("ebplus", vllm_options=("-pp", "2"))
+
+
+@pytest.mark.parametrize(
+    ("options", "types"),
+    [
+        ((), {}),
+        (("--quantization", "fp8"), {"quantization": "fp8"}),
+        (("-q", "awq", "--seed", "3"), {"quantization": "awq"}),
+        (("--kv_cache_dtype=fp8_e4m3", "-tp", "2"), {"kv_cache_dtype": "fp8"}),
+        (("--kv-cache-dtype", "auto"), {"kv_cache_dtype": "auto"}),
+    ],
+)
+def test_options_of_vllm_say_in_which_types_it_computes(options: tuple[str, ...], types: dict[str, str]) -> None:
+    assert types_of(options) == types
+
+
+def test_costs_are_those_of_the_types_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were those of 16 bits."""
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),))
+    words = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
+    plain, small = (here("ebplus", vllm_options=given).calibration for given in ((), words))
+    assert small == load_device("h100", "qwen3-8b", quantization="fp8", kv_cache_dtype="fp8").calibration
+    assert small.beta_p < 0.8 * plain.beta_p
+    with pytest.raises(UsageError, match="costs of awq weights are not known"):
+        here("ebplus", vllm_options=("--quantization", "awq"))
+    here("v1", vllm_options=("--quantization", "awq"))  # needs no costs
+
+
+def test_an_emulated_gpu_has_the_types_of_the_config() -> None:
+    words = ["serve", "qwen3-8b", "--emulate", "h100", "--print", "--", "--kv-cache-dtype", "fp8"]
+    assert "types of its config.json" in CliRunner().invoke(app, words).stderr
 
 
 def test_an_emulated_gpu_is_one() -> None:

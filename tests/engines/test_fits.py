@@ -45,6 +45,7 @@ def test_known_memory_and_lengths_are_checked() -> None:
         ((), "a request of --max-model-len 40,960 tokens, and qwen3-32b on h100 holds 38,"),
         (("--max-model-len", "32768"), ""),
         (("--topology", "tp=2"), ""),
+        (("--topology", "tp=2", "--max-model-len", "65536"), "65,536 is more than the 40,960 positions of qwen3-32b"),
         (("--num-kv-blocks", "1000"), ""),
     ],
 )
