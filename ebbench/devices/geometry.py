@@ -160,6 +160,24 @@ def read_config(path: Path) -> ModelGeometry:
     )
 
 
+def positions_of(raw: Mapping[str, Any]) -> int:
+    """Longest sequence in tokens that a config.json allows, as vLLM derives it; 0: not stated.
+
+    A scaling of rotary embeddings stretches the positions, unless those stated are stretched already (Gemma 3, and the
+    kinds in ``_STATED_STRETCHED``).
+    """
+    stated, scaling = raw.get("max_position_embeddings"), raw.get("rope_scaling") or raw.get("rope_parameters")
+    if not isinstance(stated, int):
+        return 0
+    if not isinstance(scaling, Mapping) or "gemma3" in str(raw.get("model_type")):
+        return stated
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if kind in _STATED_STRETCHED or not isinstance(factor, int | float):
+        return stated
+    original = scaling.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int((original if isinstance(original, int) else stated) * factor)
+
+
 def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
     for key, what in _REFUSED.items():
         if raw.get(key):
@@ -204,7 +222,7 @@ def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
         weight_dtype=weights,
         expert_dtype=experts_in if experts else "",
         kv_dtype=kv,
-        positions=_positions(path, raw),
+        positions=positions_of(raw),
         note=_simplified(raw),
     )
 
@@ -220,22 +238,6 @@ def _count(path: Path, raw: Mapping[str, Any], *keys: str, default: int | None =
     if default is None:
         raise InputFileError(path, f"{keys[0]} is missing; a decoder's config.json has it")
     return default
-
-
-def _positions(path: Path, raw: Mapping[str, Any]) -> int:
-    """Longest sequence in tokens as vLLM derives it.
-
-    A scaling of rotary embeddings stretches the positions, unless those stated are stretched already.
-    """
-    stated = _count(path, raw, "max_position_embeddings", default=0)
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if not isinstance(scaling, Mapping) or not stated or "gemma3" in str(raw.get("model_type")):
-        return stated
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    if kind in _STATED_STRETCHED or not isinstance(factor, int | float):
-        return stated
-    original = scaling.get("original_max_position_embeddings") if kind == "yarn" else None
-    return int((original if isinstance(original, int) else stated) * factor)
 
 
 def _shared(path: Path, raw: Mapping[str, Any]) -> int:

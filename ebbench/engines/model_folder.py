@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ebbench.devices.geometry import positions_of
 from ebbench.errors import RunError, UsageError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -35,8 +36,7 @@ def model_config(folder: Path | None) -> Mapping[str, object]:
 
 def position_limit(folder: Path | None) -> int | None:
     """The longest sequence of a local model in tokens; None where it is not known."""
-    limit = model_config(folder).get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
+    return positions_of(model_config(folder)) or None
 
 
 def check_positions(model: str, needed_tokens: int) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from ebbench.cli.main import app
 from ebbench.papers.fidelity import cases_capacity
 from ebbench.papers.fidelity.cases import reference_rows
 from ebbench.papers.fidelity.cases_capacity import CAPACITY, LENGTHS, capacity, rate_figures, served
-from ebbench.papers.fidelity.report import read_cells
+from tests.devices.fidelity_report import reported
 
 ROWS = {row["gpu"]: row for row in reference_rows(CAPACITY)}
 FIGURES = ("requests_per_s", "output_tokens_per_s")
@@ -47,7 +45,7 @@ def test_below_its_capacity_a_gpu_carries_what_arrives_and_beyond_it_no_more() -
     device = served(row)
     light, full, beyond = (rate_figures(row, device, rate, 0) for rate in (0.45, 2.5, 5.0))
     assert 512 / (light["duration_s"] - light["tail_s"]) == pytest.approx(0.45, rel=0.12)  # one draw of 512 arrivals
-    assert beyond["tokens_per_s"] == pytest.approx(full["tokens_per_s"], rel=0.02)
+    assert beyond["output_tokens_per_s"] == pytest.approx(full["output_tokens_per_s"], rel=0.02)
     assert beyond["tail_s"] > full["tail_s"] > 5 * light["tail_s"]
 
 
@@ -56,7 +54,7 @@ def test_the_rule_takes_the_larger_throughput_and_the_lightest_tail(monkeypatch:
 
     def figures(_row: object, _device: object, rate: float, _seed: int) -> dict[str, float]:
         asked.append(round(rate, 6))
-        return {"duration_s": 100.0 * rate, "tail_s": 10.0 * rate, "tokens_per_s": rate}
+        return {"duration_s": 100.0 * rate, "tail_s": 10.0 * rate, "output_tokens_per_s": rate}
 
     monkeypatch.setattr(cases_capacity, "rate_figures", figures)
     row = {**ROWS["H200"], "reference_requests_per_s": "2", "requests": "512"}
@@ -67,10 +65,7 @@ def test_the_rule_takes_the_larger_throughput_and_the_lightest_tail(monkeypatch:
 
 @pytest.mark.slow
 def test_the_capacity_of_both_gpus_is_within_8_percent(tmp_path: Path) -> None:
-    arguments = ["fidelity", "--only", "capacity", "--out", str(tmp_path), "--against", str(tmp_path)]
-    result = CliRunner().invoke(app, [*arguments, "--runs", str(tmp_path / "runs")], catch_exceptions=False)
-    assert result.exit_code == 0
-    cells = read_cells(tmp_path)
+    cells = reported("capacity", tmp_path)
     assert [(cell.device, cell.metric) for cell in cells] == [
         (device, metric) for device in ("rtx-pro-6000", "h200") for metric in FIGURES
     ]

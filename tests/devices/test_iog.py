@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from ebbench.cli.main import app
 from ebbench.papers.fidelity.cases import reference_rows
 from ebbench.papers.fidelity.cases_iog import (
     ARRIVALS_NOTE,
@@ -22,7 +20,7 @@ from ebbench.papers.fidelity.cases_iog import (
     session_plan,
     sessions,
 )
-from ebbench.papers.fidelity.report import read_cells
+from tests.devices.fidelity_report import reported
 
 ROWS = reference_rows(IOG)
 
@@ -99,9 +97,6 @@ def test_throughput_that_the_arrivals_set_is_not_scored() -> None:
 
 @pytest.mark.slow
 def test_the_report_has_every_figure(tmp_path: Path) -> None:
-    arguments = ["fidelity", "--only", "iog", "--out", str(tmp_path), "--against", str(tmp_path)]
-    result = CliRunner().invoke(app, [*arguments, "--runs", str(tmp_path / "runs")], catch_exceptions=False)
-    assert result.exit_code == 0
-    cells = read_cells(tmp_path)
+    cells = reported("iog", tmp_path)
     assert len(cells) == 5 * 55
     assert {cell.source for cell in cells} == {"IOG, 1 GPU", "IOG, tp=2", "IOG, tp=4", "IOG, tp=8"}

@@ -75,3 +75,13 @@ def test_a_model_folder_is_refused_with_only_the_files_it_lacks(folder: Path) ->
     (folder / "tokenizer.json").touch()
     with pytest.raises(UsageError, match=r"holds no weights; .*-- --load-format dummy$"):
         check_servable(str(folder), ())
+
+
+def test_a_folder_with_scaled_rotary_embeddings_has_the_stretched_length(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = {"max_position_embeddings": 512, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert position_limit(tmp_path) == 2048
+    check_positions(str(tmp_path), 2048)
+    with pytest.raises(UsageError, match="2,048 tokens"):
+        check_positions(str(tmp_path), 2049)

@@ -70,10 +70,10 @@ def capacity(row: Row, device: Device, seed: int) -> dict[str, float]:
     reference = float(row["reference_requests_per_s"])
     tail_s = rate_figures(row, device, LIGHTEST * reference, seed)["tail_s"]
     runs = [rate_figures(row, device, ratio * reference, seed) for ratio in BEYOND]
-    best = max(runs, key=lambda run: run["tokens_per_s"])
+    best = max(runs, key=lambda run: run["output_tokens_per_s"])
     return {
         "requests_per_s": int(row["requests"]) / (best["duration_s"] - tail_s),
-        "output_tokens_per_s": best["tokens_per_s"],
+        "output_tokens_per_s": best["output_tokens_per_s"],
     }
 
 
@@ -94,5 +94,5 @@ def rate_figures(row: Row, device: Device, rate: float, seed: int) -> dict[str, 
     return {
         "duration_s": duration_s,
         "tail_s": duration_s - float(arrival_s[-1]),
-        "tokens_per_s": float(got.output_tokens.sum()) / duration_s,
+        "output_tokens_per_s": float(got.output_tokens.sum()) / duration_s,
     }

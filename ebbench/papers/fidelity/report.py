@@ -149,7 +149,7 @@ def _pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
 
 
 PICTURES = (
-    ("throughput", THROUGHPUT, "Throughput (requests/s below 300, tokens/s above)"),
+    ("throughput", THROUGHPUT, "Throughput (requests/s, tokens/s)"),
     ("ttft", ("ttft_mean_s",), "Mean TTFT, seconds"),
     ("tpot", ("tpot_mean_ms",), "Mean TPOT, milliseconds"),
 )
