@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -46,8 +47,12 @@ def headline(advice: Advice) -> list[str]:
 
 
 def server_options(question: AdviceQuestion) -> str:
-    """The question's further settings of the server, as options of ``ebbench devices show``."""
-    texts = (f"{option_name(name)} {value}" for name, value in question.server.items())
+    """The question's further settings of the server, as options of ``ebbench advise``."""
+    return _as_options(question.server)
+
+
+def _as_options(settings: Mapping[str, Any]) -> str:
+    texts = (f"{option_name(name)} {value}" for name, value in settings.items())
     return " ".join(text.replace("--topology tp=", "--tp ") for text in texts)
 
 
@@ -232,7 +237,8 @@ def limits_of_it(advice: Advice) -> list[str]:
             "while the batch filled and drained, which hides their differences. Use --num-prompts "
             f"{3 * load.concurrency}, or set --max-concurrency."
         )
-    shown = f"ebbench devices show {question.device} --model {question.model} {server_options(question)}".rstrip()
+    of_device = {name: value for name, value in question.server.items() if not name.startswith("api_server")}
+    shown = f"ebbench devices show {question.device} --model {question.model} {_as_options(of_device)}".rstrip()
     lines.append(
         f"Simulated on a model of the device; `{shown}` says where its step times come from. Measure on your GPU "
         "before changing production."

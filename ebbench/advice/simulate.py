@@ -14,7 +14,9 @@ from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
+from ebbench.devices.apiserver import OFF
 from ebbench.engines.checks import start_notes
+from ebbench.records.manifest import RunWarning
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.make import device_of, plan_of
 from ebbench.runs.store import RunStore
@@ -138,19 +140,25 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
             *plan.warnings, *device.warnings, *start_notes(device, first.options),
-            *filter(None, [time_note(plan.facts)]), *_api_server(store, first),
+            *filter(None, [time_note(plan.facts), _api_server(store, first)]),
         ),
         dropped=found.dropped,
     )  # fmt: skip
 
 
-def _api_server(store: RunStore, cell: Cell) -> list[str]:
-    """What is left out of a finished run if vLLM's API server could not have streamed it."""
+def _api_server(store: RunStore, cell: Cell) -> str:
+    warning = api_server_left_out(store, cell)
+    return "" if warning is None else str(warning).rstrip(".")
+
+
+def api_server_left_out(store: RunStore, cell: Cell) -> RunWarning | None:
+    """A warning about a finished run if vLLM's API server, which it leaves out, could not have streamed it."""
+    if cell.options.api_server != OFF:
+        return None
     requests, total, output = (
         figure(store, cell, key) for key in ("request_throughput", "total_token_throughput", "output_throughput")
     )
-    warning = left_out(processes_needed(requests, total - output, output), 1)
-    return [] if warning is None else [f"{warning.message.rstrip('.')} (`ebbench run --api-server`)"]
+    return left_out(processes_needed(requests, total - output, output), 1)
 
 
 def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> tuple[PolicyScore, ...]:

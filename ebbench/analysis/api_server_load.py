@@ -1,4 +1,4 @@
-"""Whether an API server, where it was left out of a simulated run, could have streamed the run's tokens."""
+"""Whether vLLM's API server is the limit of a simulated run, or would be one where the run leaves it out."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from ebbench.analysis.metrics import Metrics
-from ebbench.devices.apiserver import OFF, find_api_server
+from ebbench.devices.apiserver import CLASS, OFF, find_api_server
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
 from ebbench.records.manifest import RunWarning
 
-CLASS = "datacenter"
+CODE = "api-server"
+"""Code of the warning."""
 BUSY = 0.8
 """Share of a process's time from which its queue delays answers noticeably."""
 
 
-def processes_needed(requests_per_s: float, prompt_tokens_per_s: float, output_tokens_per_s: float) -> float:
-    """Processes of vLLM's API server on a data-centre host that a load keeps busy all the time."""
-    costs = find_api_server(CLASS)
+LIMITING = 0.9
+"""Share of the whole time of a run, its beginning and end included, from which the processes limit it."""
+
+
+def processes_needed(
+    requests_per_s: float, prompt_tokens_per_s: float, output_tokens_per_s: float, *, name: str = CLASS
+) -> float:
+    """Processes of vLLM's API server that a load keeps busy all the time. ``name``: as in find_api_server."""
+    costs = find_api_server(name)
     busy_us = (
         costs.request_us * requests_per_s
         + costs.prompt_token_us * prompt_tokens_per_s
@@ -31,7 +38,7 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
     if needed < BUSY * processes:
         return None
     return RunWarning(
-        "api-server",
+        CODE,
         f"These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
         f"({find_api_server(CLASS).token_us:g} us per token); vLLM starts {processes}. They are left out here: a real "
         "server answers later, or fewer requests.",
@@ -39,15 +46,39 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
     )
 
 
+def runs_again(warning: RunWarning) -> str:
+    """What a command says that now makes all its runs again, with the API server that ``warning`` misses."""
+    return (
+        f"{warning.message} Everything is simulated again with --api-server {CLASS} (more processes: "
+        "--api-server-count; none: --api-server off)."
+    )
+
+
 def api_server_warning(
     engine: str, options: EngineOptions, facts: Mapping[str, Any], metrics: Metrics
 ) -> RunWarning | None:
-    """A warning if the API server of a data-centre host would be busy for most of the run, or overloaded.
+    """A warning if the API servers limit a simulated run, or would be busy for most of it where they are left out.
 
-    ``facts``: the engine's; ``answering_units``: API server processes, one per data-parallel unit of vLLM.
+    ``facts``: the engine's; ``answering_units``: API server processes unless their count was set, one per data-parallel
+    unit of vLLM; ``answering_instances``: engines, each with as many as were set.
     """
-    if engine not in VIRTUAL_TIME or options.api_server != OFF or not metrics.duration_s:
+    if engine not in VIRTUAL_TIME or not metrics.duration_s:
         return None
     each = metrics.completed, metrics.total_input_tokens, metrics.total_output_tokens
-    needed = processes_needed(*(amount / metrics.duration_s for amount in each))
-    return left_out(needed, int(facts.get("answering_units", 1)))
+    rates = [amount / metrics.duration_s for amount in each]
+    units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
+    if options.api_server == OFF:
+        return left_out(processes_needed(*rates), units)
+    processes = units if options.api_server_count is None else options.api_server_count * instances
+    return _limit(processes_needed(*rates, name=options.api_server) / processes, max(1, processes // instances))
+
+
+def _limit(busy: float, processes: int) -> RunWarning | None:
+    """A warning if the API servers are busy for too large a share of the time. ``processes``: of each engine."""
+    if busy < LIMITING:
+        return None
+    return RunWarning(
+        "api-server-limit",
+        f"vLLM's API server is busy for {100 * busy:.0f} % of the time: it limits this run, rather than the GPU.",
+        f"vLLM starts more processes with --api-server-count {processes + 1}, which is simulated with the same option.",
+    )

@@ -14,6 +14,7 @@ from ebbench.analysis.api_server_load import left_out
 from ebbench.capacity.choose import Costed, DeploymentChoice
 from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask, caveats
 from ebbench.devices.apiserver import OFF
+from ebbench.records.manifest import RunWarning
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 
@@ -22,7 +23,7 @@ def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) 
     """The printed tables and sentences, in order."""
     lines: list[Table | str] = [
         f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models "
-        f"that hold as much KV cache as vLLM {task.vllm}{_types(task)}; "
+        f"that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
@@ -37,6 +38,13 @@ def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) 
             "cheapest."
         )
     return lines
+
+
+def _behind(task: PlanTask) -> str:
+    if task.api_server == OFF:
+        return ""
+    count = task.api_server_count or 1
+    return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.api_server})"
 
 
 def _table(found: DeploymentChoice, prices: Mapping[str, float]) -> Table:
@@ -150,10 +158,14 @@ def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
     return list(said.values())
 
 
-def _api_servers(found: DeploymentChoice, task: PlanTask) -> list[str]:
+def api_servers_left_out(found: DeploymentChoice, task: PlanTask) -> RunWarning | None:
     """A warning about the deployment whose API servers, which were left out, would be busiest: one per replica."""
     needed = [each.deployment.reading.api_servers for each in found.found if each.deployment.reading]
-    warning = left_out(max(needed), 1) if needed and task.api_server == OFF else None
+    return left_out(max(needed), 1) if needed and task.api_server == OFF else None
+
+
+def _api_servers(found: DeploymentChoice, task: PlanTask) -> list[str]:
+    warning = api_servers_left_out(found, task)
     return [] if warning is None else [f"Per replica: {warning}"]
 
 
@@ -176,6 +188,8 @@ def as_dict(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]
         "vllm_version": task.vllm,
         "quantization": task.quantization,
         "kv_cache_dtype": task.kv_cache_dtype,
+        "api_server": None if task.api_server == OFF else task.api_server,
+        "api_server_count": task.api_server_count,
         "request_rate": task.rate,
         "limits": str(task.limits),
         "prices_per_gpu_hour": dict(prices) or None,

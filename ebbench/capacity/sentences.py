@@ -102,12 +102,12 @@ def remarks(
         if outcome.stopped:
             lines.append(f"{policy}: stopped by {outcome.stopped} before the interval was as narrow as asked.")
         lines += _open_ends(policy, outcome, by_concurrency)
-    if (warning := _api_servers(found, api_servers_left_out)) is not None:
+    if (warning := beyond_api_servers(found, api_servers_left_out)) is not None:
         lines.append(str(warning))
     return lines
 
 
-def _api_servers(found: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
+def beyond_api_servers(found: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
     """A warning if, at the highest capacity, API servers that were left out would be busy for most of the time."""
     needed = [outcome.nearest.api_servers for outcome in found.values() if outcome.readings]
     return left_out(max(needed), processes) if processes and needed else None

@@ -16,6 +16,7 @@ from ebbench.cli import load_flags as load
 from ebbench.cli.cluster_flags import Link, Tp, check_tp
 from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.devices.apiserver import AUTO, CLASS, OFF, chosen_api_server, first_choice
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class ServerFlags:
     vllm_version: load.VllmVersion = None
     quantization: load.Quantization = None
     kv_cache_dtype: load.KvCacheDtype = "auto"
+    api_server: load.ApiServer = "auto"
+    api_server_count: load.ApiServerCount = None
     tp: Tp = 1
     link: Link = None
 
@@ -86,6 +89,8 @@ class ServerFlags:
     def settings(self) -> dict[str, str | float]:
         """What was given of the server's other settings, by the names of ``Cell.changed``. Raises UsageError."""
         check_tp(self.tp, self.link)
+        api_server = first_choice(self.api_server, self.api_server_count)
+        chosen_api_server(api_server, self.api_server_count)
         given = {
             "topology": f"tp={self.tp}" if self.tp > 1 else None,
             "link": self.link,
@@ -93,6 +98,8 @@ class ServerFlags:
             "vllm_version": self.vllm_version,
             "quantization": self.quantization,
             "kv_cache_dtype": None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+            "api_server": None if api_server == OFF else api_server,
+            "api_server_count": self.api_server_count,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -151,6 +158,8 @@ def advise(
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, traffic), RunStore(runs)
+    if server.api_server == AUTO and server.api_server_count is None:
+        question = _behind_api_server(question, store, quiet=quiet)
     searched = _make(question, store, crossover=search.crossover, workers=workers, quiet=quiet)
     found = find_advice(question, store, searched, with_crossover=search.crossover)
     if search.tune:
@@ -193,6 +202,26 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
         server=server.settings,
     )
     return checked(question)
+
+
+def _behind_api_server(question: AdviceQuestion, store: RunStore, *, quiet: bool) -> AdviceQuestion:
+    """The question with vLLM's API server simulated, if v1 without it would keep it busy."""
+    from dataclasses import replace
+
+    from ebbench.advice.candidates import candidate
+    from ebbench.advice.choice import BASELINE
+    from ebbench.advice.simulate import api_server_left_out
+    from ebbench.analysis.api_server_load import runs_again
+    from ebbench.cli.make_runs import with_progress
+
+    first = candidate(question, BASELINE, 0)
+    with_progress("load", [first], store, whole=bool(question.slo), workers=1, quiet=quiet)
+    busy = api_server_left_out(store, first)
+    if busy is None:
+        return question
+    if not quiet:
+        typer.echo(runs_again(busy), err=True)
+    return replace(question, server={**question.server, "api_server": CLASS})
 
 
 def _make(

@@ -15,7 +15,7 @@ from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.cli.capacity_probes import RunProber, one_server
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
 from ebbench.cli.run_policies import RunConfig, device_of, engine_of, with_label
-from ebbench.devices.apiserver import OFF
+from ebbench.devices.apiserver import CLASS, OFF
 from ebbench.engines.base import VIRTUAL_TIME, Engine
 from ebbench.engines.setup import topology_of
 from ebbench.engines.sim import SimEngine
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ebbench.cli.client_flags import ClientFlags
     from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags
+    from ebbench.records.manifest import RunWarning
     from vllm_eb.policy import PolicySpec
 
 SETTINGS = "capacity.json"
@@ -69,16 +70,43 @@ class CapacityQuestion:
         return self.by == "concurrency"
 
 
+class _ApiServerBusyError(Exception):
+    """A capacity that was found without vLLM's API server would keep it busy. ``warning`` says by how much."""
+
+    def __init__(self, warning: RunWarning) -> None:
+        self.warning = warning
+
+
 def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
 
-    from ebbench.capacity import chart, sentences
+    from ebbench.analysis.api_server_load import runs_again
+    from ebbench.capacity import chart
 
     messages = Console(stderr=True, highlight=False)
     limits = _checked(question)
     if plot is not None:
         chart.check_suffix(plot)
+    folder, begun = _folder(question, limits), time.monotonic()
+    try:
+        _search_all(question, limits, messages, folder, folder, begun, plot=plot, as_json=as_json)
+    except _ApiServerBusyError as busy:
+        if not question.quiet:
+            messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
+        served = replace(question, engine=replace(question.engine, api_server=CLASS))
+        probes = folder / f"api-server-{CLASS}"  # apart from the probes without it
+        probes.mkdir(exist_ok=True)
+        _search_all(served, limits, messages, folder, probes, begun, plot=plot, as_json=as_json)
+
+
+def _search_all(
+    question: CapacityQuestion, limits: LatencyLimits, messages: Console, folder: Path, probes: Path, begun: float, *,
+    plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Results go to ``folder``, runs to ``probes``. ``begun``: when the command began, on the monotonic clock."""
+    from ebbench.capacity import sentences
+
     topology = topology_of(question.cluster.topology, question.scenario, None)
     policies = parse_policies(question.engine.policy or default_policies(question.engine.engine, topology))
     config = _template(question, limits, policies)
@@ -86,7 +114,7 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     engine, sentence = engine_of(config)
     device = device_of(config)
     config = with_label(config, engine)
-    folder, begun, left_out = _folder(question, limits), time.monotonic(), _api_servers_left_out(question, engine)
+    left_out = _api_servers_left_out(config, engine)
     if not question.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)
         messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
@@ -95,11 +123,15 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
         for index, spec in enumerate(config.policies):
             prober = RunProber(
                 replace(config, policies=[spec]), question.scenario, question.by_concurrency, spec, device, engine,
-                messages, folder,
+                messages, probes,
             )  # fmt: skip
             budget = _budget(question, begun, len(policies) - index)
             with one_server(prober, quiet=question.quiet) as kept:
-                found[spec.name] = _search(question, limits, kept, budget, messages)
+                refused = left_out if config.api_server_if_busy else 0
+                found[spec.name] = _search(question, limits, kept, budget, messages, refused)
+            busy = sentences.beyond_api_servers(found, left_out)
+            if config.api_server_if_busy and busy is not None:
+                raise _ApiServerBusyError(busy)
     except KeyboardInterrupt:
         _show(found, limits, question, folder, left_out, as_json=as_json, plot=plot)
         raise InterruptedRunError(
@@ -205,8 +237,11 @@ def _folder(question: CapacityQuestion, limits: LatencyLimits) -> Path:
 
 
 def _search(
-    question: CapacityQuestion, limits: LatencyLimits, prober: RunProber, budget: SearchBudget, messages: Console
-) -> SearchOutcome:
+    question: CapacityQuestion, limits: LatencyLimits, prober: RunProber, budget: SearchBudget, messages: Console,
+    api_servers: int,
+) -> SearchOutcome:  # fmt: skip
+    """Raises _ApiServerBusyError at a load within the limits that so many API servers (0: any number) cannot stream."""
+    from ebbench.analysis.api_server_load import left_out
     from ebbench.capacity import sentences
 
     kind = "virtual" if prober.engine.name in ("sim", "emulated") else "real"
@@ -226,6 +261,9 @@ def _search(
         if not question.quiet:
             line = sentences.progress(prober.spec.name, reading, estimate, question.by_concurrency)
             messages.print(line, markup=False, soft_wrap=True)
+        carried = reading.decides and not reading.clearly_over and reading.attainment >= limits.attainment
+        if api_servers and carried and (busy := left_out(reading.api_servers, api_servers)) is not None:
+            raise _ApiServerBusyError(busy)
 
     if kind == "real" and not question.quiet:
         line = f"{prober.spec.name}: first {config.alone} sessions one at a time, which shows what can be had at best"
@@ -258,9 +296,9 @@ def _show(
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _api_servers_left_out(question: CapacityQuestion, engine: Engine) -> int:
+def _api_servers_left_out(config: RunConfig, engine: Engine) -> int:
     """Processes of vLLM's API server that the simulation leaves out; 0 where it has them, or a real server does."""
-    if question.engine.api_server != OFF or engine.name not in VIRTUAL_TIME:
+    if config.options.api_server != OFF or engine.name not in VIRTUAL_TIME:
         return 0
     topology = engine.topology if isinstance(engine, SimEngine) else None
     return topology.pools[-1].units if topology is not None else 1

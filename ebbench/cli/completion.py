@@ -51,7 +51,7 @@ def devices(incomplete: str) -> list[str]:
 
 def api_servers(incomplete: str) -> list[str]:
     """Classes of machines whose API server can be simulated."""
-    return _beginning(incomplete, [*_stems(_DEVICES / "api_servers"), "off"])
+    return _beginning(incomplete, [*_stems(_DEVICES / "api_servers"), "auto", "off"])
 
 
 def models(incomplete: str) -> list[str]:

@@ -107,11 +107,11 @@ def _collect(
     groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None
 ) -> list[PublishedFigure]:
     from ebbench.cli.make_runs import with_progress
-    from ebbench.papers.fidelity.cases import all_cases, as_served
+    from ebbench.papers.fidelity.cases import all_cases, without_api_server
     from ebbench.papers.fidelity.cases_capacity import capacity_cells
     from ebbench.papers.fidelity.cases_iog import iog_cells
     from ebbench.papers.fidelity.cases_kv import kv_cells
-    from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of
+    from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of
     from ebbench.runs.store import RunStore
 
     cells: list[PublishedFigure] = []
@@ -123,8 +123,9 @@ def _collect(
         cells += iog_cells()
     if "capacity" in groups:
         cells += capacity_cells()
-    cases = [case for case in (*all_cases(), *as_served(all_cases())) if case.group in groups]
-    say = _progress(len(cases))
+    cases = [case for case in all_cases() if case.group in groups]
+    compared = list(without_api_server(cases))
+    say = _progress(len(cases) + len(compared))
     store = RunStore(runs)
 
     def figures(run: Cell) -> Mapping[str, Any]:
@@ -136,7 +137,13 @@ def _collect(
         chosen = [case for case in cases if (case.group == REPEATED) is repeated]
         wanted = runs_of(chosen, seed, count)
         with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
-        cells += cells_of(chosen, figures, say, seed, count)
+        answers = as_answered(chosen, figures, seed, count)
+        wanted = runs_of(answers, seed, count)
+        with_progress("behind the API server", wanted, store, whole=False, workers=workers, quiet=False)
+        cells += cells_of(answers, figures, say, seed, count)
+        cells += cells_of(
+            [case for case in compared if (case.group == REPEATED) is repeated], figures, say, seed, count
+        )
     if "calibration" in groups:
         cells += calibration_cells()
     return cells

@@ -236,7 +236,7 @@ ApiServer = Annotated[
     str,
     opt(
         "--api-server",
-        help="Simulate vLLM's API server: datacenter, FILE.toml (what yours costs) or off.",
+        help="vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.",
         panel=ENGINE,
         complete=completion.api_servers,
     ),

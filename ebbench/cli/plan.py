@@ -51,7 +51,7 @@ class CandidateFlags:
     vllm_version: load.VllmVersion = None
     quantization: load.Quantization = None
     kv_cache_dtype: load.KvCacheDtype = "auto"
-    api_server: load.ApiServer = "off"
+    api_server: load.ApiServer = "auto"
     api_server_count: load.ApiServerCount = None
     price: Annotated[
         list[str] | None,
@@ -88,11 +88,13 @@ def plan(
 
     from rich.console import Console
 
+    from ebbench.analysis.api_server_load import runs_again
     from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
     from ebbench.capacity.deployments import MISSED_ALONE, check_plan
     from ebbench.capacity.prices import check_prices
-    from ebbench.cli.plan_tasks import tasks_of
+    from ebbench.cli.plan_tasks import tasks_of, with_api_server
+    from ebbench.devices.apiserver import AUTO
     from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
 
@@ -104,7 +106,14 @@ def plan(
     pool = pool_of(output.workers, len(tasks))
     messages = Console(stderr=True, highlight=False)
     with messages.status("") as status:
-        found = choose(tasks, prices, pool, (lambda _text: None) if output.quiet else status.update)
+        say = (lambda _text: None) if output.quiet else status.update
+        found = choose(tasks, prices, pool, say)
+        busy = plan_sentences.api_servers_left_out(found, tasks[0]) if choice.api_server == AUTO else None
+        if busy is not None:
+            if not output.quiet:
+                messages.print(f"Per replica: {runs_again(busy)}", markup=False, soft_wrap=True)
+            tasks = with_api_server(tasks)
+            found = choose(tasks, prices, pool, say)
     if found.refused and all(reason.startswith(MISSED_ALONE) for _, reason in found.refused) and not found.found:
         candidate, reason = found.refused[0]
         raise UsageError(f"no candidate meets the limits: {candidate.device} tp={candidate.tp} {reason}")

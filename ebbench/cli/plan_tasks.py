@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
-from ebbench.devices.apiserver import chosen_api_server
+from ebbench.devices.apiserver import CLASS, chosen_api_server, first_choice
 from ebbench.devices.profiles import find_model, find_profile, list_devices
 from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
@@ -30,7 +32,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     check_counts(request_rate=target.request_rate)
     limits = parse_limits(target.goodput or (), target.attainment)
     quantised(find_model(choice.model), choice.quantization, choice.kv_cache_dtype)
-    chosen_api_server(choice.api_server, choice.api_server_count)
+    api_server = first_choice(choice.api_server, choice.api_server_count)
+    chosen_api_server(api_server, choice.api_server_count)
     if choice.vllm_version is not None:
         start_up(choice.vllm_version)
     policies = [spec.name for spec in parse_policies(choice.policy or DEFAULT_POLICIES)]
@@ -58,7 +61,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
             sessions=_SESSIONS,
             seed=requests.seed,
             max_model_len=longest,
-            api_server=choice.api_server,
+            api_server=api_server,
             api_server_count=choice.api_server_count,
             gpu_memory_utilization=choice.gpu_memory_utilization,
             vllm_version=choice.vllm_version,
@@ -67,3 +70,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
         )
         for device, tp, policy, budget, most in product(devices, sizes, policies, budgets, seqs)
     ]
+
+
+def with_api_server(tasks: Sequence[PlanTask]) -> list[PlanTask]:
+    """The same candidates with vLLM's API server simulated."""
+    return [replace(task, api_server=CLASS) for task in tasks]

@@ -86,7 +86,7 @@ class EngineFlags:
     enforce_eager: load.EnforceEager = False
     quantization: load.Quantization = None
     kv_cache_dtype: load.KvCacheDtype = "auto"
-    api_server: load.ApiServer = "off"
+    api_server: load.ApiServer = "auto"
     api_server_count: load.ApiServerCount = None
 
     def refuse_for_server(self, context: typer.Context) -> None:
@@ -101,6 +101,7 @@ class EngineFlags:
 
     def options(self, warmup: int) -> EngineOptions:
         """The engine's options with ``warmup`` warm-up requests."""
+        from ebbench.devices.apiserver import first_choice
         from ebbench.engines.base import EngineOptions
 
         return EngineOptions(
@@ -116,7 +117,7 @@ class EngineFlags:
             warmup=warmup,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
-            api_server=self.api_server,
+            api_server=first_choice(self.api_server, self.api_server_count),
             api_server_count=self.api_server_count,
             max_num_active_seqs=self.max_num_active_seqs,
             max_num_queued_reqs=self.max_num_queued_reqs,
@@ -135,10 +136,20 @@ class EngineFlags:
         own = None if is_server(self.engine) else EngineOptions.max_model_len
         return own if self.max_model_len is None else self.max_model_len
 
+    @property
+    def api_server_if_busy(self) -> bool:
+        """Whether runs whose answers would keep the API server busy are to be made again with it."""
+        from ebbench.devices.apiserver import AUTO
+
+        return self.api_server == AUTO and self.api_server_count is None
+
     def settings(self, warmup: int) -> dict[str, Any]:
         """The fields of RunConfig that these options set."""
         given = {name: getattr(self, name) for name in ("engine", "device", "model", "calibration")}
-        return given | {"options": self.options(warmup), "default_policies": not self.policy}
+        return given | {
+            "options": self.options(warmup), "default_policies": not self.policy,
+            "api_server_if_busy": self.api_server_if_busy,
+        }  # fmt: skip
 
 
 _OF_A_START = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ebbench.analysis.economy import PRICE
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
-from ebbench.cli.repeats import beforehand, why_stop
+from ebbench.cli.repeats import why_stop
+from ebbench.cli.run_notes import announce
+from ebbench.devices.apiserver import CLASS
 from ebbench.engines.checks import refuse_queue_limits, refuse_undecided, stated_limits
 from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp, with_step_parts
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
@@ -60,6 +63,11 @@ class RunConfig:
     until_clear: bool = False  # stop before ``repeats`` if more would not help
     calibration: Path | None = None
     price_per_hour: float | None = None
+    api_server_if_busy: bool = False  # simulate again with vLLM's API server if a run would keep it busy
+
+    def with_api_server(self) -> RunConfig:
+        """The same with vLLM's API server simulated."""
+        return replace(self, options=replace(self.options, api_server=CLASS), api_server_if_busy=False)
 
     def cell(self) -> Cell:
         """The settings common to all runs of the command, as the cell of the first policy and seed."""
@@ -90,14 +98,34 @@ class _Done:
     explanations: list[Explanation] = field(default_factory=list)
     phases: list[Summary] = field(default_factory=list)
     interrupted: bool = False
+    stored: list[Path] = field(default_factory=list)
+
+
+class _ApiServerBusyError(Exception):
+    """A run without vLLM's API server would have kept it busy. ``warning``: that run's."""
+
+    def __init__(self, warning: RunWarning) -> None:
+        self.warning = warning
 
 
 def run_policies(config: RunConfig, *, as_json: bool) -> None:
     """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
 
+    from ebbench.analysis.api_server_load import runs_again
+
     messages = Console(stderr=True, highlight=False)
     _check(config)
+    try:
+        _run_all(config, messages, as_json=as_json)
+    except _ApiServerBusyError as busy:
+        if not config.quiet:
+            messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
+        _run_all(config.with_api_server(), messages, as_json=as_json, announced=True)
+
+
+def _run_all(config: RunConfig, messages: Console, *, as_json: bool, announced: bool = False) -> None:
+    """Run every policy on every plan, store and show."""
     engine, sentence = engine_of(config)
     refuse_undecided(getattr(engine, "topology", None), config.policies)
     _check_prompts(config, engine)
@@ -105,7 +133,8 @@ def run_policies(config: RunConfig, *, as_json: bool) -> None:
     config = _saturated(config, engine, device, messages)
     plan = plan_of(config, config.seed, device, messages)
     config = with_label(config, engine)
-    _announce(config, engine, sentence, plan, messages)
+    if not announced:
+        announce(config, engine, sentence, plan, messages)
     done = _Done()
     try:
         for offset in range(config.repeats):
@@ -216,53 +245,6 @@ def plan_of(config: RunConfig, seed: int, device: Device, messages: Console) -> 
     return plan
 
 
-def _announce(config: RunConfig, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
-    from ebbench.engines.base import VIRTUAL_TIME
-    from ebbench.workloads.trace import time_note
-
-    if config.quiet:
-        return
-    messages.print(sentence, markup=False, soft_wrap=True)
-    for note in filter(None, (time_note(plan.facts), _at_once(plan))):
-        messages.print(note, markup=False, soft_wrap=True)
-    virtual = engine.name in VIRTUAL_TIME
-    repeats_note = beforehand(
-        plan.facts, config.repeats, policies=len(config.policies), until_clear=config.until_clear, virtual=virtual
-    )
-    if repeats_note:
-        messages.print(repeats_note, markup=False, soft_wrap=True)
-    if note := _power_note(engine):
-        messages.print(note, markup=False, soft_wrap=True)
-    if config.default_policies and not is_server(config.engine):
-        messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
-
-
-def _power_note(engine: Engine) -> str:
-    """Whose GPU power is measured, or why none is; empty for an engine in virtual time."""
-    import os
-
-    from ebbench.client.power import announcement
-    from ebbench.engines.endpoint import EndpointEngine, SendingEngine
-
-    if not isinstance(engine, SendingEngine):
-        return ""
-    url = engine.url if isinstance(engine, EndpointEngine) else "http://127.0.0.1"
-    return announcement(url, engine.client.power, os.environ)
-
-
-def _at_once(plan: Plan) -> str:
-    """A note about the effect of an infinite request rate; empty for a finite rate."""
-    if not plan.facts.get("all_at_once"):
-        return ""
-    sessions, open_at_most = int(plan.facts["sessions"]), max(phase.max_concurrency for phase in plan.phases)
-    if open_at_most < sessions:
-        return f"--request-rate inf: all {sessions:,} sessions wait for one of the {open_at_most:,} open at a time"
-    return (
-        f"--request-rate inf: all {sessions:,} sessions are released at once, as by `vllm bench serve`; TTFT counts "
-        "the wait in the server's queue (--max-concurrency limits how many are open)"
-    )
-
-
 def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
     """Alternating order (ABBA), so that machine drift affects all policies equally."""
     return iter(policies) if repeat % 2 == 0 else reversed(policies)
@@ -279,12 +261,27 @@ def _run_one(
         if error.run is not None:
             _keep(error.run, done)  # show the run although it could not be stored
         raise
+    done.stored.append(stored.path)
+    if config.api_server_if_busy:
+        _refuse_busy(stored, done)
     _keep(stored, done)
     if config.save_as_vllm is not None:
         from ebbench.export.vllm_json import save_vllm_result
 
         save_vllm_result(stored, done.summaries[-1], config.save_as_vllm)
     done.interrupted = stored.manifest.interrupted
+
+
+def _refuse_busy(run: Run, done: _Done) -> None:
+    """Raise _ApiServerBusyError, without the runs so far, if ``run`` would have kept vLLM's API server busy."""
+    from ebbench.analysis.api_server_load import CODE
+
+    warning = next((one for one in run.manifest.warnings if one.code == CODE), None)
+    if warning is None or run.manifest.interrupted:
+        return
+    for path in done.stored:
+        shutil.rmtree(path)  # a comparison holds runs with the API server, or runs without it
+    raise _ApiServerBusyError(warning)
 
 
 def _keep(run: Run, done: _Done) -> None:

@@ -18,6 +18,10 @@ from ebbench.devices.profiles import DATA
 from ebbench.errors import UnknownNameError, UsageError
 
 OFF = "off"
+CLASS = "datacenter"
+"""The class that commands take unless the user names one."""
+AUTO = "auto"
+"""Commands simulate without the API server first, and all again with it if one of their runs would keep it busy."""
 
 
 class ApiServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -57,6 +61,13 @@ def find_api_server(name: str) -> ApiServerCosts:
     if name not in list_api_servers():
         raise UnknownNameError("API server", name, (*list_api_servers(), OFF, "FILE.toml"))
     return load_toml(DATA / "api_servers" / f"{name}.toml", ApiServerCosts)
+
+
+def first_choice(name: str, count: int | None) -> str:
+    """What a command simulates first: for ``auto`` no API server, or :data:`CLASS` if its processes are given."""
+    if name != AUTO:
+        return name
+    return OFF if count is None else CLASS
 
 
 def chosen_api_server(name: str, count: int | None) -> ApiServerCosts | None:

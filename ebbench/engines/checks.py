@@ -115,8 +115,10 @@ def refuse_simulated(options: EngineOptions, engine: str) -> None:
             "of the vLLM that runs: leave it out"
         )
     if options.api_server != OFF:
+        count = options.api_server_count
+        given = f"--api-server {options.api_server}" if count is None else f"--api-server-count {count}"
         raise UsageError(
-            f"--api-server {options.api_server} is simulated by engines sim and emulated; engine {engine} answers "
+            f"{given} is simulated by engines sim and emulated; engine {engine} answers "
             "through a real one: leave it out"
         )
 

@@ -340,6 +340,7 @@ class _Simulation:
             "topology": topology.label,
             "gpus": topology.gpus,
             "answering_units": topology.pools[-1].units,
+            "answering_instances": topology.pools[-1].instances,
             **({"link": link} if (link := self._link(topology)) else {}),
             "dispatch": self._engine.dispatch.name,
             "dispatch_wait_ms": _mean_ms(dispatched_ns - loop.front.state.sent_ns[own], dispatched_ns),

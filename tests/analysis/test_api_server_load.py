@@ -13,7 +13,7 @@ def warnings_of(tmp_path: Path, *options: str, policy: str = "v1") -> list[str]:
     arguments = [
         "run", "balanced", "--source", "profile", "--policy", policy, "--device", "h200", "--model", "gemma-3-1b-it",
         "--num-prompts", "300", "--input-len", "100", "--output-len", "200", "--json", "--quiet",
-        "--output-dir", str(tmp_path / "run"), *options,
+        "--output-dir", str(tmp_path / "run"), "--api-server", "off", *options,
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -35,3 +35,23 @@ def test_answers_that_an_api_server_could_not_stream_are_pointed_out(
 ) -> None:
     found = [text for text in warnings_of(tmp_path, *options) if "--api-server datacenter" in text]
     assert len(found) == expected
+
+
+MANY = ("--max-concurrency", "512", "--num-prompts", "2000")
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        (("--max-concurrency", "256"), "--api-server-count 2"),
+        ((*MANY, "--topology", "dp=2"), "--api-server-count 2"),
+        ((*MANY, "--topology", "dp=2", "--api-server-count", "1"), "--api-server-count 2"),
+        ((*MANY, "--topology", "dp=2", "--api-server-count", "8"), ""),
+        (("--max-concurrency", "256", "--api-server-count", "4"), ""),
+        (("--max-concurrency", "16"), ""),
+    ],
+)
+def test_api_servers_that_limit_a_run_are_pointed_out(tmp_path: Path, options: tuple[str, ...], more: str) -> None:
+    found = [text for text in warnings_of(tmp_path, "--api-server", "datacenter", *options) if "it limits" in text]
+    assert len(found) == bool(more)
+    assert all(more in text for text in found)

@@ -1,5 +1,6 @@
-"""Capacity and plans of small models are limited by vLLM's API server, which a simulation leaves out unless asked."""
+"""Capacity, plans and advice of small models are limited by vLLM's API server, which is simulated where it matters."""
 
+import json
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -7,14 +8,16 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
 
-LEFT_OUT = "processes of vLLM's API server"
+LEFT_OUT = "They are left out here"
+AGAIN = "Everything is simulated again with --api-server datacenter"
 SMALL = ["sharegpt", "--source", "profile", "--device", "h200", "--model", "gemma-3-1b-it", "--goodput", "ttft:500"]
 
 
 def printed(*arguments: str) -> str:
-    result = CliRunner().invoke(app, [*arguments, "--quiet"])
+    """What is printed as the answer, and before it."""
+    result = CliRunner().invoke(app, [*arguments])
     assert result.exit_code == 0, result.output
-    return " ".join(result.stdout.split())
+    return " ".join(result.output.split())
 
 
 def capacity(folder: Path, *options: str) -> str:
@@ -26,30 +29,52 @@ def plan(*options: str) -> str:
     return printed("plan", *SMALL, "--tp", "1", "--policy", "v1", "--max-num-seqs", "256", *options)
 
 
-def test_a_capacity_beyond_the_api_server_is_pointed_out(tmp_path: Path) -> None:
-    assert LEFT_OUT in capacity(tmp_path / "one")
+def test_a_capacity_beyond_the_api_server_is_found_behind_it_or_pointed_out(tmp_path: Path) -> None:
+    assert AGAIN in capacity(tmp_path / "auto")
+    (found,) = json.loads((tmp_path / "auto" / "capacity-answers.json").read_text())
+    assert 30 < found["capacity_requests_per_s"] < 60
+    assert AGAIN in capacity(tmp_path / "auto"), "a search that goes on comes to the same end"
+    without = capacity(tmp_path / "off", "--api-server", "off")
+    assert LEFT_OUT in without
+    assert AGAIN not in without
     assert LEFT_OUT not in capacity(tmp_path / "simulated", "--api-server", "datacenter")
     assert LEFT_OUT not in capacity(tmp_path / "sixteen", "--topology", "dp=16", "--max-probes", "2")
 
 
-def test_a_plan_beyond_the_api_server_is_pointed_out_and_one_with_it_takes_more_replicas() -> None:
-    without = plan("--request-rate", "100")
+def test_a_plan_beyond_the_api_server_is_made_behind_it_and_takes_more_replicas() -> None:
+    without = plan("--request-rate", "100", "--api-server", "off")
     assert LEFT_OUT in without
+    assert AGAIN not in without
     assert "Cheapest: 1 x h200" in without
-    simulated = plan("--request-rate", "100", "--api-server", "datacenter")
-    assert LEFT_OUT not in simulated
+    simulated = plan("--request-rate", "100")
+    assert AGAIN in simulated
+    assert "behind 1 API server process per replica (datacenter)" in simulated
     assert "Cheapest: 2 x h200" in simulated or "Cheapest: 3 x h200" in simulated
-    assert LEFT_OUT not in plan("--request-rate", "10")
+    assert "API server" not in plan("--request-rate", "10")
+    more = plan("--request-rate", "100", "--api-server-count", "4")
+    assert AGAIN not in more
+    assert "behind 4 API server processes per replica" in more
+    assert "Cheapest: 1 x h200" in more
 
 
-def test_a_count_without_a_class_is_refused() -> None:
-    arguments = ["plan", *SMALL, "--request-rate", "10", "--api-server-count", "2"]
+def test_a_count_of_processes_that_are_left_out_is_refused() -> None:
+    arguments = ["plan", *SMALL, "--request-rate", "10", "--api-server", "off", "--api-server-count", "2"]
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, UsageError) or result.exit_code == 2
     assert "--api-server" in str(result.exception) + result.output
 
 
-def test_advice_says_that_the_api_server_is_left_out(tmp_path: Path) -> None:
-    load = ("--num-prompts", "200", "--max-concurrency", "64", "--seeds", "1", "--no-crossover")
-    said = printed("advise", *SMALL[:-2], "--policy", "v1", "--policy", "eb", *load, "--runs", str(tmp_path))
-    assert LEFT_OUT in said
+def test_advice_is_given_behind_the_api_server_that_v1_would_keep_busy(tmp_path: Path) -> None:
+    def advice(*options: str) -> str:
+        load = ("--num-prompts", "200", "--max-concurrency", "64", "--seeds", "1", "--no-crossover")
+        asked = ("advise", *SMALL[:-2], "--policy", "v1", "--policy", "eb", *load, "--runs", str(tmp_path))
+        return printed(*asked, *options)
+
+    said = advice()
+    assert AGAIN in said
+    assert "gemma-3-1b-it on h200 --api-server datacenter" in said
+    assert "`ebbench devices show h200 --model gemma-3-1b-it`" in said, "which has no such option"
+    without = advice("--api-server", "off")
+    assert LEFT_OUT in without
+    assert AGAIN not in without
+    assert AGAIN not in advice("--max-concurrency", "8")

@@ -1,4 +1,4 @@
-"""``--api-server`` on the command line: what is shown and compared, and what is refused."""
+"""``--api-server`` on the command line: when it is simulated, what is shown and compared, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError, UsageError
+from ebbench.records.run import Run, find_runs
 
 SMALL = ("run", "sharegpt", "--source", "profile", "-n", "40", "-c", "16", "--policy", "v1", "--device", "h200")
 
@@ -33,17 +34,64 @@ def test_header_json_and_comparison_say_that_it_is_on(tmp_path: Path) -> None:
     assert "api_server" in str(compared.exception)
 
 
+BUSY = (
+    "run", "sharegpt", "--source", "profile", "--device", "h200", "--model", "gemma-3-1b-it", "-n", "200", "-c", "28",
+    "--json", "--engine", "sim",
+)  # fmt: skip
+"""v1 without the API server would keep it busy for 86 % of the time; exclusive batches that wait long, for 46 %."""
+SLOW = "eb:theta=0.9"
+
+
+def simulated(folder: Path, *options: str) -> tuple[dict[str, str | None], str]:
+    """The API server of each policy's run as its JSON names it, and what was said meanwhile."""
+    result = CliRunner().invoke(app, [*BUSY, "--output-dir", str(folder), *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    shown = json.loads(result.stdout)
+    stored = list(find_runs([folder]))
+    assert len(stored) == len(shown)  # runs that were made again are not kept
+    return {one["policy"]: one["api_server"] for one in shown}, result.stderr
+
+
+def test_it_is_simulated_for_every_policy_if_one_policy_would_keep_it_busy(tmp_path: Path) -> None:
+    found, said = simulated(tmp_path / "both", "--policy", SLOW, "--policy", "v1")
+    assert found == {SLOW: "datacenter", "v1": "datacenter"}
+    assert said.count("Everything is simulated again with --api-server datacenter") == 1
+    found, said = simulated(tmp_path / "slow", "--policy", SLOW)
+    assert found == {SLOW: None}
+    assert "again" not in said
+
+
+def test_the_figures_are_those_of_asking_for_it(tmp_path: Path) -> None:
+    runs = {}
+    for name, options in {"auto": (), "asked": ("--api-server", "datacenter"), "off": ("--api-server", "off")}.items():
+        simulated(tmp_path / name, "--policy", "v1", "--quiet", *options)
+        runs[name] = Run.load(tmp_path / name).requests
+    assert runs["auto"].equals(runs["asked"])
+    assert not runs["auto"].equals(runs["off"])
+
+
+def test_a_number_of_processes_simulates_them(tmp_path: Path) -> None:
+    found, said = simulated(tmp_path / "two", "--policy", SLOW, "--api-server-count", "2")
+    assert found == {SLOW: "datacenter x 2"}
+    assert "again" not in said
+
+
 @pytest.mark.parametrize("engine", ["http://127.0.0.1:9", "vllm"])
-def test_engines_with_a_real_one_refuse(engine: str, tmp_path: Path) -> None:
-    arguments = [*SMALL, "--engine", engine, "--output-dir", str(tmp_path / "run"), "--api-server", "datacenter"]
+@pytest.mark.parametrize("option", [("--api-server", "datacenter"), ("--api-server-count", "2")])
+def test_engines_with_a_real_one_refuse(engine: str, option: tuple[str, str], tmp_path: Path) -> None:
+    arguments = [*SMALL, "--engine", engine, "--output-dir", str(tmp_path / "run"), *option]
     result = CliRunner().invoke(app, arguments, standalone_mode=False)
     assert isinstance(result.exception, UsageError)
     assert "real one" in str(result.exception)
+    assert " ".join(option) in str(result.exception)
 
 
 @pytest.mark.parametrize(
     ("options", "remedy"),
-    [(("--api-server", "datacentre"), "datacenter"), (("--api-server-count", "2"), "--api-server datacenter")],
+    [
+        (("--api-server", "datacentre"), "datacenter"),
+        (("--api-server", "off", "--api-server-count", "2"), "--api-server datacenter"),
+    ],
 )
 def test_a_wrong_api_server_setting_is_refused_with_the_nearest_right_one(
     options: tuple[str, ...], remedy: str, tmp_path: Path

@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
-from ebbench.papers.fidelity.cases import FIT_ROWS, Case, all_cases, best_settings, reference_rows, table3
+from ebbench.papers.fidelity.cases import FIT_ROWS, WITHOUT, Case, all_cases, best_settings, reference_rows, table3
+from ebbench.papers.fidelity.cases_servers import table17
 from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
-from ebbench.papers.fidelity.runs import calibration_cells, case_runs, replay_cells, run_cases
+from ebbench.papers.fidelity.runs import calibration_cells, case_runs, cells_of, replay_cells, run_cases
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
-from ebbench.runs.make import plan_of
+from ebbench.runs.make import Task, make, plan_of
 from vllm_eb.calibration import MixedCost
 
 
@@ -35,6 +36,33 @@ def test_every_pair_of_a_row_is_compared_and_v1_comes_first() -> None:
     assert [p.same_winner for p in pairs] == [True, True, False]
     assert pairs[0].published_gain == pytest.approx(0.21)
     assert pairs[0].our_gain == pytest.approx(0.18)
+
+
+def test_equal_results_of_ours_have_no_winner() -> None:
+    for published in (90, 110):
+        (pair,) = comparisons([cell("v1", 100, 100), cell("eb", published, 100.05)])
+        assert pair.decided
+        assert not pair.same_winner
+
+
+def test_scores_without_the_api_server_are_apart() -> None:
+    found = all_scores([cell("v1", 100, 90, source="table 2"), cell("v1", 100, 80, source=f"table 2{WITHOUT}")])
+    assert [score.reached for score in found["predicted rows"]] == pytest.approx([0.1])
+    assert [score.reached for score in found["predicted rows, no API server"]] == pytest.approx([0.2])
+
+
+def test_a_case_that_keeps_the_api_server_busy_is_answered_with_it() -> None:
+    few, many = (
+        shortened(next(c for c in table17() if (c.device, c.name, c.scheduler) == ("h200", name, "v1")), 400)
+        for name in ("LongBench", "ShareGPT")
+    )
+    answers = run_cases([few, many], 0, lambda _: None)
+    (asked,) = run_cases([replace(many, api_server="datacenter")], 0, lambda _: None)
+    plain = {run: make(Task(run)).figures for case in (few, many) for run in case_runs(case, 0)}
+    without = cells_of([few, many], plain.__getitem__, lambda _: None, 0)
+    assert answers[0] == without[0]
+    assert answers[1] == asked
+    assert asked.ours < 0.8 * without[1].ours
 
 
 def test_scores_count_winners_gains_and_errors() -> None:

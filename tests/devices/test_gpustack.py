@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError
-from ebbench.papers.fidelity.cases import Case, as_served, reference_rows
+from ebbench.papers.fidelity.cases import WITHOUT, Case, reference_rows, without_api_server
 from ebbench.papers.fidelity.cases_gpustack import (
     FUSED,
     GPUSTACK,
@@ -101,12 +101,13 @@ def test_a_fused_sampler_leaves_the_kv_cache_that_the_runs_had(model: str) -> No
 
 
 def test_variants_keep_the_published_figures_and_name_their_source() -> None:
-    fused, served = list(fused_sampler()), list(as_served(gpustack()))
-    assert (len(fused), len(served)) == (42, 63)
+    fused, without = list(fused_sampler()), list(without_api_server(gpustack()))
+    assert (len(fused), len(without)) == (42, 63)
     assert all(number.source.endswith(FUSED) for case in fused for number in case.published)
     sizes = [(kv_capacity(case), kv_capacity(replace(case, vllm_version="0.11"))) for case in fused]
     assert all(isinstance(more, int) and isinstance(less, int) and more > less for more, less in sizes)
-    assert all(case.api_server == "datacenter" for case in served)
+    assert all(number.source.endswith(WITHOUT) for case in without for number in case.published)
+    assert all(case.api_server == "off" for case in without)
 
 
 def test_the_rtx_4090_on_which_nothing_is_fitted_stays_within_9_percent() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import isnan
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.analysis.columns import RequestColumns
 from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
+from ebbench.devices.apiserver import CLASS
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_models
@@ -40,14 +43,51 @@ def run_cases(
 
     ``host`` replaces the profiles' constants. ``workers``: number of processes, without effect on the results.
     """
-    chosen = list(cases)
-    tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host)]
     made: dict[Cell, Mapping[str, Any]] = {}
-    for task, outcome in pool_of(workers, len(tasks)).outcomes(make, tasks):
-        if outcome.error is not None or outcome.value is None:
-            raise outcome.error or RunError("a run gave no result")
-        made[task.cell] = outcome.value.figures
-    return cells_of(chosen, made.__getitem__, say, seed, repeats, host)
+
+    def make_missing(chosen: Sequence[Case]) -> None:
+        tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host) if run not in made]
+        for task, outcome in pool_of(workers, len(tasks)).outcomes(make, tasks):
+            if outcome.error is not None or outcome.value is None:
+                raise outcome.error or RunError("a run gave no result")
+            made[task.cell] = outcome.value.figures
+
+    chosen = list(cases)
+    make_missing(chosen)
+    answers = as_answered(chosen, made.__getitem__, seed, repeats, host)
+    make_missing(answers)
+    return cells_of(answers, made.__getitem__, say, seed, repeats, host)
+
+
+def as_answered(
+    cases: Iterable[Case],
+    figures: Callable[[Cell], Mapping[str, Any]],
+    seed: int,
+    repeats: int = 1,
+    host: HostCosts | None = None,
+) -> list[Case]:
+    """The cases as the tool answers them: with vLLM's API server where a run without it would keep it busy.
+
+    The runs of ``cases`` must exist; ``figures`` as in :func:`cells_of`.
+    """
+    found = []
+    for case in cases:
+        runs = [run for i in range(repeats) for run in case_runs(case, seed + i, host)]
+        busy = any(_keeps_busy(figures(run), case) for run in runs)
+        found.append(replace(case, api_server=CLASS) if busy else case)
+    return found
+
+
+def _keeps_busy(figures: Mapping[str, Any], case: Case) -> bool:
+    """Whether a run warns that it leaves out an API server which its answers would keep busy."""
+    requests, total, output = (
+        figures.get(key) for key in ("request_throughput", "total_token_throughput", "output_throughput")
+    )
+    if figures.get("dead") or requests is None or total is None or output is None:
+        return False
+    topology = parse_topology(case.topology) if case.topology else None
+    units = topology.pools[-1].units if topology is not None else 1
+    return left_out(processes_needed(requests, total - output, output), units) is not None
 
 
 def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[Cell]:

@@ -14,6 +14,7 @@ from statistics import median
 THROUGHPUT = ("tokens_per_s", "requests_per_s", "output_tokens_per_s")
 SCHEDULERS = ("v1", "eb", "ebplus")  # compared with each other; fixed thresholds are not
 GAP = 0.02  # smaller published differences do not define a winner
+TIE = 1e-3  # smaller differences of ours are none: both wait for the same API server
 GAIN_POINTS = 0.05
 
 Key = tuple[str, str, str, str]
@@ -86,8 +87,8 @@ class Comparison:
 
     @property
     def same_winner(self) -> bool:
-        """Whether our difference has the same sign."""
-        return (self.published_gain > 0) == (self.our_gain > 0)
+        """Whether our difference has the same sign; where ours are equal there is no winner."""
+        return self.published_gain * self.our_gain > 0 and abs(self.our_gain) > TIE
 
 
 def comparisons(cells: Iterable[PublishedFigure]) -> list[Comparison]:
