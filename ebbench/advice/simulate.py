@@ -11,12 +11,11 @@ from ebbench.advice.choice import BASELINE, choose, own_budget, relative_gain
 from ebbench.advice.halving import SearchResult
 from ebbench.advice.results import Advice, AdviceQuestion, BudgetedPolicy, GainCurve, PolicyScore, Tuning
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
-from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
-from ebbench.devices.apiserver import OFF
 from ebbench.engines.checks import start_notes
 from ebbench.records.manifest import RunWarning
+from ebbench.runs.api_server import left_out_of
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.make import device_of, plan_of
 from ebbench.runs.store import RunStore
@@ -152,13 +151,10 @@ def _api_server(store: RunStore, cell: Cell) -> str:
 
 
 def api_server_left_out(store: RunStore, cell: Cell) -> RunWarning | None:
-    """A warning about a finished run if vLLM's API server, which it leaves out, could not have streamed it."""
-    if cell.options.api_server != OFF:
-        return None
-    requests, total, output = (
-        figure(store, cell, key) for key in ("request_throughput", "total_token_throughput", "output_throughput")
-    )
-    return left_out(processes_needed(requests, total - output, output), 1)
+    """A warning about a finished run if it leaves out an API server that it would keep busy."""
+    found = store.get(cell)
+    assert found is not None  # the caller made the run
+    return left_out_of(cell, found.figures)
 
 
 def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> tuple[PolicyScore, ...]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from ebbench.devices.apiserver import OFF
 from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError
+from ebbench.runs.api_server import as_answered
 from ebbench.runs.cell import Cell
 from ebbench.runs.drive import Job, run_cells
 from ebbench.runs.make import Made, make
@@ -76,6 +79,11 @@ class _CellCounts:
         self.done = 0
         self.failed: list[Failed] = []
 
+    def repeated(self, cells: int) -> None:
+        """So many cells run once more."""
+        self._cells += cells
+        self._todo += cells
+
     def progress(self) -> SweepProgress:
         """How far the sweep is now."""
         kept = self._cells - self._todo
@@ -93,8 +101,9 @@ def run_sweep(
 ) -> Result:
     """Run the missing cells. Ctrl-C ends it early with ``interrupted``; finished cells are kept.
 
-    Cells on external servers run one at a time, after the others. Raises RunError if results cannot be stored,
-    DataError if stored ones are damaged.
+    Cells on external servers run one at a time, after the others, and simulated ones that would keep vLLM's API server
+    busy once more with it (``api_server_if_busy``): those replace the others in the result. Raises RunError if results
+    cannot be stored, DataError if stored ones are damaged.
     """
     store.open(spec)
     todo = missing(sweep, store)
@@ -109,18 +118,39 @@ def run_sweep(
             counts.done += 1
         report(counts.progress())
 
+    def run(cells: Sequence[Cell], chosen: Pool) -> None:
+        if cells:
+            run_cells(cells, store.runs, chosen, whole=sweep.keep_runs, stored=stored, job=job)
+
     report(counts.progress())
-    on_servers = [cell for cell in todo if is_server(cell.engine)]
-    others = [cell for cell in todo if not is_server(cell.engine)]
     try:
-        for cells, chosen in ((others, pool), (on_servers, InProcess())):
-            if cells:
-                run_cells(cells, store.runs, chosen, whole=sweep.keep_runs, stored=stored, job=job)
+        run([cell for cell in todo if not is_server(cell.engine)], pool)
+        run([cell for cell in todo if is_server(cell.engine)], InProcess())
+        if sweep.api_server_if_busy:
+            sweep = behind_api_servers(sweep, store)
+            more = missing(sweep, store)
+            again = [cell for cell in more if cell.options.api_server != OFF]
+            counts.repeated(len(again))
+            run(again, pool)
     except KeyboardInterrupt:
         interrupted = True
     finished = tuple(store.load(sweep.cells))
     results = store.write_results(finished)
     return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results)
+
+
+def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:
+    """The sweep with vLLM's API server in cells that would keep it busy, and in those they are compared with.
+
+    Cells that are not finished stay as they are, unless one that they are compared with is.
+    """
+
+    def figures(cell: Cell) -> Mapping[str, Any] | None:
+        found = store.runs.get(cell)
+        return None if found is None else found.figures
+
+    answered = as_answered(sweep.cells, figures)
+    return replace(sweep, cells=tuple(answered[cell] for cell in sweep.cells))
 
 
 def missing(sweep: Sweep, store: SweepStore) -> list[Cell]:

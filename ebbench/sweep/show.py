@@ -16,6 +16,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from ebbench.devices.apiserver import CLASS, OFF
 from ebbench.render import numbers
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import plain, settings_of
@@ -96,6 +97,21 @@ def _values(sweep: Sweep, name: str) -> str:
     return ", ".join(f"{value or 'default'} ({count} cells)" for value, count in found.items())
 
 
+def behind_api_server(sweep: Sweep) -> int:
+    """Number of cells with a simulated API server."""
+    return sum(cell.options.api_server != OFF for cell in sweep.cells)
+
+
+def _api_server_note(sweep: Sweep) -> str:
+    count = behind_api_server(sweep)
+    if not count or not sweep.api_server_if_busy:
+        return ""
+    return (
+        f"{count} of {len(sweep.cells)} cells are simulated with vLLM's API server (api_server = {CLASS}), which they "
+        'or cells compared with them, would keep busy; more processes: api_server_count, none: api_server = "off".'
+    )
+
+
 def console_report(result: Result, found: Sequence[Finding], metric: str) -> RenderableType:
     """Findings, failures and paths of the results."""
     p = result.progress
@@ -114,6 +130,8 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
         ]
     if result.invalid:
         parts += [Text(), Text("INVALID, left out above", style="bold red"), *_invalid_lines(result)]
+    if note := _api_server_note(result.sweep):
+        parts += [Text(), Text(note)]
     timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
     parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
     return Stack(*parts)
@@ -191,7 +209,8 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
     """One JSON object."""
     return {
         "name": result.sweep.name,
-        "cells": result.progress.cells,
+        "cells": len(result.sweep.cells),
+        "behind_api_server": behind_api_server(result.sweep),
         "finished": len(result.finished),
         "from_before": result.progress.kept,
         "failed": [{"key": e.cell.key(), "error": str(e.error)} for e in result.failed],

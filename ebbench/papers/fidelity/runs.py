@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.analysis.columns import RequestColumns
 from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
@@ -26,6 +25,7 @@ from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
+from ebbench.runs.api_server import left_out_of
 from ebbench.runs.cell import Cell
 from ebbench.runs.make import Task, make
 from ebbench.runs.pool import pool_of
@@ -73,21 +73,9 @@ def as_answered(
     found = []
     for case in cases:
         runs = [run for i in range(repeats) for run in case_runs(case, seed + i, host)]
-        busy = any(_keeps_busy(figures(run), case) for run in runs)
+        busy = any(left_out_of(run, figures(run)) for run in runs)
         found.append(replace(case, api_server=CLASS) if busy else case)
     return found
-
-
-def _keeps_busy(figures: Mapping[str, Any], case: Case) -> bool:
-    """Whether a run warns that it leaves out an API server which its answers would keep busy."""
-    requests, total, output = (
-        figures.get(key) for key in ("request_throughput", "total_token_throughput", "output_throughput")
-    )
-    if figures.get("dead") or requests is None or total is None or output is None:
-        return False
-    topology = parse_topology(case.topology) if case.topology else None
-    units = topology.pools[-1].units if topology is not None else 1
-    return left_out(processes_needed(requests, total - output, output), units) is not None
 
 
 def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[Cell]:
