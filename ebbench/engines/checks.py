@@ -197,10 +197,19 @@ def start_notes(device: Device, options: EngineOptions) -> tuple[str, ...]:
     return (*_beyond_positions(device, options), *_beyond_capacity(device, options))
 
 
+def _positions(device: Device) -> int:
+    """Longest sequence of the model in tokens; 0 if it is not known."""
+    return device.geometry.positions if device.geometry is not None else 0
+
+
+def _default_limit(device: Device, options: EngineOptions) -> int:
+    """The model's positions where no ``--max-model-len`` was given, as vLLM then takes them; else 0."""
+    return _positions(device) if options.max_model_len == EngineOptions.max_model_len else 0
+
+
 def _beyond_positions(device: Device, options: EngineOptions) -> tuple[str, ...]:
-    """The default length is not the user's word: vLLM then takes the model's own."""
-    limit = device.geometry.positions if device.geometry is not None else 0
-    if not limit or options.max_model_len == EngineOptions.max_model_len or options.max_model_len <= limit:
+    limit = _positions(device)
+    if not limit or _default_limit(device, options) or options.max_model_len <= limit:
         return ()
     return (
         f"a real server would not start: --max-model-len {options.max_model_len:,} is more than the {limit:,} "
@@ -242,6 +251,13 @@ def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
         raise UsageError(
             f"request {request} has {longest:,} tokens, more than --max-model-len {options.max_model_len}; raise it or "
             "pass --drop-too-long"
+        )
+    limit = _default_limit(device, options)
+    if limit and longest > limit:
+        raise UsageError(
+            f"request {request} has {longest:,} tokens, more than the {limit:,} positions of {device.model}, which "
+            f"are vLLM's limit by default; pass --drop-too-long with --max-model-len {limit}, or a larger "
+            "--max-model-len if the server stretches them"
         )
     if options.num_kv_blocks is None and not device.kv_capacity_tokens:
         return

@@ -39,6 +39,17 @@ def test_known_memory_and_lengths_are_checked() -> None:
         check_fits(PLAN, unknown_device("CPU", "a-model"), EngineOptions(max_model_len=100))
 
 
+def test_without_a_limit_of_its_own_a_server_takes_as_many_tokens_as_the_model_has_positions() -> None:
+    plan = build_plan("balanced", seed=0, num_prompts=5, input_len=33_000, output_len=100)
+    device = load_device("h200", "mistral-7b")
+    assert device.geometry is not None
+    assert device.geometry.positions == 32_768
+    with pytest.raises(UsageError, match=r"32,768 positions of mistral-7b.*--drop-too-long with --max-model-len 32768"):
+        check_fits(plan, device, EngineOptions())
+    check_fits(plan, device, EngineOptions(max_model_len=38_000))  # a caveat says that vLLM has to be told so
+    check_fits(plan, load_device("h200", "qwen3-8b"), EngineOptions())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
