@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ebbench.cli.client_flags import ClientFlags
     from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags
+    from ebbench.devices.base import Device
     from ebbench.records.manifest import RunWarning
     from vllm_eb.policy import PolicySpec
 
@@ -88,44 +89,60 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     limits = _checked(question)
     if plot is not None:
         chart.check_suffix(plot)
+    system = _system(question, limits)
     folder, begun = _folder(question, limits), time.monotonic()
     try:
-        _search_all(question, limits, messages, folder, folder, begun, plot=plot, as_json=as_json)
+        _search_all(question, limits, system, messages, folder, folder, begun, plot=plot, as_json=as_json)
     except _ApiServerBusyError as busy:
         if not question.quiet:
             messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
         served = replace(question, engine=replace(question.engine, api_server=CLASS))
         probes = folder / f"api-server-{CLASS}"  # apart from the probes without it
         probes.mkdir(exist_ok=True)
-        _search_all(served, limits, messages, folder, probes, begun, plot=plot, as_json=as_json)
+        system = _system(served, limits)
+        _search_all(served, limits, system, messages, folder, probes, begun, plot=plot, as_json=as_json)
 
 
-def _search_all(
-    question: CapacityQuestion, limits: LatencyLimits, messages: Console, folder: Path, probes: Path, begun: float, *,
-    plot: Path | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Results go to ``folder``, runs to ``probes``. ``begun``: when the command began, on the monotonic clock."""
-    from ebbench.capacity import sentences
+@dataclass(frozen=True)
+class _System:
+    """What is searched, checked. ``sentence`` names the engine."""
 
+    config: RunConfig
+    engine: Engine
+    device: Device
+    sentence: str
+
+
+def _system(question: CapacityQuestion, limits: LatencyLimits) -> _System:
     topology = topology_of(question.cluster.topology, question.scenario, None)
     policies = parse_policies(question.engine.policy or default_policies(question.engine.engine, topology))
     config = _template(question, limits, policies)
     check_options(config.options, policies)
     engine, sentence = engine_of(config)
     device = device_of(config)
-    config = with_label(config, engine)
+    return _System(with_label(config, engine), engine, device, sentence)
+
+
+def _search_all(
+    question: CapacityQuestion, limits: LatencyLimits, system: _System, messages: Console, folder: Path, probes: Path,
+    begun: float, *, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Results go to ``folder``, runs to ``probes``. ``begun``: when the command began, on the monotonic clock."""
+    from ebbench.capacity import sentences
+
+    config, engine = system.config, system.engine
     left_out = _api_servers_left_out(config, engine)
     if not question.quiet:
-        messages.print(sentence, markup=False, soft_wrap=True)
+        messages.print(system.sentence, markup=False, soft_wrap=True)
         messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
     found: dict[str, SearchOutcome] = {}
     try:
         for index, spec in enumerate(config.policies):
             prober = RunProber(
-                replace(config, policies=[spec]), question.scenario, question.by_concurrency, spec, device, engine,
-                messages, probes,
+                replace(config, policies=[spec]), question.scenario, question.by_concurrency, spec, system.device,
+                engine, messages, probes,
             )  # fmt: skip
-            budget = _budget(question, begun, len(policies) - index)
+            budget = _budget(question, begun, len(config.policies) - index)
             with one_server(prober, quiet=question.quiet) as kept:
                 refused = left_out if config.api_server_if_busy else 0
                 found[spec.name] = _search(question, limits, kept, budget, messages, refused)
