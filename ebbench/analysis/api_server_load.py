@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ebbench.analysis.metrics import Metrics
-from ebbench.devices.apiserver import CLASS, OFF, find_api_server
+from ebbench.devices.apiserver import DEFAULT_CLASS, OFF, find_api_server
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
 from ebbench.records.manifest import RunWarning
 
@@ -20,8 +20,15 @@ LIMITING = 0.9
 """Share of the whole time of a run, its beginning and end included, from which the processes limit it."""
 
 
+class ApiServerBusyError(Exception):
+    """Ends a command's runs without vLLM's API server, one of which would keep it busy. ``warning``: that run's."""
+
+    def __init__(self, warning: RunWarning) -> None:
+        self.warning = warning
+
+
 def processes_needed(
-    requests_per_s: float, prompt_tokens_per_s: float, output_tokens_per_s: float, *, name: str = CLASS
+    requests_per_s: float, prompt_tokens_per_s: float, output_tokens_per_s: float, *, name: str = DEFAULT_CLASS
 ) -> float:
     """Processes of vLLM's API server that a load keeps busy all the time. ``name``: as in find_api_server."""
     costs = find_api_server(name)
@@ -40,16 +47,16 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
     return RunWarning(
         CODE,
         f"These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
-        f"({find_api_server(CLASS).token_us:g} us per token); vLLM starts {processes}. They are left out here: a real "
-        "server answers later, or fewer requests.",
-        f"Add --api-server {CLASS}, with --api-server-count for several processes.",
+        f"({find_api_server(DEFAULT_CLASS).token_us:g} us per token); vLLM starts {processes}. They are left out here: "
+        "a real server answers later, or fewer requests.",
+        f"Add --api-server {DEFAULT_CLASS}, with --api-server-count for several processes.",
     )
 
 
 def runs_again(warning: RunWarning) -> str:
     """What a command says that now makes all its runs again, with the API server that ``warning`` misses."""
     return (
-        f"{warning.message} Everything is simulated again with --api-server {CLASS} (more processes: "
+        f"{warning.message} Everything is simulated again with --api-server {DEFAULT_CLASS} (more processes: "
         "--api-server-count; none: --api-server off)."
     )
 

@@ -16,7 +16,7 @@ from ebbench.cli import load_flags as load
 from ebbench.cli.cluster_flags import Link, Tp, check_tp
 from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.devices.apiserver import AUTO, CLASS, OFF, chosen_api_server, first_choice
+from ebbench.devices.apiserver import AUTO, DEFAULT_CLASS, OFF, chosen_api_server, first_choice
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _behind_api_server(question: AdviceQuestion, store: RunStore, *, quiet: bool
         return question
     if not quiet:
         typer.echo(runs_again(busy), err=True)
-    return replace(question, server={**question.server, "api_server": CLASS})
+    return replace(question, server={**question.server, "api_server": DEFAULT_CLASS})
 
 
 def _make(

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbench.analysis.api_server_load import ApiServerBusyError, left_out, runs_again
 from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.cli.capacity_probes import RunProber, one_server
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
 from ebbench.cli.run_policies import RunConfig, device_of, engine_of, with_label
-from ebbench.devices.apiserver import CLASS, OFF
+from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.engines.base import VIRTUAL_TIME, Engine
 from ebbench.engines.setup import topology_of
 from ebbench.engines.sim import SimEngine
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags
     from ebbench.devices.base import Device
-    from ebbench.records.manifest import RunWarning
     from vllm_eb.policy import PolicySpec
 
 SETTINGS = "capacity.json"
@@ -71,18 +71,10 @@ class CapacityQuestion:
         return self.by == "concurrency"
 
 
-class _ApiServerBusyError(Exception):
-    """A capacity that was found without vLLM's API server would keep it busy. ``warning`` says by how much."""
-
-    def __init__(self, warning: RunWarning) -> None:
-        self.warning = warning
-
-
 def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
 
-    from ebbench.analysis.api_server_load import runs_again
     from ebbench.capacity import chart
 
     messages = Console(stderr=True, highlight=False)
@@ -93,11 +85,11 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     folder, begun = _folder(question, limits), time.monotonic()
     try:
         _search_all(question, limits, system, messages, folder, folder, begun, plot=plot, as_json=as_json)
-    except _ApiServerBusyError as busy:
+    except ApiServerBusyError as busy:
         if not question.quiet:
             messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
-        served = replace(question, engine=replace(question.engine, api_server=CLASS))
-        probes = folder / f"api-server-{CLASS}"  # apart from the probes without it
+        served = replace(question, engine=replace(question.engine, api_server=DEFAULT_CLASS))
+        probes = folder / f"api-server-{DEFAULT_CLASS}"  # apart from the probes without it
         probes.mkdir(exist_ok=True)
         system = _system(served, limits)
         _search_all(served, limits, system, messages, folder, probes, begun, plot=plot, as_json=as_json)
@@ -131,7 +123,7 @@ def _search_all(
     from ebbench.capacity import sentences
 
     config, engine = system.config, system.engine
-    left_out = _api_servers_left_out(config, engine)
+    processes_left_out = _api_servers_left_out(config, engine)
     if not question.quiet:
         messages.print(system.sentence, markup=False, soft_wrap=True)
         messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
@@ -144,22 +136,22 @@ def _search_all(
             )  # fmt: skip
             budget = _budget(question, begun, len(config.policies) - index)
             with one_server(prober, quiet=question.quiet) as kept:
-                refused = left_out if config.api_server_if_busy else 0
-                found[spec.name] = _search(question, limits, kept, budget, messages, refused)
-            busy = sentences.beyond_api_servers(found, left_out)
+                most = processes_left_out if config.api_server_if_busy else 0
+                found[spec.name] = _search(question, limits, kept, budget, messages, most)
+            busy = sentences.beyond_api_servers(found, processes_left_out)
             if config.api_server_if_busy and busy is not None:
-                raise _ApiServerBusyError(busy)
+                raise ApiServerBusyError(busy)
     except KeyboardInterrupt:
-        _show(found, limits, question, folder, left_out, as_json=as_json, plot=plot)
+        _show(found, limits, question, folder, processes_left_out, as_json=as_json, plot=plot)
         raise InterruptedRunError(
             f"interrupted; probes are kept in {folder}, continue with the same command and --output-dir {folder}"
         ) from None
     except EbbenchError:
         _show({name: outcome for name, outcome in found.items() if outcome.readings}, limits, question, folder,
-              left_out, as_json=False, plot=plot)  # fmt: skip
+              processes_left_out, as_json=False, plot=plot)  # fmt: skip
         raise
     _refuse_nothing(found)
-    _show(found, limits, question, folder, left_out, as_json=as_json, plot=plot)
+    _show(found, limits, question, folder, processes_left_out, as_json=as_json, plot=plot)
 
 
 def _budget(question: CapacityQuestion, begun: float, policies_left: int) -> SearchBudget:
@@ -257,8 +249,7 @@ def _search(
     question: CapacityQuestion, limits: LatencyLimits, prober: RunProber, budget: SearchBudget, messages: Console,
     api_servers: int,
 ) -> SearchOutcome:  # fmt: skip
-    """Raises _ApiServerBusyError at a load within the limits that so many API servers (0: any number) cannot stream."""
-    from ebbench.analysis.api_server_load import left_out
+    """Raises ApiServerBusyError at a load within the limits that so many API servers (0: any number) cannot stream."""
     from ebbench.capacity import sentences
 
     kind = "virtual" if prober.engine.name in ("sim", "emulated") else "real"
@@ -280,7 +271,7 @@ def _search(
             messages.print(line, markup=False, soft_wrap=True)
         carried = reading.decides and not reading.clearly_over and reading.attainment >= limits.attainment
         if api_servers and carried and (busy := left_out(reading.api_servers, api_servers)) is not None:
-            raise _ApiServerBusyError(busy)
+            raise ApiServerBusyError(busy)
 
     if kind == "real" and not question.quiet:
         line = f"{prober.spec.name}: first {config.alone} sessions one at a time, which shows what can be had at best"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
-from ebbench.devices.apiserver import CLASS, chosen_api_server, first_choice
+from ebbench.devices.apiserver import DEFAULT_CLASS, chosen_api_server, first_choice
 from ebbench.devices.profiles import find_model, find_profile, list_devices
 from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
@@ -74,4 +74,4 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
 
 def with_api_server(tasks: Sequence[PlanTask]) -> list[PlanTask]:
     """The same candidates with vLLM's API server simulated."""
-    return [replace(task, api_server=CLASS) for task in tasks]
+    return [replace(task, api_server=DEFAULT_CLASS) for task in tasks]

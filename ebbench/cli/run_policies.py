@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbench.analysis.api_server_load import CODE, ApiServerBusyError, runs_again
 from ebbench.analysis.economy import PRICE
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import why_stop
 from ebbench.cli.run_notes import announce
-from ebbench.devices.apiserver import CLASS
+from ebbench.devices.apiserver import DEFAULT_CLASS
 from ebbench.engines.checks import refuse_queue_limits, refuse_undecided, stated_limits
 from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp, with_step_parts
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
@@ -67,7 +68,7 @@ class RunConfig:
 
     def with_api_server(self) -> RunConfig:
         """The same with vLLM's API server simulated."""
-        return replace(self, options=replace(self.options, api_server=CLASS), api_server_if_busy=False)
+        return replace(self, options=replace(self.options, api_server=DEFAULT_CLASS), api_server_if_busy=False)
 
     def cell(self) -> Cell:
         """The settings common to all runs of the command, as the cell of the first policy and seed."""
@@ -101,24 +102,15 @@ class _Done:
     stored: list[Path] = field(default_factory=list)
 
 
-class _ApiServerBusyError(Exception):
-    """A run without vLLM's API server would have kept it busy. ``warning``: that run's."""
-
-    def __init__(self, warning: RunWarning) -> None:
-        self.warning = warning
-
-
 def run_policies(config: RunConfig, *, as_json: bool) -> None:
     """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
-
-    from ebbench.analysis.api_server_load import runs_again
 
     messages = Console(stderr=True, highlight=False)
     _check(config)
     try:
         _run_all(config, messages, as_json=as_json)
-    except _ApiServerBusyError as busy:
+    except ApiServerBusyError as busy:
         if not config.quiet:
             messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
         _run_all(config.with_api_server(), messages, as_json=as_json, announced=True)
@@ -273,15 +265,13 @@ def _run_one(
 
 
 def _refuse_busy(run: Run, done: _Done) -> None:
-    """Raise _ApiServerBusyError, without the runs so far, if ``run`` would have kept vLLM's API server busy."""
-    from ebbench.analysis.api_server_load import CODE
-
+    """Raise ApiServerBusyError, without the runs so far, if ``run`` would have kept vLLM's API server busy."""
     warning = next((one for one in run.manifest.warnings if one.code == CODE), None)
     if warning is None or run.manifest.interrupted:
         return
     for path in done.stored:
         shutil.rmtree(path)  # a comparison holds runs with the API server, or runs without it
-    raise _ApiServerBusyError(warning)
+    raise ApiServerBusyError(warning)
 
 
 def _keep(run: Run, done: _Done) -> None:

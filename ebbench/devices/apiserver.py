@@ -18,7 +18,7 @@ from ebbench.devices.profiles import DATA
 from ebbench.errors import UnknownNameError, UsageError
 
 OFF = "off"
-CLASS = "datacenter"
+DEFAULT_CLASS = "datacenter"
 """The class that commands take unless the user names one."""
 AUTO = "auto"
 """Commands simulate without the API server first, and all again with it if one of their runs would keep it busy."""
@@ -64,10 +64,10 @@ def find_api_server(name: str) -> ApiServerCosts:
 
 
 def first_choice(name: str, count: int | None) -> str:
-    """What a command simulates first: for ``auto`` no API server, or :data:`CLASS` if its processes are given."""
+    """What a command simulates first: for ``auto`` no API server, or the default class if its processes are given."""
     if name != AUTO:
         return name
-    return OFF if count is None else CLASS
+    return OFF if count is None else DEFAULT_CLASS
 
 
 def chosen_api_server(name: str, count: int | None) -> ApiServerCosts | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ebbench.analysis.api_server_load import left_out, processes_needed
-from ebbench.devices.apiserver import CLASS, OFF
+from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.engines.base import VIRTUAL_TIME
 from ebbench.engines.setup import topology_of
 from ebbench.records.manifest import RunWarning
@@ -33,7 +33,7 @@ def left_out_of(cell: Cell, figures: Figures) -> RunWarning | None:
 
 def with_api_server(cell: Cell) -> Cell:
     """The cell with vLLM's API server simulated."""
-    return cell.changed(api_server=CLASS)
+    return cell.changed(api_server=DEFAULT_CLASS)
 
 
 def as_answered(cells: Iterable[Cell], figures: Callable[[Cell], Figures | None]) -> dict[Cell, Cell]:

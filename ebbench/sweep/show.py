@@ -16,7 +16,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.devices.apiserver import CLASS, OFF
+from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.render import numbers
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import plain, settings_of
@@ -107,8 +107,8 @@ def _api_server_note(sweep: Sweep) -> str:
     if not count or not sweep.api_server_if_busy:
         return ""
     return (
-        f"{count} of {len(sweep.cells)} cells are simulated with vLLM's API server (api_server = {CLASS}), which they "
-        'or cells compared with them, would keep busy; more processes: api_server_count, none: api_server = "off".'
+        f"{count} of {len(sweep.cells)} cells are simulated with vLLM's API server (api_server = {DEFAULT_CLASS}), "
+        'which they or cells compared with them would keep busy (api_server_count: more processes; "off": none).'
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ebbench.config.strict_toml import load_toml
-from ebbench.devices.apiserver import AUTO, CLASS
+from ebbench.devices.apiserver import AUTO, DEFAULT_CLASS
 from ebbench.errors import InputFileError, UnknownNameError
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import cell_of, known_settings
@@ -100,7 +100,7 @@ def _api_server(path: Path, file: Any, lists: dict[str, list[Any]], common: dict
         return False
     common.pop("api_server", None)
     if "api_server_count" in lists or "api_server_count" in common:
-        common["api_server"] = CLASS
+        common["api_server"] = DEFAULT_CLASS
         return False
     return True
 

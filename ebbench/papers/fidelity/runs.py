@@ -13,7 +13,7 @@ import pyarrow as pa
 from ebbench.analysis.columns import RequestColumns
 from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
-from ebbench.devices.apiserver import CLASS
+from ebbench.devices.apiserver import DEFAULT_CLASS
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_models
@@ -74,7 +74,7 @@ def as_answered(
     for case in cases:
         runs = [run for i in range(repeats) for run in case_runs(case, seed + i, host)]
         busy = any(left_out_of(run, figures(run)) for run in runs)
-        found.append(replace(case, api_server=CLASS) if busy else case)
+        found.append(replace(case, api_server=DEFAULT_CLASS) if busy else case)
     return found
 
 
