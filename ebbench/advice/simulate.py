@@ -139,22 +139,28 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
             *plan.warnings, *device.warnings, *start_notes(device, first.options),
-            *filter(None, [time_note(plan.facts), _api_server(store, first)]),
+            *filter(None, [time_note(plan.facts), _api_server(question, store, found.finalists)]),
         ),
         dropped=found.dropped,
     )  # fmt: skip
 
 
-def _api_server(store: RunStore, cell: Cell) -> str:
-    warning = api_server_left_out(store, cell)
+def _api_server(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> str:
+    warning = api_server_left_out(question, store, finalists)
     return "" if warning is None else str(warning).rstrip(".")
 
 
-def api_server_left_out(store: RunStore, cell: Cell) -> RunWarning | None:
-    """A warning about a finished run if it leaves out an API server that it would keep busy."""
-    found = store.get(cell)
-    assert found is not None  # the caller made the run
-    return left_out_of(cell, found.figures)
+def api_server_left_out(
+    question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]
+) -> RunWarning | None:
+    """A warning if the runs leave out an API server that one of the candidates would keep busy, by its first run."""
+    for pair in finalists:
+        cell = candidate(question, pair.policy, 0, pair.max_num_batched_tokens)
+        made = store.get(cell)
+        assert made is not None  # the caller made the run
+        if (warning := left_out_of(cell, made.figures)) is not None:
+            return warning
+    return None
 
 
 def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> tuple[PolicyScore, ...]:

@@ -11,11 +11,9 @@ from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
 from ebbench.records.manifest import RunWarning
 
 CODE = "api-server"
-"""Code of the warning."""
+"""Code of the warning that it is left out."""
 BUSY = 0.8
 """Share of a process's time from which its queue delays answers noticeably."""
-
-
 LIMITING = 0.9
 """Share of the whole time of a run, its beginning and end included, from which the processes limit it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ from ebbench.cli import load_flags as load
 from ebbench.cli.cluster_flags import Link, Tp, check_tp
 from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.devices.apiserver import AUTO, DEFAULT_CLASS, OFF, chosen_api_server, first_choice
+from ebbench.devices.apiserver import DEFAULT_CLASS, OFF, chosen_api_server, first_choice, only_if_busy
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
@@ -155,12 +155,20 @@ def advise(
     Theory (the papers' formulas) and simulation are shown together; the simulation decides.
     """
     from ebbench.advice.simulate import advise as find_advice
+    from ebbench.advice.simulate import api_server_left_out
+    from ebbench.analysis.api_server_load import runs_again
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, traffic), RunStore(runs)
-    if server.api_server == AUTO and server.api_server_count is None:
-        question = _behind_api_server(question, store, quiet=quiet)
-    searched = _make(question, store, crossover=search.crossover, workers=workers, quiet=quiet)
+    searched = _search(question, store, workers=workers, quiet=quiet)
+    busy = api_server_left_out(question, store, searched.finalists)
+    if busy is not None and only_if_busy(server.api_server, server.api_server_count):
+        if not quiet:
+            typer.echo(runs_again(busy), err=True)
+        question = replace(question, server={**question.server, "api_server": DEFAULT_CLASS})
+        searched = _search(question, store, workers=workers, quiet=quiet)
+    if search.crossover:
+        _crossovers(question, store, workers=workers, quiet=quiet)
     found = find_advice(question, store, searched, with_crossover=search.crossover)
     if search.tune:
         found = _tuned(found, store, workers=workers, quiet=quiet)
@@ -204,50 +212,31 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
     return checked(question)
 
 
-def _behind_api_server(question: AdviceQuestion, store: RunStore, *, quiet: bool) -> AdviceQuestion:
-    """The question with vLLM's API server simulated, if v1 without it would keep it busy."""
-    from dataclasses import replace
-
-    from ebbench.advice.candidates import candidate
-    from ebbench.advice.choice import BASELINE
-    from ebbench.advice.simulate import api_server_left_out
-    from ebbench.analysis.api_server_load import runs_again
-    from ebbench.cli.make_runs import with_progress
-
-    first = candidate(question, BASELINE, 0)
-    with_progress("load", [first], store, whole=bool(question.slo), workers=1, quiet=quiet)
-    busy = api_server_left_out(store, first)
-    if busy is None:
-        return question
-    if not quiet:
-        typer.echo(runs_again(busy), err=True)
-    return replace(question, server={**question.server, "api_server": DEFAULT_CLASS})
-
-
-def _make(
-    question: AdviceQuestion, store: RunStore, *, crossover: bool, workers: int | None, quiet: bool
-) -> SearchResult:
-    """Carry out the runs of the search, and those of the crossovers."""
-    from ebbench.advice.candidates import load_of
+def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
+    """Carry out the runs of the search."""
     from ebbench.advice.halving import search
-    from ebbench.advice.simulate import concurrency_cells, mix_cells, objective
+    from ebbench.advice.simulate import objective
     from ebbench.cli.make_runs import with_progress
 
     def make(name: str, cells: Sequence[Cell]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
 
-    found = search(question, make, lambda cell: objective(question, store, cell))
-    if crossover:
-        load = load_of(question, store)
-        pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
-        cells = [cell for pair in pairs for cell in pair]
-        with_progress("crossovers", cells, store, whole=False, workers=workers, quiet=quiet)
-    return found
+    return search(question, make, lambda cell: objective(question, store, cell))
+
+
+def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> None:
+    """Carry out the runs of the crossovers."""
+    from ebbench.advice.candidates import load_of
+    from ebbench.advice.simulate import concurrency_cells, mix_cells
+    from ebbench.cli.make_runs import with_progress
+
+    load = load_of(question, store)
+    pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
+    cells = [cell for pair in pairs for cell in pair]
+    with_progress("crossovers", cells, store, whole=False, workers=workers, quiet=quiet)
 
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
-    from dataclasses import replace
-
     from ebbench.advice.simulate import tune, tuning_cells
     from ebbench.cli.make_runs import with_progress
 

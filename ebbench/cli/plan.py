@@ -94,7 +94,7 @@ def plan(
     from ebbench.capacity.deployments import MISSED_ALONE, check_plan
     from ebbench.capacity.prices import check_prices
     from ebbench.cli.plan_tasks import tasks_of, with_api_server
-    from ebbench.devices.apiserver import AUTO
+    from ebbench.devices.apiserver import only_if_busy
     from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
 
@@ -108,8 +108,8 @@ def plan(
     with messages.status("") as status:
         say = (lambda _text: None) if output.quiet else status.update
         found = choose(tasks, prices, pool, say)
-        busy = plan_sentences.api_servers_left_out(found, tasks[0]) if choice.api_server == AUTO else None
-        if busy is not None:
+        busy = plan_sentences.api_servers_left_out(found, tasks[0])
+        if busy is not None and only_if_busy(choice.api_server, choice.api_server_count):
             if not output.quiet:
                 messages.print(f"Per replica: {runs_again(busy)}", markup=False, soft_wrap=True)
             tasks = with_api_server(tasks)

@@ -136,19 +136,14 @@ class EngineFlags:
         own = None if is_server(self.engine) else EngineOptions.max_model_len
         return own if self.max_model_len is None else self.max_model_len
 
-    @property
-    def api_server_if_busy(self) -> bool:
-        """Whether runs whose answers would keep the API server busy are to be made again with it."""
-        from ebbench.devices.apiserver import AUTO
-
-        return self.api_server == AUTO and self.api_server_count is None
-
     def settings(self, warmup: int) -> dict[str, Any]:
         """The fields of RunConfig that these options set."""
+        from ebbench.devices.apiserver import only_if_busy
+
         given = {name: getattr(self, name) for name in ("engine", "device", "model", "calibration")}
         return given | {
             "options": self.options(warmup), "default_policies": not self.policy,
-            "api_server_if_busy": self.api_server_if_busy,
+            "api_server_if_busy": only_if_busy(self.api_server, self.api_server_count),
         }  # fmt: skip
 
 

@@ -63,11 +63,16 @@ def find_api_server(name: str) -> ApiServerCosts:
     return load_toml(DATA / "api_servers" / f"{name}.toml", ApiServerCosts)
 
 
+def only_if_busy(name: str, count: int | None) -> bool:
+    """Whether a command with these options simulates without the API server first, and with it where it is busy."""
+    return name == AUTO and count is None
+
+
 def first_choice(name: str, count: int | None) -> str:
     """What a command simulates first: for ``auto`` no API server, or the default class if its processes are given."""
     if name != AUTO:
         return name
-    return OFF if count is None else DEFAULT_CLASS
+    return OFF if only_if_busy(name, count) else DEFAULT_CLASS
 
 
 def chosen_api_server(name: str, count: int | None) -> ApiServerCosts | None:

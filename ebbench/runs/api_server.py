@@ -31,11 +31,6 @@ def left_out_of(cell: Cell, figures: Figures) -> RunWarning | None:
     )
 
 
-def with_api_server(cell: Cell) -> Cell:
-    """The cell with vLLM's API server simulated."""
-    return cell.changed(api_server=DEFAULT_CLASS)
-
-
 def as_answered(cells: Iterable[Cell], figures: Callable[[Cell], Figures | None]) -> dict[Cell, Cell]:
     """Each cell, with the API server if a cell that it is compared with would keep it busy.
 
@@ -44,7 +39,7 @@ def as_answered(cells: Iterable[Cell], figures: Callable[[Cell], Figures | None]
     """
     chosen = list(dict.fromkeys(cells))
     busy = {_load(cell) for cell in chosen if (found := figures(cell)) is not None and left_out_of(cell, found)}
-    return {cell: with_api_server(cell) if _load(cell) in busy else cell for cell in chosen}
+    return {cell: cell.changed(api_server=DEFAULT_CLASS) if _load(cell) in busy else cell for cell in chosen}
 
 
 def _load(cell: Cell) -> Cell:

@@ -2,11 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
+from ebbench.advice.results import AdviceQuestion, BudgetedPolicy
+from ebbench.advice.simulate import api_server_left_out
+from ebbench.analysis.slo import Slo
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import Measured
 
 LEFT_OUT = "They are left out here"
 AGAIN = "Everything is simulated again with --api-server datacenter"
@@ -64,7 +70,7 @@ def test_a_count_of_processes_that_are_left_out_is_refused() -> None:
     assert "--api-server" in str(result.exception) + result.output
 
 
-def test_advice_is_given_behind_the_api_server_that_v1_would_keep_busy(tmp_path: Path) -> None:
+def test_advice_is_given_behind_the_api_server_that_a_candidate_would_keep_busy(tmp_path: Path) -> None:
     def advice(*options: str) -> str:
         load = ("--num-prompts", "200", "--max-concurrency", "64", "--seeds", "1", "--no-crossover")
         asked = ("advise", *SMALL[:-2], "--policy", "v1", "--policy", "eb", *load, "--runs", str(tmp_path))
@@ -78,3 +84,30 @@ def test_advice_is_given_behind_the_api_server_that_v1_would_keep_busy(tmp_path:
     assert LEFT_OUT in without
     assert AGAIN not in without
     assert AGAIN not in advice("--max-concurrency", "8")
+
+
+def test_the_candidate_that_keeps_the_api_server_busy_need_not_be_v1() -> None:
+    def rates(per_s: float) -> dict[str, float]:
+        tokens = {"total_token_throughput": 300 * per_s, "output_throughput": 200 * per_s}
+        return {"request_throughput": per_s, **tokens}
+
+    slow, fast = rates(9.0), rates(90.0)
+    question = AdviceQuestion(
+        "sharegpt", "h200", "qwen3-8b", None, {"num_prompts": 9}, 64, 2048, 1, Slo(), ("v1", "eb")
+    )
+    finalists = [BudgetedPolicy(name, 2048) for name in question.policies]
+
+    class Store:
+        def __init__(self, figures: dict[str, dict[str, float]]) -> None:
+            self.figures = figures
+
+        def get(self, cell: Cell) -> Measured:
+            return Measured(self.figures[cell.policy], (), Path())
+
+    def left_out(v1: dict[str, float], eb: dict[str, float]) -> bool:
+        store: Any = Store({"v1": v1, "eb": eb})
+        return api_server_left_out(question, store, finalists) is not None
+
+    assert not left_out(slow, slow)
+    assert left_out(slow, fast)
+    assert left_out(fast, slow)

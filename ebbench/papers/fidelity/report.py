@@ -44,7 +44,8 @@ that the source tells apart by more than 2 %, those with the same winner; of tab
 fastest setting is, in print, the fastest or within 2 % of it; one that ran out of memory is the slowest. The engine
 arguments behind *silicon* (aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently
 by source: TPOT counts.
-vLLM's API server is simulated where a run without it would keep it busy, as the commands do (`--api-server auto`).
+vLLM's API server is simulated where a run without it would keep it busy, as `run` does with one policy (`--api-server
+auto`): decided for each scheduler alone.
 *No API server*: the same cases without it.
 *Fused sampler*: the runs of vLLM 0.11 with the KV cache that FlashInfer's sampler leaves, which 0.11 takes if told to.
 """

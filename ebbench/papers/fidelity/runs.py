@@ -68,7 +68,8 @@ def as_answered(
 ) -> list[Case]:
     """The cases as the tool answers them: with vLLM's API server where a run without it would keep it busy.
 
-    The runs of ``cases`` must exist; ``figures`` as in :func:`cells_of`.
+    Decided for each case alone, since it has settings of its own. The runs of ``cases`` must exist; ``figures`` as in
+    :func:`cells_of`.
     """
     found = []
     for case in cases:
