@@ -13,11 +13,20 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
-from ebbench.papers.fidelity.cases import FIT_ROWS, WITHOUT, Case, all_cases, best_settings, reference_rows, table3
+from ebbench.papers.fidelity.cases import (
+    FIT_ROWS,
+    WITHOUT,
+    Case,
+    all_cases,
+    best_settings,
+    real_workloads,
+    reference_rows,
+    table3,
+)
 from ebbench.papers.fidelity.cases_servers import table17
 from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
-from ebbench.papers.fidelity.runs import calibration_cells, case_runs, cells_of, replay_cells, run_cases
+from ebbench.papers.fidelity.runs import as_answered, calibration_cells, case_runs, cells_of, replay_cells, run_cases
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
 from ebbench.runs.make import Task, make, plan_of
 from vllm_eb.calibration import MixedCost
@@ -86,12 +95,34 @@ def test_the_replayed_run_meets_its_targets_with_nothing_fitted() -> None:
     assert all(score.met for score in found), [(score.name, score.reached) for score in found]
 
 
-def test_only_two_rows_of_table_3_and_one_column_of_silicon_are_fitted_on() -> None:
+def test_fitted_cases_are_those_that_docs_accuracy_names() -> None:
     fitted = [case for case in all_cases() if case.fitted]
-    assert {(c.group, c.name) for c in fitted if c.group != "silicon"} == {("table 3", n) for n in FIT_ROWS}
+    assert {(c.group, c.device, c.name) for c in fitted if c.group not in ("silicon", "table 20", "figure 3")} == {
+        *(("table 3", device, name) for name in FIT_ROWS for device in ("rtx-pro-6000", "h200")),
+        ("table 3", "rtx-pro-6000", "c=2048"),
+        ("table 2 and figure 5", "h200", "LongBench"),
+    }
+    assert {c.model for c in fitted if c.group == "table 2 and figure 5"} == {"qwen3-8b"}
+    assert {c.name.split(",")[0] for c in fitted if c.group == "figure 3"} == {"prefill_heavy"}
+    pools = [case for case in fitted if case.group == "table 20"]
+    assert {(c.device, c.name.split(",")[0], c.scheduler) for c in pools} == {
+        (device, "prefill-heavy", "1p3d") for device in ("rtx-pro-6000", "h200")
+    }
     silicon = [case for case in fitted if case.group == "silicon"]
     assert {(c.device, c.model, c.topology) for c in silicon} == {("h100", "qwen3-32b", "tp=4")}
     assert all(case.name.startswith("1024 in") for case in silicon)
+
+
+def test_a_case_that_set_the_api_server_is_fitted_only_with_it() -> None:
+    chosen = [c for c in real_workloads() if (c.device, c.name, c.model) == ("h200", "ShareGPT", "qwen3-8b")]
+    for tokens_per_s, busy in ((20_000.0, True), (2_000.0, False)):
+        rates = {"request_throughput": 1.0, "output_throughput": tokens_per_s, "total_token_throughput": tokens_per_s}
+        answers = as_answered(chosen, lambda _, rates=rates: rates, 0)
+        assert [case.fitted for case in answers] == [busy, busy]
+    (other,) = (c for c in table17() if (c.device, c.name, c.scheduler) == ("h200", "ShareGPT", "v1"))
+    rates = {"request_throughput": 1.0, "output_throughput": 20_000.0, "total_token_throughput": 20_000.0}
+    (answer,) = as_answered([other], lambda _: rates, 0)
+    assert (answer.api_server, answer.fitted) == ("datacenter", False)
 
 
 def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import nan
 
 from ebbench.papers.eb.table19_20 import BUDGET, FOUR, SEQS, TWO
-from ebbench.papers.fidelity.cases import DEVICES, Case, Published, best_settings, reference_rows
+from ebbench.papers.fidelity.cases import CONNECTOR_SETTING, DEVICES, Case, Published, best_settings, reference_rows
 from ebbench.papers.protocols import MEAN_INPUT, MEAN_OUTPUT, Protocol, real_protocol
 from ebbench.resources import REFERENCE
 
@@ -126,6 +126,7 @@ def table20() -> Iterator[Case]:
         }  # fmt: skip
         yield Case(
             f"{workload}, c={concurrency}", DEVICES[gpu], "qwen3-8b", setting,
-            Protocol(choice.policy, plan, SEQS, BUDGET, warmup=0), tuple(published), group="table 20",
+            Protocol(choice.policy, plan, SEQS, BUDGET, warmup=0), tuple(published),
+            fitted=(workload, setting) == CONNECTOR_SETTING, group="table 20",
             topology=choice.topology, dispatch=choice.dispatch,
         )  # fmt: skip

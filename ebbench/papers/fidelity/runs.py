@@ -20,7 +20,7 @@ from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_m
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
-from ebbench.papers.fidelity.cases import Case, reference_rows
+from ebbench.papers.fidelity.cases import Case, reference_rows, sets_api_server
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan
@@ -75,7 +75,8 @@ def as_answered(
     for case in cases:
         runs = [run for i in range(repeats) for run in case_runs(case, seed + i, host)]
         busy = any(left_out_of(run, figures(run)) for run in runs)
-        found.append(replace(case, api_server=DEFAULT_CLASS) if busy else case)
+        fitted = case.fitted or sets_api_server(case)
+        found.append(replace(case, api_server=DEFAULT_CLASS, fitted=fitted) if busy else case)
     return found
 
 

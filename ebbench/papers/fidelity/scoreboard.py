@@ -26,9 +26,9 @@ class Row:
     """Errors of one source on one device: median and 90th percentile of their absolute value, as shares, per figure.
 
     ``direction``: share of the pairs of schedulers with distinct published results for which the winner is the same;
-    for other settings, share of cases in which our fastest one is, in print, within GAP of the fastest; None without a
-    comparison. ``fitted``: number of cells
-    on which constants were fitted; they are not part of the errors.
+    for other settings, share of cases in which our fastest one is, in print, within GAP of the fastest; settings that
+    were fitted on count there too. None without a comparison. ``fitted``: number of cells on which constants were
+    fitted; they are not part of the errors.
     """
 
     source: str
@@ -60,7 +60,7 @@ def _row(source: str, device: str, cells: list[PublishedFigure]) -> Row:
         chosen = [cell for cell in predicted if cell.metric in metrics and (cell.scored or cell.note == TTFT_NOTE)]
         if sizes := [abs(cell.error) for cell in chosen]:
             errors[name] = (float(median(sizes)), float(np.percentile(sizes, 90)))
-    right = [pair.same_winner for pair in comparisons(predicted) if pair.decided] or _winners(predicted)
+    right = [pair.same_winner for pair in comparisons(predicted) if pair.decided] or _winners(cells)
     direction = sum(right) / len(right) if right else None
     return Row(source, device, len(predicted), len(cells) - len(predicted), errors, direction)
 
