@@ -28,6 +28,7 @@ from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
 from ebbench.papers.fidelity.runs import as_answered, calibration_cells, case_runs, cells_of, replay_cells, run_cases
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
+from ebbench.runs.cell import Cell
 from ebbench.runs.make import Task, make, plan_of
 from vllm_eb.calibration import MixedCost
 
@@ -113,16 +114,20 @@ def test_fitted_cases_are_those_that_docs_accuracy_names() -> None:
     assert all(case.name.startswith("1024 in") for case in silicon)
 
 
-def test_a_case_that_set_the_api_server_is_fitted_only_with_it() -> None:
+@pytest.mark.parametrize(("tokens_per_s", "busy"), [(20_000.0, True), (2_000.0, False)])
+def test_a_case_that_set_the_api_server_is_fitted_only_with_it(tokens_per_s: float, busy: bool) -> None:
+    rates = {"request_throughput": 1.0, "output_throughput": tokens_per_s, "total_token_throughput": tokens_per_s}
+
+    def figures(_: Cell) -> dict[str, float]:
+        return rates
+
     chosen = [c for c in real_workloads() if (c.device, c.name, c.model) == ("h200", "ShareGPT", "qwen3-8b")]
-    for tokens_per_s, busy in ((20_000.0, True), (2_000.0, False)):
-        rates = {"request_throughput": 1.0, "output_throughput": tokens_per_s, "total_token_throughput": tokens_per_s}
-        answers = as_answered(chosen, lambda _, rates=rates: rates, 0)
-        assert [case.fitted for case in answers] == [busy, busy]
+    assert [case.fitted for case in as_answered(chosen, figures, 0)] == [busy, busy]
+    asked = [replace(case, api_server="datacenter") for case in chosen]
+    assert [case.fitted for case in as_answered(asked, figures, 0)] == [True, True]
     (other,) = (c for c in table17() if (c.device, c.name, c.scheduler) == ("h200", "ShareGPT", "v1"))
-    rates = {"request_throughput": 1.0, "output_throughput": 20_000.0, "total_token_throughput": 20_000.0}
-    (answer,) = as_answered([other], lambda _: rates, 0)
-    assert (answer.api_server, answer.fitted) == ("datacenter", False)
+    (answer,) = as_answered([other], figures, 0)
+    assert (answer.api_server, answer.fitted) == ("datacenter" if busy else "off", False)
 
 
 def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> None:

@@ -75,8 +75,8 @@ def as_answered(
     for case in cases:
         runs = [run for i in range(repeats) for run in case_runs(case, seed + i, host)]
         busy = any(left_out_of(run, figures(run)) for run in runs)
-        fitted = case.fitted or sets_api_server(case)
-        found.append(replace(case, api_server=DEFAULT_CLASS, fitted=fitted) if busy else case)
+        answer = replace(case, api_server=DEFAULT_CLASS) if busy else case
+        found.append(replace(answer, fitted=answer.fitted or sets_api_server(answer)))
     return found
 
 
