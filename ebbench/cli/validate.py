@@ -55,6 +55,15 @@ class WhatFlags:
             complete=completion.devices,
         ),
     ] = None
+    api_server: Annotated[
+        str | None,
+        opt(
+            "--api-server",
+            help="vLLM's API server in the predictions: datacenter (default), FILE.toml or off. With --engine vllm.",
+            panel=_WHAT,
+            complete=completion.api_servers,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
     """The question that the options ask. Raises UsageError for invalid options."""
     from ebbench.cli.preflight import check_counts
     from ebbench.config.defaults import DEFAULT_DEVICE
+    from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
     from ebbench.engines.model_folder import random_weight_options
     from ebbench.engines.vllm_command import check_vllm_options
     from ebbench.errors import UsageError
@@ -138,6 +148,8 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
         raise UsageError(f"options after -- are for vLLM, which engine {what.engine} does not start")
     if what.engine == "vllm" and what.device is not None:
         raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
+    if what.engine != "vllm" and what.api_server is not None:
+        raise UsageError(f"--api-server is for engine vllm; with engine {what.engine} neither side has one")
     grid = grid_of(what.engine, how.tokens, how.seqs, how.contexts)
     needed = random_weight_options(what.model, vllm_options) if what.engine == "vllm" else ()
     return ValidationQuestion(
@@ -154,6 +166,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
         longest_run_s=how.run_time,
         lag_limit_ms=how.lag_limit_ms,
         vllm_options=(*needed, *vllm_options),
+        api_server=(what.api_server or DEFAULT_CLASS) if what.engine == "vllm" else OFF,
     )
 
 

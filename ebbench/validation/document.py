@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, labels
+from ebbench.devices.apiserver import OFF
 from ebbench.validation.drive import Outcomes
 from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict
 from ebbench.validation.question import ValidationQuestion
@@ -144,7 +145,7 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
     if question.engine == "vllm":
         found.append(
             "asynchronous scheduling and prefix caching are off in prediction and measurement: steps are measured one "
-            "at a time. Measured times include the API server and the client, predicted times do not"
+            f"at a time. {_outside_the_engine(question)}"
         )
     else:
         found.append(
@@ -153,6 +154,16 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
     if outcomes.stopped:
         found.append(f"incomplete: {outcomes.stopped}; the same command measures the rest")
     return found
+
+
+def _outside_the_engine(question: ValidationQuestion) -> str:
+    """What measured and predicted times hold beside the engine's."""
+    if question.api_server == OFF:
+        return "Measured times include the API server and the client, predicted times neither (--api-server off)"
+    return (
+        f"Measured times include the API server and the client, predicted times an API server of class "
+        f"{question.api_server}"
+    )
 
 
 def _bias(one: MetricVerdict) -> str:

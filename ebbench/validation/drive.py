@@ -87,14 +87,14 @@ def validate(question: ValidationQuestion, folder: Path, budget: TimeBudget, say
     schedule = _schedule(question, steps, folder, budget)
     settings = list(_settings(question, schedule))
     predicted, measured = RunStore(folder / "predicted"), RunStore(folder / "measured")
-    cells = {setting: predicted_cell(question, steps, setting, _requests(schedule, setting)) for setting in settings}
+    cells = {setting: predicted_cell(question, steps, setting, schedule) for setting in settings}
     _check_device(next(iter(cells.values())))
     run_missing(list(cells.values()), predicted, whole=True)
     say(announcement(question, schedule, steps))
     stopped = _measure(question, steps, schedule, measured, budget, say)
     observations = []
     for setting in settings:
-        found = measured.get(measured_cell(question, steps, setting, _requests(schedule, setting)))
+        found = measured.get(measured_cell(question, steps, setting, schedule))
         expected = predicted.get(cells[setting])
         if found is not None and expected is not None:
             observations.append(_observation(question, setting, expected, found))
@@ -120,10 +120,6 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
     starts = f"{schedule.rounds * policies} server starts of about {start_s:.0f} s"
     each = f"{starts} and {schedule.server_s:.0f} s of runs each"
     return f"{words}; now vLLM measures them, about {total_s / 60:.0f} min ({each})"
-
-
-def _requests(schedule: MeasuringSchedule, setting: PlannedRun) -> int:
-    return schedule.requests[setting.load_index]
 
 
 def _settings(question: ValidationQuestion, schedule: MeasuringSchedule) -> Iterator[PlannedRun]:
@@ -163,8 +159,8 @@ def _schedule(question: ValidationQuestion, steps: StepTimes, folder: Path, budg
 def _pilot_rate(question: ValidationQuestion, steps: StepTimes, load_index: int) -> float:
     """Requests/s that the simulator predicts for the first policy at a load."""
     setting = PlannedRun(question.policies[0], load_index, 0)
-    requests = FEWEST_TURNS * question.loads[load_index]
-    rate = make(Task(predicted_cell(question, steps, setting, requests))).figures["request_throughput"]
+    shortest = MeasuringSchedule(1, tuple(FEWEST_TURNS * load for load in question.loads), ())
+    rate = make(Task(predicted_cell(question, steps, setting, shortest))).figures["request_throughput"]
     if not rate:
         raise RunError("the simulator completed no request on the measured step times")
     return float(rate)
@@ -210,7 +206,7 @@ def _measure(
         for round_ in range(schedule.rounds):
             for policy in question.order(round_):
                 settings = [PlannedRun(policy, index, round_) for index in range(len(question.loads))]
-                cells = [measured_cell(question, steps, one, _requests(schedule, one)) for one in settings]
+                cells = [measured_cell(question, steps, one, schedule) for one in settings]
                 todo = store.missing(cells, whole=True)
                 if not todo:
                     continue

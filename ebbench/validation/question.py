@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ebbench.calibration.measure import ProbeGrid
+from ebbench.devices.apiserver import OFF, chosen_api_server
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import UsageError
@@ -30,8 +31,10 @@ class ValidationQuestion:
     ``input_tokens`` and ``output_tokens``: mean lengths of the runs to predict. ``engine``: ``vllm``, or ``sim`` and
     ``emulated`` with ``device`` for a rehearsal. ``longest_run_s``: most seconds per run, unless the fewest requests
     that a run needs take longer. ``lag_limit_ms``: limit of the load generator. ``vllm_options``: arguments for vLLM,
-    given by the user or needed by the model.
-    Raises UsageError for a load or a number of rounds below 1.
+    given by the user or needed by the model. ``api_server``: class of the API server in the predictions, or ``off``. Its
+    costs matter little at these loads, but without it a client's next request would be in the step after its last token,
+    which has begun on a real server by the time the client has read that token.
+    Raises UsageError for a load or a number of rounds below 1, and for an unknown policy or API server.
     """
 
     model: str
@@ -47,6 +50,7 @@ class ValidationQuestion:
     longest_run_s: float = 40.0
     lag_limit_ms: float | None = None
     vllm_options: tuple[str, ...] = ()
+    api_server: str = OFF
 
     def __post_init__(self) -> None:
         if not self.loads or min(self.loads) < 1:
@@ -55,6 +59,7 @@ class ValidationQuestion:
             raise UsageError(f"--rounds must be at least 1, not {self.rounds}")
         for name in self.policies:
             parse_policy(name)
+        chosen_api_server(self.api_server, None)
 
     @property
     def options(self) -> EngineOptions:
@@ -111,6 +116,10 @@ class MeasuringSchedule(msgspec.Struct, frozen=True):
         """Seconds that the runs on one server take, without its start."""
         return sum(self.run_s)
 
+    def served_before(self, load_index: int) -> int:
+        """Requests that a server has served when the run at this load begins, all warm-ups included."""
+        return sum(self.requests[:load_index]) + WARMUP * (load_index + 1)
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -121,19 +130,30 @@ class PlannedRun:
     round: int
 
 
-def predicted_cell(question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, requests: int) -> Cell:
-    """The run in the simulator, on the device that was just measured."""
+def predicted_cell(
+    question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, schedule: MeasuringSchedule
+) -> Cell:
+    """The run in the simulator, on the device that was just measured and behind the question's API server.
+
+    One server of a real vLLM serves the loads one after the other, and adaptive policies keep what they have learned:
+    the requests of the smaller loads are warm-up here.
+    """
+    options = replace(_options(question, steps), api_server=question.api_server)
+    if question.engine == "vllm":
+        options = replace(options, warmup=schedule.served_before(setting.load_index))
     return Cell(
-        _plan(question, setting, requests),
+        _plan(question, setting, schedule),
         setting.policy,
         engine="sim",
         device=str(steps.profile),
         model=question.model,
-        options=_options(question, steps),
+        options=options,
     )
 
 
-def measured_cell(question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, requests: int) -> Cell:
+def measured_cell(
+    question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, schedule: MeasuringSchedule
+) -> Cell:
     """The same run on the engine itself; policies compute from the costs that were just measured."""
     real = question.engine == "vllm"
     how: dict[str, Any] = (
@@ -142,7 +162,7 @@ def measured_cell(question: ValidationQuestion, steps: StepTimes, setting: Plann
         else {"device": question.device}
     )
     return Cell(
-        _plan(question, setting, requests),
+        _plan(question, setting, schedule),
         setting.policy,
         engine=question.engine,
         model=question.model,
@@ -157,10 +177,10 @@ def _client(question: ValidationQuestion) -> tuple[tuple[str, Any], ...]:
     return () if question.lag_limit_ms is None else (("lag_limit_ms", question.lag_limit_ms),)
 
 
-def _plan(question: ValidationQuestion, setting: PlannedRun, requests: int) -> PlanOptions:
+def _plan(question: ValidationQuestion, setting: PlannedRun, schedule: MeasuringSchedule) -> PlanOptions:
     return PlanOptions(
         WORKLOAD,
-        num_prompts=requests,
+        num_prompts=schedule.requests[setting.load_index],
         seed=question.seed + setting.round,
         source="profile",
         max_concurrency=question.loads[setting.load_index],

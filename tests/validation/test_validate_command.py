@@ -112,17 +112,51 @@ def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
 def test_settings_of_the_measurement_reach_its_runs() -> None:
     from dataclasses import replace
 
-    from ebbench.validation.question import PlannedRun, StepTimes, measured_cell, predicted_cell
+    from ebbench.validation.question import (
+        WARMUP,
+        MeasuringSchedule,
+        PlannedRun,
+        StepTimes,
+        measured_cell,
+        predicted_cell,
+    )
 
-    asked = replace(question(), engine="vllm", device=None, lag_limit_ms=200.0, vllm_options=("--load-format", "dummy"))
+    asked = replace(
+        question(), engine="vllm", device=None, lag_limit_ms=200.0, vllm_options=("--load-format", "dummy"),
+        api_server="datacenter",
+    )  # fmt: skip
     steps = StepTimes(Path("p.toml"), Path("c.json"), 10_000, 8, 1.0, 10, 1.0, 1.0, None, 0.0, 5.0, 9.0)
-    real, simulated = (make(asked, steps, PlannedRun("eb", 1, 1), 50) for make in (measured_cell, predicted_cell))
+    schedule = MeasuringSchedule(2, (30, 50), (8.0, 8.0))
+    real, simulated = (make(asked, steps, PlannedRun("eb", 1, 1), schedule) for make in (measured_cell, predicted_cell))
     assert dict(real.client) == {"lag_limit_ms": 200.0}
     assert real.vllm_options == ("--load-format", "dummy")
     assert (real.calibration, simulated.device) == ("c.json", "p.toml")
     assert real.plan == simulated.plan
-    assert replace(real.options, enforce_eager=False) == simulated.options  # eager on a CPU: test_cpu_server.py
+    # A policy has learned from the load before, which the same server served: its run and both warm-ups.
+    assert (real.options.warmup, simulated.options.warmup) == (WARMUP, WARMUP + 30 + WARMUP)
+    # Eager on a CPU: test_cpu_server.py. A real server has its own API server.
+    same = replace(real.options, enforce_eager=False, api_server="datacenter", warmup=simulated.options.warmup)
+    assert same == simulated.options
+    first = predicted_cell(asked, steps, PlannedRun("eb", 0, 1), schedule)
+    assert (first.options.warmup, first.plan.num_prompts) == (WARMUP, 30)
+    rehearsed = replace(asked, engine="sim", device="rtx-pro-6000", vllm_options=(), api_server="off")
+    again = predicted_cell(rehearsed, steps, PlannedRun("eb", 1, 1), schedule)
+    assert again.options.warmup == WARMUP  # every run of a rehearsal has an engine of its own
     assert (real.options.max_num_seqs, real.options.num_kv_blocks, real.options.async_scheduling) == (8, 593, False)
+
+
+def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbench.cli import validate as command
+    from ebbench.errors import UnknownNameError
+
+    def asked(api_server: str | None) -> str:
+        what = command.WhatFlags("qwen3-8b", engine="vllm", api_server=api_server)
+        return command.question_of(what, command.HowFlags(), ()).api_server
+
+    assert asked(None) == "datacenter"
+    assert asked("off") == "off"
+    with pytest.raises(UnknownNameError, match="auto"):
+        asked("auto")
 
 
 def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
@@ -131,20 +165,15 @@ def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
 
     from ebbench.errors import RunError
     from ebbench.validation.drive import _check_device
-    from ebbench.validation.question import PlannedRun, measured_cell
+    from ebbench.validation.question import MeasuringSchedule, PlannedRun, measured_cell
     from ebbench.validation.steps import stored_step_times
 
     validate(question(), tmp_path, TimeBudget(-1.0), lambda _text: None)
     steps = stored_step_times(tmp_path / "steps")
-    _check_device(replace(measured_cell(question(), steps, PlannedRun("v1", 0, 0), 9), device=str(steps.profile)))
+    run = measured_cell(question(), steps, PlannedRun("v1", 0, 0), MeasuringSchedule(1, (9, 9), ()))
+    _check_device(replace(run, device=str(steps.profile)))
     with pytest.raises(RunError, match="no measured step times of qwen3-14b"):
-        _check_device(
-            replace(
-                measured_cell(question(), steps, PlannedRun("v1", 0, 0), 9),
-                device=str(steps.profile),
-                model="qwen3-14b",
-            )
-        )
+        _check_device(replace(run, device=str(steps.profile), model="qwen3-14b"))
 
 
 @pytest.mark.parametrize("left_s", [100.0, 400.0, 1200.0, 5000.0])
@@ -179,6 +208,7 @@ def test_fewer_rounds_where_time_is_short() -> None:
         (["--engine", "gpu"], "gpu"),
         (["--seqs", "16,2"], "--seqs"),
         (["--", "--quantization", "fp8"], "does not start"),
+        (["--api-server", "datacenter"], "neither side has one"),
     ],
 )
 def test_wrong_validate_options_are_refused_in_one_line(words: list[str], named: str, tmp_path: Path) -> None:
