@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ from ebbench.errors import InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.validation.document import as_dict, as_document
-from ebbench.validation.drive import TimeBudget, validate
+from ebbench.validation.drive import validate
 from ebbench.validation.judge import Judgement, judge
 from ebbench.validation.machine import Call, describe_machine, write_manifest
 from ebbench.validation.question import ValidationQuestion
+from ebbench.validation.schedule import TimeBudget
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,10 +74,11 @@ def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> l
     loads = ", ".join(map(str, question.loads))
     lines = [
         f"validating simulated results for {question.model} on {what}, at most {max_time_s / 60:.0f} min:",
-        f"  1. measure the times of {question.grid.points} steps"
+        f"  1. measure the times of {replace(question.grid, repeats=question.repeats).points} steps"
         + (" in vLLM, after its start" if question.engine == "vllm" else ""),
-        f"  2. predict {', '.join(question.policies)} at {loads} requests open, up to {question.rounds} rounds",
-        f"  3. measure the same runs; results are kept in {folder}; after a stop the same command continues",
+        f"  2. predict {', '.join(question.policies)} at {loads} requests open",
+        f"  3. measure the same runs; up to {question.rounds} rounds of 1. to 3.",
+        f"results are kept in {folder}; after a stop the same command continues",
     ]
     if "dummy" in question.vllm_options:
         lines.append("random weights (--load-format dummy): the model's folder holds no weights")

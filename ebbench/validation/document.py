@@ -11,9 +11,9 @@ from ebbench.analysis.documents import Column, Document, Section, labels
 from ebbench.devices.apiserver import OFF
 from ebbench.validation.drive import Outcomes
 from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict
-from ebbench.validation.question import ValidationQuestion
+from ebbench.validation.question import StepTimes, ValidationQuestion
 
-FORMAT = 1
+FORMAT = 2
 TITLE = "Predicted against measured"
 
 
@@ -21,7 +21,11 @@ def as_dict(
     question: ValidationQuestion, outcomes: Outcomes, judged: Judgement, machine: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The whole result. Shares as fractions of 1, times in the units of their names; None: unknown."""
-    steps = {name: value for name, value in asdict(outcomes.steps).items() if name not in ("profile", "costs")}
+    steps = [
+        {name: value for name, value in asdict(one).items() if name not in ("profile", "costs")}
+        | {"slowness": one.slowness(outcomes.steps[0])}
+        for one in outcomes.steps
+    ]
     return {
         "format": FORMAT,
         "verdict": judged.verdict.word,
@@ -128,7 +132,7 @@ def _gains(question: ValidationQuestion, gains: Sequence[GainPrediction]) -> Sec
 
 def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -> list[str]:
     """Notes on the number of runs, the step times, and what error and noise mean."""
-    steps, schedule = outcomes.steps, outcomes.schedule
+    schedule = outcomes.schedule
     loads = " and ".join(
         f"{count} requests at {load} open" for load, count in zip(question.loads, schedule.requests, strict=True)
     )
@@ -136,8 +140,7 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
         f"{len(outcomes.observations)} of {outcomes.planned} runs measured, {outcomes.invalid} of them INVALID and "
         f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.input_tokens} and outputs of "
         f"{question.output_tokens} tokens on average",
-        f"{steps.steps} steps measured; fits R2 {steps.prefill_r2:.3f} prefill, {steps.decode_r2:.3f} decode; slowest "
-        f"round of probes {steps.drift:.2f} times the fastest",
+        _step_times(outcomes.steps),
         "error: predicted over measured, mean over the rounds; noise: half its 95 % interval, from the differences "
         "between rounds of the same run; lowest, highest: of the measured runs",
     ]
@@ -154,6 +157,20 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
     if outcomes.stopped:
         found.append(f"incomplete: {outcomes.stopped}; the same command measures the rest")
     return found
+
+
+def _step_times(rounds: Sequence[StepTimes]) -> str:
+    """How the step times were measured, and how the machine's speed changed between the rounds."""
+    first = rounds[0]
+    found = (
+        f"{first.steps} steps measured before each round's runs, which they predict; fits R2 {first.prefill_r2:.3f} "
+        f"prefill, {first.decode_r2:.3f} decode"
+    )
+    slowness = [one.slowness(first) for one in rounds[1:]]
+    if not slowness:
+        return found
+    words = ["other batches fit" if one is None else f"{one:.2f}" for one in slowness]
+    return f"{found}; steps of later rounds took {', '.join(words)} times as long as the first round's"
 
 
 def _outside_the_engine(question: ValidationQuestion) -> str:

@@ -2,11 +2,11 @@
 
 Every setting (policy and load) is measured in several rounds and predicted for the same requests. Errors are log ratios
 of predicted to measured. The noise of one measurement, sigma, is the standard deviation of a setting's errors over its
-rounds, but at least the typical one of all settings, since a few rounds can agree by chance. Predictions use step
-times that were measured once, and the machine's speed at that time is one more random draw: the mean error over n
-rounds has an uncertainty of ``t sigma sqrt(1 + 1/n)``, with Student's t of :func:`interval_factor`. A limit is kept
-if three of four settings keep it with the uncertainty added, exceeded if they do not keep it with the uncertainty
-subtracted, else undecided.
+rounds, but at least the typical one of all settings, since a few rounds can agree by chance. Every round has step times
+of its own, so the machine's speed at their time is part of sigma: the mean error over n rounds has an uncertainty of
+``t sigma / sqrt(n)``. Student's t has the degrees of freedom of :func:`error_freedom`, since a machine that is slower
+in one round is slower for all settings. A limit is kept if three of four settings keep it with the uncertainty added,
+exceeded if they do not keep it with the uncertainty subtracted, else undecided.
 """
 
 from __future__ import annotations
@@ -130,17 +130,18 @@ def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
 
 
 def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
-    logs: dict[tuple[str, int], list[float]] = {}
+    logs: dict[tuple[str, int], dict[int, float]] = {}
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for one in observations:
         predicted, measured = one.predicted.get(metric), one.measured.get(metric)
         if predicted and measured:
-            logs.setdefault((one.policy, one.load), []).append(math.log(predicted / measured))
+            logs.setdefault((one.policy, one.load), {})[one.round] = math.log(predicted / measured)
             pairs.setdefault((one.policy, one.load), []).append((predicted, measured))
-    typical, sigmas = noise_of(list(logs.values()))
-    t = interval_factor(list(logs.values()))
+    groups = [list(by_round.values()) for by_round in logs.values()]
+    typical, sigmas = noise_of(groups)
+    t = interval_factor(error_freedom(list(logs.values())))
     found = []
-    for ((policy, load), values), sigma in zip(logs.items(), sigmas, strict=True):
+    for (policy, load), values, sigma in zip(logs, groups, sigmas, strict=True):
         measured_values = [measured for _, measured in pairs[policy, load]]
         found.append(
             Error(
@@ -153,7 +154,7 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
                 min(measured_values),
                 max(measured_values),
                 math.expm1(mean(values)),
-                t * sigma * math.sqrt(1.0 + 1.0 / len(values)),
+                t * sigma / math.sqrt(len(values)),
                 typical,
             )
         )
@@ -176,16 +177,41 @@ def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
     return typical, [max(value, typical) for value in own]
 
 
-def interval_factor(groups: Sequence[Sequence[float]], together: int = 1) -> float:
-    """Standard errors to either side that cover a mean with 95 %: Student's t, as many degrees of freedom as all groups
-    have values beyond one each. ``together``: number of means that are covered at the same time (Bonferroni).
+def freedom(groups: Sequence[Sequence[float]]) -> int:
+    """Degrees of freedom of the noise within groups: as many as they have values beyond one each."""
+    return sum(len(values) - 1 for values in groups)
 
-    The noise of two rounds in two settings is itself known so badly that it takes 4.3; with many settings it takes 2.
+
+def error_freedom(groups: Sequence[Mapping[int, float]]) -> float:
+    """Degrees of freedom of the noise within groups of values by round, where a part of it is common to all groups.
+
+    Variances of the common part, from the means over the groups, and of the rest have different degrees of freedom;
+    those of their sum are Satterthwaite's. Three rounds of eight settings have 16 without a common part, 2 if all is
+    common.
+    """
+    apart = freedom([list(values.values()) for values in groups])
+    offsets: dict[int, list[float]] = {}
+    for values in groups:
+        for number, value in values.items():
+            offsets.setdefault(number, []).append(value - mean(values.values()))
+    rounds, settings = len(offsets), len(groups)
+    within = sum(offset**2 for found in offsets.values() for offset in found) / max(apart, 1)
+    if rounds < FEWEST_ROUNDS or settings < 2 or not within:
+        return apart
+    of_means = sum(mean(found) ** 2 for found in offsets.values()) / (rounds - 1)
+    common = min(max((settings * of_means / within - 1.0) / (settings - 1), 0.0), 1.0)
+    return 1.0 / (common**2 / (rounds - 1) + (1.0 - common) ** 2 / apart)
+
+
+def interval_factor(degrees: float, together: int = 1) -> float:
+    """Standard errors to either side that cover a mean with 95 %: Student's t; infinite without degrees of freedom.
+
+    ``together``: number of means that are covered at the same time (Bonferroni). The noise of two rounds in two
+    settings is itself known so badly that it takes 4.3; with many settings it takes 2.
     """
     from scipy import stats
 
-    freedom = sum(len(values) - 1 for values in groups)
-    return float(stats.t.ppf(1.0 - 0.025 / together, freedom)) if freedom else math.inf
+    return float(stats.t.ppf(1.0 - 0.025 / together, degrees)) if degrees else math.inf
 
 
 def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:
@@ -203,7 +229,7 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainP
             )
     measured_gains = [[measured for _, measured in pairs] for pairs in logs.values()]
     _, sigmas = noise_of(measured_gains)
-    t = interval_factor(measured_gains, len(measured_gains))
+    t = interval_factor(freedom(measured_gains), len(measured_gains))
     for ((policy, load), pairs), sigma in zip(logs.items(), sigmas, strict=True):
         predicted_gain, measured_gain = (mean(part) for part in zip(*pairs, strict=True))
         uncertainty = t * sigma / math.sqrt(len(pairs))

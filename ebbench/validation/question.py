@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ from vllm_eb.policy import parse_policy
 WORKLOAD = "balanced"
 WARMUP = 32
 """Requests before each run, measured and predicted: adaptive policies have estimated the lengths by then."""
+FEWEST_REPEATS = 3
+"""Fewest measured steps per point of the grid and round: a stall is told by the two others."""
 POLICIES = ("v1", "eb", "ebplus", "marginal")
 
 
@@ -31,9 +34,9 @@ class ValidationQuestion:
     ``input_tokens`` and ``output_tokens``: mean lengths of the runs to predict. ``engine``: ``vllm``, or ``sim`` and
     ``emulated`` with ``device`` for a rehearsal. ``longest_run_s``: most seconds per run, unless the fewest requests
     that a run needs take longer. ``lag_limit_ms``: limit of the load generator. ``vllm_options``: arguments for vLLM,
-    given by the user or needed by the model. ``api_server``: class of the API server in the predictions, or ``off``. Its
-    costs matter little at these loads, but without it a client's next request would be in the step after its last token,
-    which has begun on a real server by the time the client has read that token.
+    given by the user or needed by the model. ``api_server``: class of the API server in the predictions, or ``off``.
+    Without it a client's next request would be in the step after its last token, which a real server has begun by the
+    time the client has read that token.
     Raises UsageError for a load or a number of rounds below 1, and for an unknown policy or API server.
     """
 
@@ -76,6 +79,11 @@ class ValidationQuestion:
             warmup=WARMUP,
         )
 
+    @property
+    def repeats(self) -> int:
+        """Measured steps per point of the grid in one round; all rounds together have at least the grid's."""
+        return max(FEWEST_REPEATS, -(-self.grid.repeats // self.rounds))
+
     def order(self, round_: int) -> Iterator[str]:
         """Policies of a round, in alternating order (ABBA): drift of the machine then affects all of them equally."""
         return iter(self.policies) if round_ % 2 == 0 else reversed(self.policies)
@@ -83,11 +91,13 @@ class ValidationQuestion:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Measured step times: files of the device profile and of the policies' costs, and how well the fits describe them.
+    """Step times measured in one round: files of the device profile and of the policies' costs, and how well the fits
+    describe them.
 
     ``largest_batch_seqs``: decoding sequences of the largest batch that the KV cache held. ``drift``: time of the
-    slowest round of probes over that of the fastest. ``seconds``: wall time of the measurement; ``start_s``: the part
-    of it that vLLM took to start (0 for an engine in virtual time).
+    slowest round of probes over that of the fastest. ``grid_s``: times of the steps that are not mixed.
+    ``seconds``: wall time of the measurement; ``start_s``: the part of it that vLLM took to start (0 for an engine in
+    virtual time).
     """
 
     profile: Path
@@ -100,8 +110,15 @@ class StepTimes:
     decode_r2: float
     mixed_r2: float | None
     request_s: float
+    grid_s: tuple[float, ...]
     start_s: float
     seconds: float
+
+    def slowness(self, first: StepTimes) -> float | None:
+        """How many times as long these steps take as those of ``first``, in the median; None if other batches fit."""
+        if len(self.grid_s) != len(first.grid_s):
+            return None
+        return median(now / before for now, before in zip(self.grid_s, first.grid_s, strict=True))
 
 
 class MeasuringSchedule(msgspec.Struct, frozen=True):

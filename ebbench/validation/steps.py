@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 from ebbench.child import child_environ, run_supervised
@@ -47,7 +48,7 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
     given = [word for name, values in sizes.items() for word in (name, ",".join(map(str, values)))]
     device = ["--device", question.device] if question.device is not None else []
     words = ["calibrate", "--engine", question.engine, "--model", question.model, *device, *given]
-    words += ["--repeats", str(grid.repeats), "--check", "0", "--output-dir", str(folder / "profile"), "--json"]
+    words += ["--repeats", str(question.repeats), "--check", "0", "--output-dir", str(folder / "profile"), "--json"]
     return [sys.executable, "-m", "ebbench", *words, *(["--", *question.vllm_options] if question.vllm_options else [])]
 
 
@@ -57,6 +58,7 @@ def stored_step_times(folder: Path) -> StepTimes:
     try:
         found = json.loads(path.read_bytes())
         profile = folder / "profile" / "profile.toml"
+        grid = found["calibration"]["grid"]
         return StepTimes(
             profile,
             profile.with_name("calibration.json"),
@@ -68,6 +70,7 @@ def stored_step_times(folder: Path) -> StepTimes:
             found["decode_r2"],
             found["mixed_r2"],
             found["request_s"],
+            (*grid["prefill"], *chain.from_iterable(grid["decode"])),
             found["start_s"],
             found["seconds"],
         )

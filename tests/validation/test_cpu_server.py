@@ -22,7 +22,7 @@ from ebbench.errors import RunError
 from ebbench.runs.store import RunStore
 from ebbench.validation import cpu_server, drive, question, steps
 from ebbench.validation.cpu_server import move_api_servers, server_processors, starting_on
-from ebbench.validation.question import PlannedRun, StepTimes, ValidationQuestion, measured_cell
+from ebbench.validation.question import MeasuringSchedule, PlannedRun, StepTimes, ValidationQuestion, measured_cell
 from vllm_eb.policy import PolicySpec
 
 ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -105,8 +105,8 @@ def test_servers_start_as_their_steps_were_measured_and_the_client_runs_anywhere
     monkeypatch.setattr(question, "cpu_build", lambda: cpu)
     monkeypatch.setattr(drive, "run_cells", lambda *_cells, **_how: seen.append(os.sched_getaffinity(0)))
     profile = tmp_path / "profile.toml"
-    times = StepTimes(profile, profile, 1000, 4, 1.0, 9, 1.0, 1.0, None, 0.001, 1.0, 2.0)
-    cell = measured_cell(QUESTION, times, PlannedRun("v1", 0, 0), 12)
+    times = StepTimes(profile, profile, 1000, 4, 1.0, 9, 1.0, 1.0, None, 0.001, (0.01,), 1.0, 2.0)
+    cell = measured_cell(QUESTION, times, PlannedRun("v1", 0, 0), MeasuringSchedule(1, (12,), ()))
     drive._measure_policy(QUESTION, [cell], RunStore(tmp_path), lambda *_found: None)
     assert seen == [(chosen, "0" if cpu else before, cpu), usable]
     assert os.environ.get(ONE_PROCESS) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,19 @@ from ebbench.cli.main import app
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
 from ebbench.validation import drive
-from ebbench.validation.drive import TimeBudget, fitted_schedule, validate
+from ebbench.validation.drive import validate
 from ebbench.validation.machine import Call, write_manifest
-from ebbench.validation.question import ValidationQuestion
+from ebbench.validation.question import (
+    WARMUP,
+    MeasuringSchedule,
+    PlannedRun,
+    StepTimes,
+    ValidationQuestion,
+    measured_cell,
+    predicted_cell,
+)
+from ebbench.validation.schedule import TimeBudget, fitted_schedule
+from ebbench.validation.steps import measure_step_times
 
 SMALL = [
     "--model", "qwen3-8b", "--engine", "sim", "--device", "rtx-pro-6000", "--tokens", "64,256,1024", "--seqs", "2,16",
@@ -109,23 +120,66 @@ def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
     assert outcomes.observations == ()
 
 
-def test_settings_of_the_measurement_reach_its_runs() -> None:
-    from dataclasses import replace
+def test_step_times_are_measured_anew_in_each_round(done: tuple[Result, Path]) -> None:
+    result, folder = done
+    found = json.loads(result.stdout)
+    assert [one["slowness"] for one in found["step_times"]] == [1.0, 1.0]  # in virtual time a device does not change
+    assert "steps of later rounds took 1.00 times as long" in (folder / "result.md").read_text()
+    assert sorted(path.name for path in (folder / "steps").iterdir()) == ["round-1", "round-2"]
 
-    from ebbench.validation.question import (
-        WARMUP,
-        MeasuringSchedule,
-        PlannedRun,
-        StepTimes,
-        measured_cell,
-        predicted_cell,
+
+def test_a_round_is_predicted_from_its_own_step_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is faster in the second round while its steps are measured: as fast as an H200."""
+    steps = measure_step_times
+
+    def faster_later(asked: ValidationQuestion, folder: Path) -> StepTimes:
+        return steps(asked if folder.name == "round-1" else replace(asked, device="h200"), folder)
+
+    monkeypatch.setattr(drive, "measure_step_times", faster_later)
+    outcomes = validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
+    ratios = {
+        number: [
+            float(one.predicted["output_throughput"] or 0) / float(one.measured["output_throughput"] or 1)
+            for one in outcomes.observations
+            if one.round == number
+        ]
+        for number in (0, 1)
+    }
+    assert ratios[0] == pytest.approx([1.0] * 4, rel=0.2)
+    assert min(ratios[1]) > 1.3
+    slowness = outcomes.steps[1].slowness(outcomes.steps[0])
+    assert slowness is not None
+    assert slowness < 0.75
+
+
+def test_slowness_is_the_median_ratio_of_the_same_steps() -> None:
+    first = StepTimes(Path("p"), Path("c"), 100, 8, 1.0, 10, 1.0, 1.0, None, 0.0, (0.01, 0.02, 0.04), 5.0, 9.0)
+    assert replace(first, grid_s=(0.011, 0.022, 0.08)).slowness(first) == pytest.approx(1.1)
+    assert replace(first, grid_s=(0.01, 0.02)).slowness(first) is None
+
+
+def test_later_rounds_are_not_begun_where_their_step_times_and_a_server_take_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a real vLLM, whose parts are replaced by an engine in virtual time that takes hours by its own account."""
+    steps = measure_step_times
+    asked = question()
+    monkeypatch.setattr(
+        drive, "measure_step_times", lambda _asked, folder: replace(steps(asked, folder), seconds=5000.0)
     )
+    monkeypatch.setattr(drive._Rounds, "_too_late", lambda self, needed_s: self.budget.left_s < needed_s)
+    outcomes = validate(asked, tmp_path, TimeBudget(4000.0), lambda _text: None)
+    assert {one.round for one in outcomes.observations} == {0}
+    assert len(outcomes.steps) == 1
+    assert outcomes.stopped == "--max-time 4000 was reached"
 
+
+def test_settings_of_the_measurement_reach_its_runs() -> None:
     asked = replace(
         question(), engine="vllm", device=None, lag_limit_ms=200.0, vllm_options=("--load-format", "dummy"),
         api_server="datacenter",
     )  # fmt: skip
-    steps = StepTimes(Path("p.toml"), Path("c.json"), 10_000, 8, 1.0, 10, 1.0, 1.0, None, 0.0, 5.0, 9.0)
+    steps = StepTimes(Path("p.toml"), Path("c.json"), 10_000, 8, 1.0, 10, 1.0, 1.0, None, 0.0, (0.01,), 5.0, 9.0)
     schedule = MeasuringSchedule(2, (30, 50), (8.0, 8.0))
     real, simulated = (make(asked, steps, PlannedRun("eb", 1, 1), schedule) for make in (measured_cell, predicted_cell))
     assert dict(real.client) == {"lag_limit_ms": 200.0}
@@ -161,15 +215,12 @@ def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypa
 
 def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
     """A profile without step times of the model would give a roofline."""
-    from dataclasses import replace
-
     from ebbench.errors import RunError
     from ebbench.validation.drive import _check_device
-    from ebbench.validation.question import MeasuringSchedule, PlannedRun, measured_cell
     from ebbench.validation.steps import stored_step_times
 
     validate(question(), tmp_path, TimeBudget(-1.0), lambda _text: None)
-    steps = stored_step_times(tmp_path / "steps")
+    steps = stored_step_times(tmp_path / "steps" / "round-1")
     run = measured_cell(question(), steps, PlannedRun("v1", 0, 0), MeasuringSchedule(1, (9, 9), ()))
     _check_device(replace(run, device=str(steps.profile)))
     with pytest.raises(RunError, match="no measured step times of qwen3-14b"):
@@ -178,23 +229,21 @@ def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left_s", [100.0, 400.0, 1200.0, 5000.0])
 def test_a_schedule_fits_the_time_where_two_rounds_of_the_shortest_runs_do(left_s: float) -> None:
-    rates, start_s = (2.0, 5.0), 10.0
+    rates, start_s, steps_s = (2.0, 5.0), 10.0, 30.0
     asked = question()
-    found = fitted_schedule(asked, rates, start_s, left_s)
+    found = fitted_schedule(asked, rates, start_s, left_s, steps_s)
     assert all(count >= 3 * load for count, load in zip(found.requests, asked.loads, strict=True))
-    shortest = fitted_schedule(asked, rates, start_s, 0.0)
-    needed = shortest.rounds * len(asked.policies) * (start_s + shortest.server_s)
+    shortest = fitted_schedule(asked, rates, start_s, 0.0, steps_s)
+    needed = shortest.rounds * len(asked.policies) * (start_s + shortest.server_s) + (shortest.rounds - 1) * steps_s
     if left_s >= needed:
-        total = found.rounds * len(asked.policies) * (start_s + found.server_s)
+        total = found.rounds * len(asked.policies) * (start_s + found.server_s) + (found.rounds - 1) * steps_s
         assert total <= left_s * 1.02  # requests are whole
 
 
 def test_fewer_rounds_where_time_is_short() -> None:
-    from dataclasses import replace
-
     many = replace(question(), rounds=6)
-    assert fitted_schedule(many, (2.0, 5.0), 30.0, 1e6).rounds == 6
-    assert fitted_schedule(many, (2.0, 5.0), 30.0, 100.0).rounds == 2
+    assert fitted_schedule(many, (2.0, 5.0), 30.0, 1e6, 40.0).rounds == 6
+    assert fitted_schedule(many, (2.0, 5.0), 30.0, 100.0, 40.0).rounds == 2
 
 
 @pytest.mark.parametrize(
