@@ -74,7 +74,12 @@ class HowFlags:
         str | None, opt("--loads", help="Open requests, e.g. 64,256. Default: derived from --seqs.", panel=_HOW)
     ] = None
     rounds: Annotated[
-        int, opt("--rounds", help="Number of times each run is measured; fewer if time is short.", panel=_HOW)
+        int,
+        opt(
+            "--rounds",
+            help="Number of times each run is measured; fewer if time is short. More in a later call add to it.",
+            panel=_HOW,
+        ),
     ] = 3
     input_len: Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=_HOW)] = None
     output_len: Annotated[int | None, opt("--output-len", help="Mean output tokens.", panel=_HOW)] = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.engines.machine import machine_name
-from ebbench.errors import InterruptedRunError, UsageError
+from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.validation.document import as_dict, as_document
@@ -88,17 +88,34 @@ def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> l
 
 
 def _open_folder(question: ValidationQuestion, folder: Path) -> None:
-    """Create the folder, or continue in one with the same question. Raises UsageError for any other folder."""
-    text = json.dumps(asdict(question), indent=1, sort_keys=True).encode() + b"\n"
-    stored = folder / QUESTION
-    if stored.exists():
-        if stored.read_bytes() != text:
-            raise UsageError(f"{folder} holds a validation with other options; give another --output")
-        return
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists and is not a validation; give another --output")
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(text, stored)
+    """Create the folder, or continue in one with the same question, which may have more rounds now.
+
+    Raises UsageError for any other folder, DataError for a damaged one.
+    """
+    path = folder / QUESTION
+    if not path.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder} exists and is not a validation; give another --output")
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        _check_same(question, path)
+    files.write_bytes(_as_json(question), path)
+
+
+def _as_json(question: ValidationQuestion) -> bytes:
+    return json.dumps(asdict(question), indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _check_same(question: ValidationQuestion, path: Path) -> None:
+    try:
+        stored = json.loads(path.read_bytes())
+        rounds = int(stored["rounds"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged ({error}); give another --output") from None
+    if json.loads(_as_json(replace(question, rounds=rounds))) != stored:
+        raise UsageError(f"{path.parent} holds a validation with other options; give another --output")
+    if question.rounds < rounds:
+        raise UsageError(f"{path.parent} holds a validation of {rounds} rounds; --rounds {question.rounds} is fewer")
 
 
 def _store(folder: Path, found: dict[str, Any], tables: str) -> None:

@@ -317,5 +317,5 @@ def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int,
     noise = max(one.noise for one in metrics)
     return "undecided", (
         f": rounds of the same run differ by up to {100 * noise:.0f} % (standard deviation), too much to decide; "
-        "measure again on an idle machine, or with more --rounds"
+        "give more --rounds, which continue this measurement, on an idle machine"
     )

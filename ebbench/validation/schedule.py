@@ -45,19 +45,32 @@ def server_start_s(question: ValidationQuestion, steps: StepTimes) -> float:
 def find_schedule(
     question: ValidationQuestion, steps: StepTimes, folder: Path, budget: TimeBudget
 ) -> MeasuringSchedule:
-    """The schedule of an earlier call, else one that fits the remaining time. ``steps``: of the first round."""
+    """The schedule of an earlier call, with more rounds if the question has more now; else one that fits the remaining
+    time. ``steps``: of the first round."""
     path = folder / SCHEDULE
-    if path.exists():
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=MeasuringSchedule)
-        except msgspec.MsgspecError as error:
-            raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
+    found = _stored(path)
+    if found is not None:
+        longer = found.with_rounds(question.rounds)
+        if longer != found:
+            _store(longer, path)
+        return longer
     rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
     real = question.engine == "vllm"  # runs in virtual time need no limit
     left_s, steps_s = (budget.left_s, steps.seconds) if real else (math.inf, 0.0)
     found = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
-    files.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", path)
+    _store(found, path)
     return found
+
+
+def _stored(path: Path) -> MeasuringSchedule | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MeasuringSchedule) if path.exists() else None
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
+
+
+def _store(schedule: MeasuringSchedule, path: Path) -> None:
+    files.write_bytes(msgspec.json.format(msgspec.json.encode(schedule), indent=1) + b"\n", path)
 
 
 def _pilot_rate(question: ValidationQuestion, steps: StepTimes, load_index: int) -> float:
@@ -89,7 +102,7 @@ def fitted_schedule(
             for rate, load in zip(rates, question.loads, strict=True)
         )
         run_s = tuple((count + question.options.warmup) / rate for count, rate in zip(requests, rates, strict=True))
-        found = MeasuringSchedule(rounds, requests, run_s)
+        found = MeasuringSchedule(rounds, requests, run_s, question.rounds)
         if rounds <= 2 or rounds * len(question.policies) * (start_s + found.server_s) <= runs_s:
             return found
         rounds -= 1

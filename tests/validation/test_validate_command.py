@@ -267,6 +267,33 @@ def test_wrong_validate_options_are_refused_in_one_line(words: list[str], named:
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
+def test_more_rounds_continue_a_validation_and_fewer_are_refused(tmp_path: Path) -> None:
+    once = [*SMALL, "--policy", "v1", "--loads", "4", "-o", tmp_path, "--json"]
+    before = json.loads(invoke(*once).stdout)
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/manifest.json")}
+    more = json.loads(invoke(*once, "--rounds", 3).stdout)
+    assert (before["runs"]["measured"], more["runs"]["measured"], more["runs"]["planned"]) == (2, 3, 3)
+    assert more["observations"][:2] == before["observations"]
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+    fewer = invoke(*once)
+    assert fewer.exit_code == 2
+    assert "3 rounds; --rounds 2 is fewer" in fewer.stderr
+
+
+def test_rounds_that_did_not_fit_the_time_are_not_added_by_the_same_command() -> None:
+    cut = MeasuringSchedule(2, (9,), (8.0,), asked_rounds=3)
+    assert cut.with_rounds(3) == cut
+    assert cut.with_rounds(5) == MeasuringSchedule(4, (9,), (8.0,), asked_rounds=5)
+    assert MeasuringSchedule(6, (9,), (8.0,)).with_rounds(10).rounds == 10
+
+
+def test_a_damaged_question_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "question.json").write_text("{")
+    result = invoke(*SMALL, "-o", tmp_path)
+    assert result.exit_code != 0
+    assert "damaged" in result.stderr
+
+
 def test_another_question_in_the_same_folder_is_refused(done: tuple[Result, Path]) -> None:
     _, folder = done
     result = invoke(*SMALL, "--policy", "v1", "-o", folder)
