@@ -35,7 +35,7 @@ from ebbench.validation.question import (
     predicted_cell,
 )
 from ebbench.validation.schedule import TimeBudget, find_schedule, server_start_s
-from ebbench.validation.steps import measure_step_times
+from ebbench.validation.steps import is_measured, measure_step_times
 from vllm_eb.policy import parse_policy
 
 ATTEMPTS = 2
@@ -67,7 +67,7 @@ def validate(question: ValidationQuestion, folder: Path, budget: TimeBudget, say
     schedule = find_schedule(question, first, folder, budget)
     rounds = _Rounds(question, folder, schedule, budget, say, server_start_s(question, first) + schedule.server_s)
     rounds.predict(first)
-    say(announcement(question, schedule, first))
+    say(announcement(question, schedule, first, rounds.stored_runs()))
     stopped = rounds.measure()
     settings = [one for number in range(len(rounds.steps)) for one in _settings(question, number)]
     observations = tuple(found for one in settings if (found := rounds.observation(one)) is not None)
@@ -75,24 +75,29 @@ def validate(question: ValidationQuestion, folder: Path, budget: TimeBudget, say
     return Outcomes(tuple(rounds.steps), schedule, observations, planned, stopped)
 
 
-def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, steps: StepTimes) -> str:
-    """The line printed before measuring: number of runs and expected time."""
+def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, steps: StepTimes, stored: int) -> str:
+    """The line printed before measuring: number of runs, those measured before (``stored``), expected time."""
     policies, loads = len(question.policies), len(question.loads)
     runs = schedule.rounds * policies * loads
     words = f"{runs} runs: {policies} policies x {loads} loads x {schedule.rounds} rounds, predicted before each round"
+    if stored:
+        words += f"; {stored} are measured already"
     if question.engine != "vllm":
         return f"{words}; engine {question.engine} runs them"
     start_s = server_start_s(question, steps)
     total_s = schedule.rounds * policies * (start_s + schedule.server_s) + (schedule.rounds - 1) * steps.seconds
-    starts = f"{schedule.rounds * policies} server starts of about {start_s:.0f} s"
-    each = f"{starts} and {schedule.server_s:.0f} s of runs each"
-    return f"{words}; vLLM measures them, about {total_s / 60:.0f} min more ({each})"
+    left_s = total_s * (1.0 - stored / runs)
+    each = f"starts of about {start_s:.0f} s and {schedule.server_s:.0f} s of runs per server"
+    return f"{words}; vLLM measures them, about {left_s / 60:.0f} min more ({each})"
 
 
 def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
     """Step times of a round, counted from 0."""
-    steps = measure_step_times(question, folder / "steps" / f"round-{number + 1}")
-    say(f"round {number + 1}, step times: {steps.steps} steps in {steps.seconds:.0f} s")
+    place = folder / "steps" / f"round-{number + 1}"
+    kept = is_measured(place)
+    steps = measure_step_times(question, place)
+    if not kept:
+        say(f"round {number + 1}, step times: {steps.steps} steps in {steps.seconds:.0f} s")
     return steps
 
 
@@ -133,6 +138,10 @@ class _Rounds:
         cells = [self._cell(predicted_cell, one) for one in _settings(self.question, len(self.steps) - 1)]
         _check_device(cells[0])
         run_missing(cells, self.predicted, whole=True)
+
+    def stored_runs(self) -> int:
+        """Number of runs that earlier calls measured."""
+        return sum(1 for _ in (self.folder / "measured").glob("*/manifest.json"))
 
     def measure(self) -> str:
         """Measure the runs that are missing. Returns why it ended early, or an empty string."""

@@ -21,12 +21,17 @@ GRACE_S = 15.0
 _TAIL_LINES = 8
 
 
+def is_measured(folder: Path) -> bool:
+    """Whether step times are stored under ``folder``."""
+    return (folder / RESULT).exists()
+
+
 def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
     """Measure step times on this machine and store them under ``folder``, unless an earlier call stored them there.
 
     Raises UsageError for options that calibrate refuses, RunError if vLLM cannot be measured.
     """
-    if (folder / RESULT).exists():
+    if is_measured(folder):
         return stored_step_times(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log, out = folder / "calibrate.log", folder / "calibrate.json"

@@ -108,7 +108,10 @@ def test_a_validation_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pyte
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("measured/*/manifest.json")}
     assert len(stamps) == 4
     monkeypatch.setattr(drive, "_measure_policy", whole)
-    outcomes = validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
+    said: list[str] = []
+    outcomes = validate(question(), tmp_path, TimeBudget(600.0), said.append)
+    assert "4 are measured already" in said[0]
+    assert not any("step times" in text for text in said)  # both rounds' were measured before
     assert len(outcomes.observations) == outcomes.planned == 8
     assert not outcomes.stopped
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
