@@ -30,7 +30,7 @@ _STEPS = {
     "8,192 prompt tokens": StepShape(((2048, 0),) * 4, 0, 0, 4),
 }
 SLOWER = 1.02
-"""From this ratio to 16 bits on, a step of quantized weights is said to be slower."""
+"""From this ratio on, a step is said to be slower than with weights in 16 bits, or than on half the GPUs."""
 EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 
 
@@ -123,6 +123,7 @@ def load(request: DeviceRequest) -> Device:
             *built.warnings,
             *_caveats(request, geometry, built, constants),
             *_slower_than_16_bits(request, profile, named, built, constants),
+            *_slower_than_half_the_gpus(request, profile, geometry, built, constants),
         ),
         profile=profile,
         geometry=geometry,
@@ -182,12 +183,7 @@ def _slower_than_16_bits(
     """A warning if the tables' kernels are slower with ``--quantization`` than without, as no server would run them."""
     if request.quantization is None or not isinstance(built.cost, TableCost):
         return ()
-    plain = table_cost(
-        profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager
-    )
-    assert plain is not None  # the device has tables
-    ratios = {what: built.cost.step_s(step) / plain[0].step_s(step) for what, step in _STEPS.items()}
-    slow = ", ".join(f"{what} {ratio:.2f} times" for what, ratio in ratios.items() if ratio > SLOWER)
+    slow = _slower_steps(request, profile, model, built.cost, host, request.parallel)
     if not slow:
         return ()
     return (
@@ -195,6 +191,37 @@ def _slower_than_16_bits(
         f"{profile.name}: {slow}; kernels with one scale per tensor are slow there, weights published with one scale "
         "per block (the model's own config.json) may be faster",
     )
+
+
+def _slower_than_half_the_gpus(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, built: Built, host: HostCosts
+) -> tuple[str, ...]:
+    """A warning if half as many GPUs hold the model, too, and a step is faster there, without as many collectives."""
+    whole = request.parallel
+    if whole.tp < 2 or whole.dp > 1 or not isinstance(built.cost, TableCost):
+        return ()
+    half = replace(whole, tp=whole.tp // 2, ep=max(whole.ep // 2, 1))
+    try:
+        _capacity(profile, model, replace(request, parallel=half, kv_tokens=None))
+    except UsageError:
+        return ()
+    slow = _slower_steps(request, profile, model, built.cost, host, half)
+    if not slow:
+        return ()
+    return (
+        f"some steps take longer on {whole.tp} {profile.name} than on {half.tp}, since their collectives cost more "
+        f"than they save: {slow}; {half.tp} hold the model, too, and as many GPUs in replicas can carry more",
+    )
+
+
+def _slower_steps(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost, host: HostCosts, on: Parallel
+) -> str:
+    """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``; "" if none do."""
+    other = table_cost(profile, model, host, shape=on, overlap=request.async_scheduling, eager=request.eager)
+    assert other is not None  # the device has tables
+    ratios = {what: cost.step_s(step) / other[0].step_s(step) for what, step in _STEPS.items()}
+    return ", ".join(f"{what} {ratio:.2f} times" for what, ratio in ratios.items() if ratio > SLOWER)
 
 
 def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Calibration | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.devices import load_device
+from ebbench.devices.base import StepShape
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
 from ebbench.devices.startup import EB_VLLM
@@ -114,6 +115,36 @@ def test_steps_of_prompts_that_are_slower_than_16_bits_are_named_too(
         if "16 bits" in warning
     )
     assert ("256 decodes" in said, "2,048 prompt tokens" in said) == (decodes, prompts)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "parallel", "said"),
+    [
+        ("l40s", "qwen3-8b", Parallel(tp=4), "longer on 4 l40s than on 2, since"),
+        ("l40s", "qwen3-8b", Parallel(tp=2), ""),
+        ("l40s", "llama-3.1-70b", Parallel(tp=4), ""),  # two do not hold it
+        ("rtx-pro-6000", "qwen3-30b-a3b", Parallel(tp=2, ep=2), "longer on 2 rtx-pro-6000 than on 1, since"),
+        ("h100", "qwen3-32b", Parallel(tp=8), ""),
+    ],
+)
+def test_gpus_whose_collectives_cost_more_than_they_save_are_a_caveat(
+    device: str, model: str, parallel: Parallel, said: str
+) -> None:
+    found = [
+        text for text in load_device(device, model, parallel=parallel).warnings if "some steps take longer on" in text
+    ]
+    assert len(found) == bool(said)
+    assert all(said in text for text in found)
+
+
+def test_the_slower_steps_of_more_gpus_are_those_of_their_devices() -> None:
+    (text,) = (
+        text for text in load_device("l40s", "qwen3-8b", parallel=Parallel(tp=4)).warnings if "some steps take" in text
+    )
+    prompts = StepShape(((2048, 0),), 0, 0, 1)
+    four, two = (load_device("l40s", "qwen3-8b", parallel=Parallel(tp=tp)).cost.step_s(prompts) for tp in (4, 2))
+    assert f"2,048 prompt tokens {four / two:.2f} times" in text
+    assert four > 3 * two
 
 
 @pytest.mark.parametrize(("model", "layers"), [("gpt-oss-120b", "18 of the 36"), ("gemma-3-1b-it", "22 of the 26")])

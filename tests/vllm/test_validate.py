@@ -41,5 +41,9 @@ def test_a_config_alone_is_calibrated_predicted_and_measured(tmp_path: Path) -> 
         recorded = {name for step in steps for name in step["request_ids"]}
         assert not steps or planned <= recorded
     commands = {run.manifest.facts["server_command"] for run in runs}
-    assert "engine vllm with --enforce-eager" in (tmp_path / "out" / "steps" / "profile" / "profile.toml").read_text()
+    profile = tmp_path / "out" / "steps" / "round-1" / "profile" / "profile.toml"
+    assert "engine vllm with --enforce-eager" in profile.read_text()
     assert len(commands) == 2  # a server for each policy, not for each run
+    predicted = [Run.load(path.parent).manifest for path in (tmp_path / "out" / "predicted").glob("*/manifest.json")]
+    assert {one.options["api_server"] for one in predicted} == {"datacenter"}
+    assert len({one.options["warmup"] for one in predicted}) == 2  # the second load comes after the first
