@@ -134,6 +134,14 @@ def test_the_manifest_says_what_was_run(tmp_path: Path) -> None:
     assert (manifest.valid, manifest.clock) == (True, "virtual")
 
 
+def test_a_client_that_pauses_has_its_ttft(tmp_path: Path) -> None:
+    """Its next request comes at any time of a step, as with arrivals of its own."""
+    plan = plan_of(30)
+    pausing = replace(plan, table=plan.table.append_column("pause_ns", pa.array([1_000_000] * 30, pa.int64())))
+    codes = [warning.code for warning in store(tmp_path / "run", pausing, run_made(pausing)).manifest.warnings]
+    assert "closed-loop-ttft" not in codes
+
+
 @pytest.mark.parametrize(("loop", "replayed"), [("trace", True), ("open", False), ("closed", False)])
 def test_a_stored_run_says_whether_a_trace_was_replayed(tmp_path: Path, loop: str, replayed: bool) -> None:
     plan = plan_of(30)

@@ -151,6 +151,19 @@ def test_intervals_cover_errors_of_a_machine_that_is_slow_for_whole_rounds(round
     assert np.mean(covered) > 0.92
 
 
+def test_errors_of_rounds_that_are_slow_together_are_known_no_better_than_one_settings() -> None:
+    slow = {0: 1.0, 1: 1.06, 2: 0.97}
+    made = [
+        replace(one, measured={key: float(value or 0) * slow[one.round] for key, value in one.measured.items()})
+        for one in observations(rounds=3)
+    ]
+    sigma = float(np.std(np.log(list(slow.values())), ddof=1))
+    typical = sigma / math.sqrt(stats.chi2.ppf(0.5, 2) / 2)  # as noise_of takes it
+    t = float(stats.t.ppf(0.975, 2))
+    for error in judged(made).errors:
+        assert error.uncertainty == pytest.approx(t * typical / math.sqrt(3), rel=0.02)
+
+
 def test_one_erratic_setting_does_not_hide_the_others() -> None:
     made = observations(rounds=3, factor=1.01, noise=0.002)
     shaken = [
