@@ -1,4 +1,4 @@
-"""Whether vLLM's API server is the limit of a simulated run, or would be one where the run leaves it out."""
+"""Whether vLLM's API server is the limit of a simulated run, or what the run lacks where it leaves it out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ BUSY = 0.8
 """Share of a process's time from which its queue delays answers noticeably."""
 LIMITING = 0.9
 """Share of the whole time of a run, its beginning and end included, from which the processes limit it."""
-
 NOTICEABLE = 0.1
 """Share of the median TTFT from which a step that it lacks is said."""
 

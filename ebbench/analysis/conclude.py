@@ -174,9 +174,9 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
-    left_out = api_server_warning(context.engine, context.options, result.facts, metrics)
-    at_once = turnaround_warning(context.engine, context.options, context.plan, metrics)
-    found += [one for one in (left_out, at_once) if one is not None]
+    limit = api_server_warning(context.engine, context.options, result.facts, metrics)
+    turnaround = turnaround_warning(context.engine, context.options, context.plan, metrics)
+    found += [one for one in (limit, turnaround) if one is not None]
     once: dict[str, RunWarning] = {}
     for one in found:
         once.setdefault(str(one), one)

@@ -202,8 +202,9 @@ def _slower_than_half_the_gpus(
         return ()
     half = replace(whole, tp=whole.tp // 2, ep=max(whole.ep // 2, 1))
     try:
+        half.check(model)
         _capacity(profile, model, replace(request, parallel=half, kv_tokens=None))
-    except UsageError:
+    except UsageError:  # vLLM would not start there
         return ()
     slow = _slower_steps(request, profile, model, built.cost, host, half)
     if not slow:

@@ -35,7 +35,7 @@ from ebbench.validation.question import (
     predicted_cell,
 )
 from ebbench.validation.schedule import TimeBudget, find_schedule, server_start_s
-from ebbench.validation.steps import is_measured, measure_step_times
+from ebbench.validation.steps import is_measured, measure_step_times, steps_folder
 from vllm_eb.policy import parse_policy
 
 ATTEMPTS = 2
@@ -93,7 +93,7 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
 
 def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
     """Step times of a round, counted from 0."""
-    place = folder / "steps" / f"round-{number + 1}"
+    place = steps_folder(folder, number)
     kept = is_measured(place)
     steps = measure_step_times(question, place)
     if not kept:
@@ -148,7 +148,8 @@ class _Rounds:
         for _ in range(ATTEMPTS):
             for number in range(self.schedule.rounds):
                 if number == len(self.steps):
-                    if self._too_late(self.steps[0].seconds + self.server_s):
+                    measured = is_measured(steps_folder(self.folder, number))
+                    if not measured and self._too_late(self.steps[0].seconds + self.server_s):
                         return self._stopped
                     self.predict(_step_times(self.question, self.folder, number, self.say))
                 for policy in self.question.order(number):

@@ -21,6 +21,11 @@ GRACE_S = 15.0
 _TAIL_LINES = 8
 
 
+def steps_folder(folder: Path, number: int) -> Path:
+    """Where a validation in ``folder`` keeps the step times of a round, counted from 0."""
+    return folder / "steps" / f"round-{number + 1}"
+
+
 def is_measured(folder: Path) -> bool:
     """Whether step times are stored under ``folder``."""
     return (folder / RESULT).exists()

@@ -125,6 +125,7 @@ def test_steps_of_prompts_that_are_slower_than_16_bits_are_named_too(
         ("l40s", "llama-3.1-70b", Parallel(tp=4), ""),  # two do not hold it
         ("rtx-pro-6000", "qwen3-30b-a3b", Parallel(tp=2, ep=2), "longer on 2 rtx-pro-6000 than on 1, since"),
         ("h100", "qwen3-32b", Parallel(tp=8), ""),
+        ("rtx-pro-6000", "deepseek-r1-distill-qwen-1.5b", Parallel(tp=6), ""),  # three cannot share its two KV heads
     ],
 )
 def test_gpus_whose_collectives_cost_more_than_they_save_are_a_caveat(

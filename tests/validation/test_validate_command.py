@@ -117,6 +117,13 @@ def test_a_validation_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pyte
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
 
 
+def test_a_finished_validation_is_shown_whole_whatever_the_time_limit(tmp_path: Path) -> None:
+    once = validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
+    again = validate(question(), tmp_path, TimeBudget(-1.0), lambda _text: None)
+    assert again == once
+    assert len(again.observations) == again.planned
+
+
 def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
     outcomes = validate(question(), tmp_path, TimeBudget(-1.0), lambda _text: None)
     assert outcomes.stopped
