@@ -9,7 +9,6 @@ from ebbench.analysis.metrics import Metrics
 from ebbench.devices.apiserver import DEFAULT_CLASS, OFF, find_api_server
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
 from ebbench.records.manifest import RunWarning
-from ebbench.records.plan import Plan
 
 CODE = "api-server"
 """Code of the warning that it is left out."""
@@ -17,8 +16,6 @@ BUSY = 0.8
 """Share of a process's time from which its queue delays answers noticeably."""
 LIMITING = 0.9
 """Share of the whole time of a run, its beginning and end included, from which the processes limit it."""
-NOTICEABLE = 0.1
-"""Share of the median TTFT from which a step that it lacks is said."""
 
 
 class ApiServerBusyError(Exception):
@@ -79,26 +76,6 @@ def api_server_warning(
         return left_out(processes_needed(*rates), units)
     processes = units if options.api_server_count is None else options.api_server_count * instances
     return _limit(processes_needed(*rates, name=options.api_server) / processes, max(1, processes // instances))
-
-
-def turnaround_warning(engine: str, options: EngineOptions, plan: Plan, metrics: Metrics) -> RunWarning | None:
-    """A warning if the TTFT of a simulated closed loop is too short by a noticeable part, since clients take no time.
-
-    Without the API server a client's next request is in the step that begins when its last token is made. A real server
-    has begun that step by the time the client has the token. Where seats are free, the TTFT is longer by a step.
-    """
-    step_ms, ttft_ms = metrics.tpot.median, metrics.ttft.median
-    pauses = "pause_ns" in plan.table.column_names
-    if engine not in VIRTUAL_TIME or options.api_server != OFF or not plan.closed_loop or pauses:
-        return None
-    if not step_ms or not ttft_ms or step_ms < NOTICEABLE * ttft_ms:
-        return None
-    return RunWarning(
-        "closed-loop-ttft",
-        f"TTFT is up to a step too short (about {step_ms:.3g} ms): a client's next request is in the very next step "
-        "here, which a real server has begun by the time the client has its last token.",
-        f"Add --api-server {DEFAULT_CLASS}.",
-    )
 
 
 def _limit(busy: float, processes: int) -> RunWarning | None:

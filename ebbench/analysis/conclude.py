@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pyarrow.compute as pc
 
-from ebbench.analysis.api_server_load import api_server_warning, turnaround_warning
+from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.distribution import QUANTILES, samples_needed
 from ebbench.analysis.metrics import Metrics, measure
@@ -175,8 +175,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *_measurement_warnings(context.plan, metrics),
     ]
     limit = api_server_warning(context.engine, context.options, result.facts, metrics)
-    turnaround = turnaround_warning(context.engine, context.options, context.plan, metrics)
-    found += [one for one in (limit, turnaround) if one is not None]
+    found += [] if limit is None else [limit]
     once: dict[str, RunWarning] = {}
     for one in found:
         once.setdefault(str(one), one)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.events import TURNAROUND_NS
 from ebbench.simulation.hang_ups import HangUps
 from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, RequestState
 
 # In this order at the same nanosecond, as in the simulator's event loop; the engine's steps end before HANG_UP.
-ARRIVAL, RESUME, ENTRY, DEPARTURE, HANG_UP = range(5)
+ARRIVAL, RESUME, FOLLOW, ENTRY, DEPARTURE, HANG_UP = range(6)
 
 
 class VirtualClients:
@@ -84,6 +85,9 @@ class VirtualClients:
                 self._hang_up(row, time_ns)
             elif kind == RESUME:
                 self._send([row], time_ns)
+            elif kind == FOLLOW:
+                self._state.intended_ns[row] = time_ns - TURNAROUND_NS
+                self._send([row], time_ns)
             else:
                 self._state.intended_ns[row] = time_ns
                 self._release(self._releases.arrived(row), time_ns)
@@ -130,24 +134,34 @@ class VirtualClients:
             if self._queue_limits is not None:
                 self._queue_limits.ended(row)
             following += self._releases.ended(row)
-            self._end_warmup(now_ns)
-        self._release(following, now_ns)
+        if self._end_warmup(now_ns):  # the plan's first requests, at its time zero
+            self._release(following, now_ns)
+            return
+        for row in self._pause(following, now_ns):
+            self._push(now_ns + TURNAROUND_NS, FOLLOW, row)
 
-    def _end_warmup(self, now_ns: int) -> None:
-        if self._begin is not None and self._releases.begun:
-            self._begin(now_ns)
-            self._begin = None
-            self._schedule_arrivals(now_ns)
+    def _end_warmup(self, now_ns: int) -> bool:
+        """Begin the plan if the warm-up has ended just now; returns whether."""
+        if self._begin is None or not self._releases.begun:
+            return False
+        self._begin(now_ns)
+        self._begin = None
+        self._schedule_arrivals(now_ns)
+        return True
 
     def _release(self, rows: list[int], now_ns: int) -> None:
         """Send requests when they have paused."""
+        self._send(self._pause(rows, now_ns), now_ns)
+
+    def _pause(self, rows: list[int], now_ns: int) -> list[int]:
+        """Let requests pause; returns those that do not."""
         at_once = []
         for row in rows:
             if pause_ns := self._releases.pause_ns(row):
                 self._push(now_ns + pause_ns, RESUME, row)
             else:
                 at_once.append(row)
-        self._send(at_once, now_ns)
+        return at_once
 
     def _stamp(self, rows: Sequence[int], now_ns: int) -> None:
         """Note that requests are sent now."""

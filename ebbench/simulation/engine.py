@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from ebbench.devices.base import CostModel, PassCost, StepShape
 from ebbench.simulation.coasting import Coasting
+from ebbench.simulation.events import TURNAROUND_NS
 from ebbench.simulation.gate import Gate, gate_for
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step, StepSink
@@ -109,9 +110,9 @@ class EngineLoop:
         """Continue the loop at ``now_ns``. Returns the time (ns) of the next call (None: on arrival) and the rows that
         ended.
 
-        The caller passes on the ended rows and calls again at the same time before any later event, so that requests
-        released by a completion are seen by the next scheduling step. No request arrives before ``quiet_until_ns()``,
-        so steps up to then may be made at once; by default that time is not known.
+        The caller passes on the ended rows and calls again at the same time before any later event. What ends release
+        is sent TURNAROUND_NS later, so the next scheduling step does not see it. No request arrives before
+        ``quiet_until_ns()``, so steps up to then may be made at once; by default that time is not known.
         """
         if self._blocked:
             self._blocked = False
@@ -229,7 +230,8 @@ class EngineLoop:
         if coasting is None or self.on_pass is not None or not coasting.due() or (passes and not passes[0].steps):
             return False
         until_ns = quiet_until_ns()
-        if until_ns <= now_ns or (passes and passes[0].end_ns >= until_ns):  # at most one step would fit
+        # At most one step would fit.
+        if until_ns <= now_ns + TURNAROUND_NS or (passes and passes[0].end_ns >= until_ns):
             return False
         if not coasting.make_steps(now_ns, until_ns):
             return False

@@ -23,12 +23,14 @@ from ebbench.simulation.events import (
     DELIVERY,
     DEPARTURE,
     ENTRY,
+    FOLLOW,
     FRONT,
     HANG_UP,
     NEVER_NS,
     NOTICE,
     RESUME,
     TIMER,
+    TURNAROUND_NS,
     WAKE,
 )
 from ebbench.simulation.hang_ups import HangUps
@@ -98,7 +100,7 @@ class EventLoop:
     def run(self) -> None:
         """Run to the end, or until a decode unit runs out of memory. A KeyboardInterrupt leaves a consistent state."""
         handlers: tuple[Callable[[Any], None], ...] = (
-            self._arrival, self._resume, self._delivery, self._entry, self._transferred, self._departure,
+            self._arrival, self._resume, self._follow, self._delivery, self._entry, self._transferred, self._departure,
             self._signals.pass_ended, self._signals.arrived, self._notice, self._timer, self._wake, self._hang_up,
         )  # fmt: skip
         events, wakes, pop = self._events, self._wakes, heapq.heappop
@@ -142,15 +144,25 @@ class EventLoop:
 
     def _release(self, rows: list[int], ready_ns: int) -> None:
         """Send requests when they have paused."""
-        if self._pauses:
-            pausing = [row for row in rows if self._releases.pause_ns(row)]
-            for row in pausing:
-                self.push(ready_ns + self._releases.pause_ns(row), RESUME, row)
-            rows = [row for row in rows if row not in pausing] if pausing else rows
-        self._submit(rows, ready_ns)
+        self._submit(self._pause(rows, ready_ns), ready_ns)
+
+    def _pause(self, rows: list[int], ready_ns: int) -> list[int]:
+        """Let requests pause; returns those that do not."""
+        if not self._pauses:
+            return rows
+        at_once = []
+        for row in rows:
+            if pause_ns := self._releases.pause_ns(row):
+                self.push(ready_ns + pause_ns, RESUME, row)
+            else:
+                at_once.append(row)
+        return at_once
 
     def _resume(self, row: int) -> None:
         self._submit([row], self.now_ns)
+
+    def _follow(self, rows: list[int]) -> None:
+        self._submit(rows, self.now_ns - TURNAROUND_NS)
 
     def _submit(self, rows: list[int], intended_ns: int) -> None:
         """Send requests to the front dispatcher, or to the only unit."""
@@ -268,9 +280,13 @@ class EventLoop:
         if self._queue_limits is not None:
             for row in rows:
                 self._queue_limits.ended(row)
+        warming = self._warming
         released = self._releases.all_ended(rows)
         self._count_ended(len(rows))
-        self._release(released, self.now_ns)
+        if warming and not self._warming:  # the plan's first requests, at its time zero
+            self._release(released, self.now_ns)
+        elif following := self._pause(released, self.now_ns):
+            self.push(self.now_ns + TURNAROUND_NS, FOLLOW, following)
 
     def _hang_up(self, row: int) -> None:
         """A client closes its connection: the stage that has the request drops it."""

@@ -130,16 +130,8 @@ def test_the_manifest_says_what_was_run(tmp_path: Path) -> None:
     assert {"ebbench", "python", "numpy", "pyarrow"} <= set(manifest.versions)
     assert manifest.calibration is not None
     assert manifest.calibration["mixed"]["a"] == 4e-5
-    assert [warning.code for warning in manifest.warnings] == ["plan", "few-requests", "closed-loop-ttft"]
+    assert [warning.code for warning in manifest.warnings] == ["plan", "few-requests"]
     assert (manifest.valid, manifest.clock) == (True, "virtual")
-
-
-def test_a_client_that_pauses_has_its_ttft(tmp_path: Path) -> None:
-    """Its next request comes at any time of a step, as with arrivals of its own."""
-    plan = plan_of(30)
-    pausing = replace(plan, table=plan.table.append_column("pause_ns", pa.array([1_000_000] * 30, pa.int64())))
-    codes = [warning.code for warning in store(tmp_path / "run", pausing, run_made(pausing)).manifest.warnings]
-    assert "closed-loop-ttft" not in codes
 
 
 @pytest.mark.parametrize(("loop", "replayed"), [("trace", True), ("open", False), ("closed", False)])

@@ -18,6 +18,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.turn_graph import turn_graph
+from ebbench.simulation.events import TURNAROUND_NS
 from tests.simulation.worlds import device, plan
 from tests.vllm.emulation import Traffic, as_agents, make_plan
 from vllm_eb.policy import parse_policy
@@ -43,6 +44,20 @@ def simulate(made: Plan, policy: str = "v1", options: EngineOptions = OPTIONS) -
 def test_a_pause_delays_the_intended_start_of_the_next_turn() -> None:
     first, second, _ = simulate(with_columns(plan([(5, 3)] * 3, turns=3, concurrency=1), pause_ns=[0, 10**9, None]))
     assert second["intended_ns"] == second["sent_ns"] == first["end_ns"] + 10**9
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_request_that_answers_an_end_misses_the_step_that_begins_then(turns: int, asynchronous: bool) -> None:
+    made = plan([(5, 30), (5, 40)] * 2, turns=turns, concurrency=2)
+    if turns == 2:
+        made = with_columns(made, session=[0, 1, 0, 1], turn=[0, 0, 1, 1])
+    result = SimEngine().run(made, parse_policy("v1"), device(), replace(OPTIONS, async_scheduling=asynchronous))
+    first, _, following, _ = result.requests.to_pylist()
+    begins = sorted(result.steps["scheduled_ns"].to_pylist())
+    assert first["end_ns"] in begins
+    assert following["intended_ns"] == first["end_ns"]
+    assert following["scheduled_ns"] == begins[begins.index(first["end_ns"]) + 1]
 
 
 def test_a_session_keeps_its_slot_while_it_pauses() -> None:
@@ -108,7 +123,9 @@ def test_every_request_is_accounted_for_and_starts_when_it_may(policy: str, seed
             assert row["status"] in ("ok", "abandoned")
             if parents:
                 ready_ns = max(one["end_ns"] for one in parents)
-                assert row["intended_ns"] == row["sent_ns"] == ready_ns + graph.pause_of(place)
+                pause_ns = graph.pause_of(place)
+                assert row["intended_ns"] == ready_ns + pause_ns
+                assert row["sent_ns"] == ready_ns + (pause_ns or TURNAROUND_NS)
         else:
             assert (row["status"], row["error_class"]) == ("never_sent", "earlier_turn_abandoned")
         if row["status"] == "ok":
