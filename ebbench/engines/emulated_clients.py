@@ -86,7 +86,7 @@ class VirtualClients:
             elif kind == RESUME:
                 self._send([row], time_ns)
             elif kind == FOLLOW:
-                self._state.intended_ns[row] = time_ns - TURNAROUND_NS
+                self._state.intend([row], time_ns - TURNAROUND_NS)
                 self._send([row], time_ns)
             else:
                 self._state.intended_ns[row] = time_ns
@@ -165,9 +165,8 @@ class VirtualClients:
 
     def _stamp(self, rows: Sequence[int], now_ns: int) -> None:
         """Note that requests are sent now."""
+        self._state.intend(rows, now_ns)
         for row in rows:
-            if self._state.intended_ns[row] == UNSET:
-                self._state.intended_ns[row] = now_ns
             self._state.sent_ns[row] = now_ns
 
     def _send(self, rows: list[int], now_ns: int) -> None:

@@ -107,7 +107,7 @@ class EventLoop:
         try:
             if not self._warming:
                 self._schedule_arrivals()
-            self._release(self._releases.start(), 0)
+            self._release(self._releases.start())
             while events or wakes:
                 heap = wakes if not events or (wakes and wakes[0] < events[0]) else events
                 self.now_ns, kind, _, subject = pop(heap)
@@ -140,38 +140,40 @@ class EventLoop:
 
     def _arrival(self, row: int) -> None:
         self.front.state.intended_ns[row] = self.last.state.intended_ns[row] = self.now_ns
-        self._release(self._releases.arrived(row), self.now_ns)
+        self._release(self._releases.arrived(row))
 
-    def _release(self, rows: list[int], ready_ns: int) -> None:
+    def _release(self, rows: list[int]) -> None:
         """Send requests when they have paused."""
-        self._submit(self._pause(rows, ready_ns), ready_ns)
+        self._submit(self._pause(rows))
 
-    def _pause(self, rows: list[int], ready_ns: int) -> list[int]:
+    def _pause(self, rows: list[int]) -> list[int]:
         """Let requests pause; returns those that do not."""
         if not self._pauses:
             return rows
         at_once = []
         for row in rows:
             if pause_ns := self._releases.pause_ns(row):
-                self.push(ready_ns + pause_ns, RESUME, row)
+                self.push(self.now_ns + pause_ns, RESUME, row)
             else:
                 at_once.append(row)
         return at_once
 
     def _resume(self, row: int) -> None:
-        self._submit([row], self.now_ns)
+        self._submit([row])
 
     def _follow(self, rows: list[int]) -> None:
-        self._submit(rows, self.now_ns - TURNAROUND_NS)
+        for stage in self.stages:
+            stage.state.intend(rows, self.now_ns - TURNAROUND_NS)
+        self._submit(rows)
 
-    def _submit(self, rows: list[int], intended_ns: int) -> None:
+    def _submit(self, rows: list[int]) -> None:
         """Send requests to the front dispatcher, or to the only unit."""
         if not rows:
             return
         if self._queue_limits is None:
-            self._stamp(rows, intended_ns)
+            self._stamp(rows, self.now_ns)
         else:
-            rows, ended = self._queue_limits.accept(rows, intended_ns, self._releases, self._stamp)
+            rows, ended = self._queue_limits.accept(rows, self.now_ns, self._releases, self._stamp)
             self._count_ended(ended)
         if self.hang_ups.any:
             for row in rows:
@@ -185,14 +187,12 @@ class EventLoop:
             dispatcher.arrive(self.front.dispatch_request(row), self.now_ns)
         self.poll(FRONT)
 
-    def _stamp(self, rows: Sequence[int], intended_ns: int) -> None:
+    def _stamp(self, rows: Sequence[int], now_ns: int) -> None:
         """Note that requests are sent now."""
         for stage in self.stages:
-            state = stage.state
+            stage.state.intend(rows, now_ns)
             for row in rows:
-                if state.intended_ns[row] < 0:
-                    state.intended_ns[row] = intended_ns
-                state.sent_ns[row] = self.now_ns
+                stage.state.sent_ns[row] = now_ns
 
     def poll(self, index: int) -> None:
         """Carry out the orders of a dispatcher, and store when it wants to be polled again."""
@@ -271,7 +271,7 @@ class EventLoop:
         lost, released = self._releases.failed(row)
         self.outcome.never_sent += lost
         self._count_ended(1 + len(lost))
-        self._release(released, self.now_ns)
+        self._release(released)
 
     def gone(self, rows: list[int]) -> None:
         """Requests have ended for their clients: send those that their ends release."""
@@ -284,8 +284,8 @@ class EventLoop:
         released = self._releases.all_ended(rows)
         self._count_ended(len(rows))
         if warming and not self._warming:  # the plan's first requests, at its time zero
-            self._release(released, self.now_ns)
-        elif following := self._pause(released, self.now_ns):
+            self._release(released)
+        elif following := self._pause(released):
             self.push(self.now_ns + TURNAROUND_NS, FOLLOW, following)
 
     def _hang_up(self, row: int) -> None:
@@ -300,7 +300,7 @@ class EventLoop:
         lost, released = self._releases.failed(row)
         self.hang_ups.given_up += lost
         self._count_ended(1 + len(lost))
-        self._release(released, self.now_ns)
+        self._release(released)
         self.poll(FRONT)
 
     def withdraw(self, index: int, row: int, unit: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,12 @@ class RequestState:
             found[self.count - 1 - np.unique(self.content[::-1], return_index=True)[1]] = True
             self._last_of_content = found.tolist()
         return self._last_of_content
+
+    def intend(self, rows: Sequence[int], time_ns: int) -> None:
+        """Note the intended start of requests, unless it is known."""
+        for row in rows:
+            if self.intended_ns[row] == UNSET:
+                self.intended_ns[row] = time_ns
 
     def forget_token_times(self) -> None:
         """Free the times of all tokens, once the requests table has them."""

@@ -56,7 +56,7 @@ def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: floa
     rate = round(share * capacity_rps(setup, topology), 3)
     return simulated(
         setup.workload, "v1", UNIT, MODEL, 1024, setup.chunk, scenario="poisson",
-        topology=deployed(topology, NETWORK_MS), dispatch=dispatch, decode_dispatch="least-outstanding",
+        topology=deployed(topology, NETWORK_MS), dispatch=dispatch,
         async_scheduling=False, num_prompts=options.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000,
     )  # fmt: skip
 
