@@ -50,8 +50,13 @@ def devices(incomplete: str) -> list[str]:
 
 
 def api_servers(incomplete: str) -> list[str]:
-    """Classes of machines whose API server can be simulated."""
-    return _beginning(incomplete, [*_stems(_DEVICES / "api_servers"), "auto", "off"])
+    """Classes of machines whose API server can be simulated, and none."""
+    return _beginning(incomplete, [*_stems(_DEVICES / "api_servers"), "off"])
+
+
+def api_servers_or_auto(incomplete: str) -> list[str]:
+    """The same, and where it would be busy."""
+    return [*api_servers(incomplete), *_beginning(incomplete, ["auto"])]
 
 
 def models(incomplete: str) -> list[str]:

@@ -238,7 +238,7 @@ ApiServer = Annotated[
         "--api-server",
         help="vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.",
         panel=ENGINE,
-        complete=completion.api_servers,
+        complete=completion.api_servers_or_auto,
     ),
 ]
 ApiServerCount = Annotated[

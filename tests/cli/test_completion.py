@@ -36,6 +36,8 @@ def test_completion_offers_every_workload_scenario_device_model_and_policy() -> 
         ("ebbench devices show h2", {"h200"}),
         ("ebbench scenarios show pois", {"poisson"}),
         ("ebbench run sharegpt --dispatch pow", {"power-of-two"}),
+        ("ebbench run sharegpt --api-server ", {"auto", "datacenter", "off"}),
+        ("ebbench validate --api-server ", {"datacenter", "off"}),
     ],
 )
 def test_bash_gets_the_completions_of_a_line(line: str, expected: set[str]) -> None:
