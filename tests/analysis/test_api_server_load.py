@@ -62,23 +62,9 @@ def test_api_servers_that_limit_a_run_are_pointed_out(tmp_path: Path, options: t
     assert all(more in text for text in found)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--max-concurrency", "4"), 1),
-        (("--max-concurrency", "4", "--api-server", "datacenter"), 0),
-        (("--max-concurrency", "300", "--max-num-seqs", "4"), 0),  # requests wait for seats much longer than a step
-        (("--request-rate", "20"), 0),  # arrives at any time of a step
-    ],
-)
-def test_a_closed_loop_with_free_seats_says_that_its_ttft_is_a_step_too_short(
-    tmp_path: Path, options: tuple[str, ...], expected: int
-) -> None:
-    assert sum("a step too short" in text for text in warnings_of(tmp_path, *options)) == expected
-
-
-def test_the_api_server_makes_the_ttft_of_such_a_loop_a_step_longer(tmp_path: Path) -> None:
+def test_an_api_server_with_little_to_do_hardly_changes_the_ttft_of_a_closed_loop(tmp_path: Path) -> None:
+    """A client's next request misses the step that begins at the end of the one before, with or without the server."""
     loop = ("--max-concurrency", "16", "--model", "qwen3-8b")
     without, behind = (made(tmp_path / name, *loop, "--api-server", name) for name in ("off", "datacenter"))
     longer_ms = behind["median_ttft_ms"] - without["median_ttft_ms"]
-    assert longer_ms == pytest.approx(without["median_tpot_ms"], rel=0.6)
+    assert 0 < longer_ms < 0.3 * without["median_tpot_ms"]
