@@ -86,7 +86,6 @@ class EventLoop:
         self._plan, self._begin, self._warming = plan, begin, warmup > 0
         self._network_ns, self._queue_limits = network_ns, queue_limits
         self._releases = Releases(plan, warmup)
-        self._pauses = self._releases.pauses
         self.hang_ups = HangUps(plan)
         # Requests that have reached their unit, by stage; kept if clients may hang up.
         self._inside: list[set[int]] = [set() for _ in self.stages]
@@ -148,8 +147,6 @@ class EventLoop:
 
     def _pause(self, rows: list[int]) -> list[int]:
         """Let requests pause; returns those that do not."""
-        if not self._pauses:
-            return rows
         at_once = []
         for row in rows:
             if pause_ns := self._releases.pause_ns(row):

@@ -53,11 +53,6 @@ class Releases:
         """Whether the end of a request may release another one."""
         return self._takes_turns or bool(self._queue) or not self.begun
 
-    @property
-    def pauses(self) -> bool:
-        """Whether any request pauses before it is sent."""
-        return self._graph.pause_ns is not None
-
     def pause_ns(self, row: int) -> int:
         """How long (ns) a released request waits before it is sent."""
         return self._graph.pause_of(row)

@@ -21,4 +21,4 @@ def test_the_settings_of_all_cells_are_accepted(subject: PaperTable | PaperFigur
     for cell in unlike.values():
         make_engine(setup_of(cell))
         check_options(cell.options, [parse_policy(cell.policy)])
-        device_of(cell)
+        assert device_of(cell).kv_capacity_tokens
