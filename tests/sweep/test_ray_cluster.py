@@ -78,7 +78,7 @@ def test_a_cluster_of_its_own_ends_with_a_sweep_that_is_killed(tmp_path: Path) -
     with subprocess.Popen(
         command, cwd=tmp_path, env=os.environ | {"RAY_ADDRESS": ""}, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
-        wait_until(lambda: list(tmp_path.glob("out/cells/*/cell.json")), "no cell was finished", 300.0)
+        wait_until(lambda: list(tmp_path.glob("out/cells/[!.]*/cell.json")), "no cell was finished", 300.0)
         below = descendants(process.pid)
         process.kill()
     assert len(below) > 3
