@@ -174,8 +174,8 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
-    limit = api_server_warning(context.engine, context.options, result.facts, metrics)
-    found += [] if limit is None else [limit]
+    if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
+        found.append(limit)
     once: dict[str, RunWarning] = {}
     for one in found:
         once.setdefault(str(one), one)

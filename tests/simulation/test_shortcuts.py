@@ -59,8 +59,8 @@ def test_only_attempts_that_must_fail_are_left_out(
     ``quiet_ns``: how long it is known that nothing arrives. It is short where other engines run.
     """
     options = EngineOptions(max_num_seqs=16, max_num_batched_tokens=64, async_scheduling=asynchronous)
-    # In many steps one answer ends, or several, or one in each of two steps in a row.
-    world = World(plan([(4, 2 + row * row % 37) for row in range(200)], concurrency=16), "v1", options)
+    # Requests wait for seats. In many steps one answer ends, or several, or one in each of two steps in a row.
+    world = World(plan([(4, 2 + row * row % 37) for row in range(200)], concurrency=20), "v1", options)
     quiet_until = EventLoop._quiet_until_ns
     monkeypatch.setattr(EventLoop, "_quiet_until_ns", lambda self: min(quiet_until(self), self.now_ns + quiet_ns))
     in_the_way: dict[int, bool] = {}  # at the attempt at that time
@@ -83,7 +83,7 @@ def test_only_attempts_that_must_fail_are_left_out(
     left_out = set(in_the_way) - made
     assert asked == one_by_one
     assert all(in_the_way[time_ns] for time_ns in left_out)
-    assert len(left_out) >= sum(in_the_way.values()) / 3
+    assert len(left_out) >= sum(in_the_way.values()) / 2
     assert bool(left_out) == asynchronous
 
 
