@@ -24,6 +24,7 @@ GROUPS = (
     "table 17",
     "table 19",
     "table 20",
+    "authors' repetition",
     "silicon",
     "gpustack",
     "gpustack with fused sampler",

@@ -9,6 +9,10 @@ Facts (the authors' published scripts, code and reports, weifang231/eb-vllm):
   warm-up has the plan's lengths, so that an online policy learns the workload and not one length. Appendix E.2
   includes the warm-up in its 4,000 requests (tables 10 and 11: 3,900 count).
 - The memory-safe batch N* is computed in table 3's runs only; the scripts of table 2 and figure 3 leave it off.
+- EB+ computes the crossover with the threshold in use, not with theta0 (scheduler.py, and the two switches that their
+  comparison of 2026-05-16 prints). Its margin is 1e-5 s/token on H200 (the same). None is published for RTX PRO 6000:
+  4.5e-5 is inferred from tables 3, 19 and 20, in which EB+ then stays and leaves mixed batches as in print. It is the
+  H200's, raised by the ratio of the two GPUs' gaps of eq. 8 at 512 tokens in and out.
 - Their online threshold has a lower bound, 0.01 unless a script sets it. ``run_distribution_shift.sh`` sets 0.7 for EB
   and EB+. At c = 512 and 2048 no script sets it, but EB's TTFT and TPOT at c = 512 (a fitted row) are those of 0.7 on
   both GPUs, and not those of Algorithm 1's own 0.34 and 0.20; that is an inference. EB+ shows no such bound.
@@ -28,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ebbench.config.topology import TopologySpec
 from ebbench.devices.startup import EB_VLLM
 from ebbench.resources import REFERENCE
 from ebbench.runs.cell import Cell, simulated
@@ -46,10 +51,21 @@ _FLOORED = {"eb": ("c=512", "c=2048", "distribution_shift"), "ebplus": ("distrib
 
 
 def data_parallel(ranks: int) -> str:
-    """Topology of the paper's data parallelism: a vLLM without asynchronous scheduling is 0.13 or older, whose ranks of
-    a dense model agree on every forward pass. That the runs used one such server, and not independent ones, is
-    inferred."""
+    """Topology of the paper's data parallelism, ``vllm serve --data-parallel-size``: a vLLM without asynchronous
+    scheduling is 0.13 or older, whose ranks of a dense model agree on every forward pass."""
     return f"dp={ranks},lockstep=on"
+
+
+EBPLUS_MARGIN_S_PER_TOKEN = {"rtx-pro-6000": 4.5e-5}
+"""Margin of the published runs of EB+ where it is not the device's."""
+
+
+def ebplus_as_run(device: str, **settings: float | bool) -> str:
+    """EB+ with these settings, as the published runs on a device had it."""
+    given: dict[str, float | bool | str] = {"crossover_theta": "used", **settings}
+    if device in EBPLUS_MARGIN_S_PER_TOKEN:
+        given["margin"] = EBPLUS_MARGIN_S_PER_TOKEN[device]
+    return "ebplus:" + ",".join(f"{name}={str(value).lower()}" for name, value in given.items())
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class Protocol:
     """One published run. ``plan``: arguments of :func:`ebbench.workloads.build_plan`, files as ``reference:PATH``.
 
     ``concurrencies``: if not empty, one run per value, with the mean of their figures. ``shuffle``: change the order of
-    the requests.
+    the requests. ``topology`` None is one GPU; ``dispatch`` and ``decode_dispatch`` as in a Cell.
     """
 
     policy: str
@@ -67,17 +83,23 @@ class Protocol:
     warmup: int
     shuffle: bool = False
     concurrencies: tuple[int, ...] = ()
+    topology: TopologySpec | None = None
+    dispatch: str | None = None
+    decode_dispatch: str | None = None
 
     def plans(self) -> list[Mapping[str, str | int]]:
         """The plan's arguments of every run behind a figure."""
         return [{**self.plan, "max_concurrency": c} for c in self.concurrencies] or [self.plan]
 
 
-def table3_protocol(scenario: str, scheduler: str) -> Protocol:
+def table3_protocol(scenario: str, scheduler: str, device: str) -> Protocol:
     """A cell of table 3, by the scenario's name in the reference table; policies that the paper does not have are
     allowed."""
+    floor = {"theta_min": PAPER_THETA_FLOOR} if scenario in _FLOORED.get(scheduler, ()) else {}
     policy = scheduler
-    if scenario in _FLOORED.get(scheduler, ()):
+    if scheduler == "ebplus":
+        policy = ebplus_as_run(device, **floor)
+    elif floor:
         policy = f"{scheduler}:theta_min={PAPER_THETA_FLOOR}"
     if scenario == "distribution_shift":
         shift: dict[str, str | int] = {
@@ -144,7 +166,8 @@ def protocol_cells(
         cell = simulated(
             arguments.pop("workload"), protocol.policy, device, model, protocol.max_num_seqs,
             protocol.max_num_batched_tokens, warmup=protocol.warmup, async_scheduling=ASYNC_SCHEDULING,
-            vllm_version=VLLM, shuffle=protocol.shuffle, weight=weight, seed=seed, **arguments,
+            vllm_version=VLLM, shuffle=protocol.shuffle, weight=weight, seed=seed, topology=protocol.topology,
+            dispatch=protocol.dispatch, decode_dispatch=protocol.decode_dispatch, **arguments,
         )  # fmt: skip
         cells.append(cell)
     return tuple(cells)

@@ -32,7 +32,7 @@ class Evaluation:
 class ModeSelector:
     """Mode, smoothed batch size and cooldown.
 
-    ``margin``, ``sticky``, ``min_active`` (sequences) and ``min_completions`` (requests) as in EbPlus.
+    ``margin``, ``sticky`` and ``min_active`` (sequences) as in EbPlus.
     """
 
     def __init__(
@@ -43,11 +43,9 @@ class ModeSelector:
         max_num_seqs: int,
         *,
         min_active: int = MIN_ACTIVE_SEQS,
-        min_completions: int = 0,
     ) -> None:
         self._calibration, self._sticky = calibration, sticky
-        self._min_active, self._min_completions = min_active, min_completions
-        self._completions = 0
+        self._min_active = min_active
         self._margin = calibration.margin if margin is None else margin
         self.mode: Mode = "mb"
         self.n_obs = float(max_num_seqs)
@@ -58,14 +56,8 @@ class ModeSelector:
         weight = RISE_WEIGHT if active_seqs > self.n_obs else FALL_WEIGHT
         self.n_obs += weight * (active_seqs - self.n_obs)
 
-    def on_finish(self) -> None:
-        """A request left its slot."""
-        self._completions += 1
-
     def evaluate(self, *, mu_l: float, mu_o: float, theta0: float) -> Evaluation:
         """Decide the mode from the current estimates (tokens; share of N)."""
-        if self._completions < self._min_completions:
-            return self._stay(None, f"fewer than {self._min_completions} completions")
         if self.n_obs < self._min_active:
             return self._stay(None, f"fewer than {self._min_active} active sequences")
         sides = crossover(self._calibration, mu_l=mu_l, mu_o=mu_o, n_obs=self.n_obs, theta0=theta0)

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from ebbench.papers.eb.table19_20 import FOUR
+from ebbench.papers.eb.disaggregation import FOUR
 from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, silicon, table20
 from ebbench.papers.fidelity.report import BOARD
@@ -81,7 +81,7 @@ def test_a_winner_is_one_that_print_tells_apart(
 
 def test_a_setting_that_ran_out_of_memory_in_print_is_repeated() -> None:
     failed = [case for case in table20() if any(number.note == FAILED_NOTE for number in case.published)]
-    assert {(case.topology, len(case.published)) for case in failed} == {(FOUR["3p1d"].topology, 1)}
+    assert {(case.protocol.topology, len(case.published)) for case in failed} == {(FOUR["3p1d"].topology, 1)}
     assert len(failed) == 6
 
 
@@ -110,6 +110,17 @@ def test_a_part_of_the_silicon_points_stays_within_the_target(tp: int) -> None:
     cells = [cell for cell in run_cases(chosen, 0, lambda _: None) if cell.scored]
     assert len(cells) == 4
     assert median(abs(cell.error) for cell in cells) < 0.06
+
+
+def test_a_part_of_table_20_stays_within_the_target() -> None:
+    """With 512 open requests on RTX PRO 6000, v1 and EB+ on ranks in lockstep are within 8 %, and EB+ stays mixed."""
+    chosen = [c for c in table20() if (c.device, c.scheduler[-3:]) == ("rtx-pro-6000", "dp4") and "c=512" in c.name]
+    cells = [cell for cell in run_cases(chosen, 0, lambda _: None) if cell.metric == "tokens_per_s"]
+    assert len(cells) == 6
+    assert max(abs(cell.error) for cell in cells) < 0.08
+    assert [cell.ours for cell in cells if cell.scheduler == "v1_dp4"] == [
+        cell.ours for cell in cells if cell.scheduler == "ebplus_dp4"
+    ]
 
 
 def test_the_replayed_run_is_no_worse_than_committed() -> None:

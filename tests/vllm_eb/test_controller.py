@@ -12,6 +12,7 @@ from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import View
 from vllm_eb.policy import parse_policy
+from vllm_eb.theory import crossover
 
 CALIBRATION = Calibration(
     alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5), margin=1e-6
@@ -195,6 +196,20 @@ def test_ebplus_starts_mixed_and_switches_where_mixing_is_dear() -> None:
     (record,) = [r for r in made.drain_records() if r.kind == "mode"]
     assert record.values["lhs"] > record.values["rhs"] + record.values["margin"]  # type: ignore[operator]
     assert record.values["r"] == pytest.approx(200 / 300)
+
+
+@pytest.mark.parametrize(("setting", "theta"), [("base", "theta0"), ("used", "theta")])
+def test_ebplus_compares_with_the_threshold_that_is_asked_for(setting: str, theta: str) -> None:
+    """``theta_min`` raises the threshold in use, not the base threshold."""
+    made = controller(f"ebplus:crossover_theta={setting},theta_min=0.8")
+    made.decide(VIEW._replace(decoding=100))
+    feed(made, 100)
+    made.decide(VIEW._replace(decoding=100))
+    records = {record.kind: record.values for record in made.drain_records()}
+    chosen = records["update"][theta]
+    assert chosen is not None
+    sides = crossover(CALIBRATION, mu_l=100, mu_o=200, n_obs=100, theta0=chosen)
+    assert records["mode"]["rhs"] == pytest.approx(sides.rhs)
 
 
 def test_ebplus_finishes_half_computed_prompts_before_it_decodes() -> None:

@@ -209,3 +209,21 @@ def test_without_a_prefill_overhead_the_crossover_takes_its_limit() -> None:
     assert rhs(1e-16) == pytest.approx(rhs(0.0), abs=1e-9)
     with pytest.raises(TheoryError, match="theta0"):
         crossover(RTX, mu_l=105, mu_o=280, n_obs=512, theta0=0.0)
+
+
+@pytest.mark.parametrize(
+    ("r", "n_obs", "lhs", "rhs"), [(0.348, 2046, 1.24e-5, 2.29e-6), (0.630, 219, 2.51e-5, 3.88e-5)]
+)
+def test_the_switches_that_the_authors_print_use_the_threshold_in_use(
+    r: float, n_obs: float, lhs: float, rhs: float
+) -> None:
+    """Their distribution shift on H200, with at least 0.7 for the threshold (PAPER_VS_KVAWARE_COMPARISON.md): both
+    evaluations of eq. 8 are those of one near 0.7; the base threshold is below 0.1."""
+    h200 = Calibration(
+        1.2786e-3, 2.48526e-5, 8.92118e-3, 4.58647e-5, mixed=MixedCost(2.493675e-05, 5.192856e-05, 1.477785e-05)
+    )
+    lengths = {"mu_l": 1108 * (1 - r), "mu_o": 1108 * r}
+    sides = crossover(h200, **lengths, n_obs=n_obs, theta0=0.7)
+    assert sides.lhs == pytest.approx(lhs, rel=0.02)
+    assert sides.rhs == pytest.approx(rhs, rel=0.06)
+    assert crossover(h200, **lengths, n_obs=n_obs, theta0=0.1).rhs < 0.7 * rhs

@@ -61,7 +61,7 @@ def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
 
 def table3_cells(options: PaperOptions, device: str, model: str, name: str, policy: str) -> tuple[Cell, ...]:
     """The cells of one row and policy; the table shows the mean of their figures."""
-    protocol = table3_protocol(name, policy)
+    protocol = table3_protocol(name, policy, device)
     if policy == "deferred":
         protocol = replace(protocol, policy=deferred_policy(device, model, protocol.max_num_seqs))
     return protocol_cells(protocol, device, model, options.num_prompts, TRAFFIC[name].weight)

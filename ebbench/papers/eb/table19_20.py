@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.protocols import ASYNC_SCHEDULING, BALANCED, MEAN_INPUT, MEAN_OUTPUT, VLLM, data_parallel
+from ebbench.papers.eb.disaggregation import (
+    BUDGET,
+    CONCURRENCY20,
+    EARLY,
+    FOUR,
+    MIXES,
+    POOL_UTILIZATION,
+    REQUESTS19,
+    SEQS,
+    TWO,
+    UNCHUNKED_BUDGET,
+    PolicyOnTopology,
+    four_gpus,
+    replicas,
+    two_gpus,
+)
+from ebbench.papers.protocols import Protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
-from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured, RunStore
 
-BUDGET, SEQS = 14336, 1024
 _RATE = "total_token_throughput"
 _METRICS = (
     ("total_tokens_per_s", "tokens/s", _RATE, 1.0),
@@ -21,43 +34,25 @@ _METRICS = (
     ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
 )
 _METRICS20 = (_METRICS[0], ("ttft_ms", "TTFT ms", "mean_ttft_ms", 1.0), _METRICS[2])
+_RUN_NOTE = (
+    "Run as the authors' scripts say (ebbench/papers/eb/disaggregation.py): prompts of one length, outputs within 25 % "
+    f"of their mean, vLLM's defaults B = {BUDGET} and N = {SEQS}; pools on four GPUs without chunked prefill, "
+    f"B = {UNCHUNKED_BUDGET}. EB+ has a threshold of 0.8; its margin on RTX PRO 6000 is inferred."
+)
 _POOLS_NOTE = (
-    "Pools follow vLLM's P2P NCCL connector: prefill servers use 0.9 of the memory, decode servers 0.7, the rest of "
-    "which receives KV and holds it until the request has finished; nothing holds a transfer back, and a full store "
-    "ends the run ('OOM'). Dispatch is to the instance with the fewest open requests."
+    f"Pools follow vLLM's P2P NCCL connector: servers use {POOL_UTILIZATION} of the memory, the rest of a decode "
+    "server's receives KV and holds it until the request has finished; nothing holds a transfer back, and a full store "
+    "ends the run ('OOM'). A proxy sends requests to the servers in turn."
 )
-
 _RANKS_NOTE = (
-    "Data-parallel ranks run in lockstep, as those of a dense model do up to vLLM 0.13, with requests spread evenly "
-    "over them. That the paper ran one such server, and not one per GPU, is inferred."
+    "The ranks of the data-parallel server run in lockstep, as those of a dense model do up to vLLM 0.13, with "
+    "requests spread evenly over them."
 )
 
 
-class PolicyOnTopology(NamedTuple):
-    """A topology, the policy of its instances and the dispatch to them (None: the default)."""
-
-    title: str
-    topology: str
-    policy: str
-    dispatch: str | None = None
-
-
-def _cell(
-    options: PaperOptions,
-    device: str,
-    choice: PolicyOnTopology,
-    count: int,
-    concurrency: int,
-    workload: str,
-    **plan: Any,
-) -> Cell:
-    model = options.model()
-    return simulated(
-        workload, choice.policy, device, model, SEQS, BUDGET, topology=deployed(choice.topology),
-        dispatch=choice.dispatch,
-        weight=float(concurrency), num_prompts=options.num_prompts or count, max_concurrency=concurrency,
-        async_scheduling=ASYNC_SCHEDULING, vllm_version=VLLM, **plan,
-    )  # fmt: skip
+def _cell(options: PaperOptions, device: str, protocol: Protocol) -> Cell:
+    weight = float(protocol.plan["max_concurrency"])
+    return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
 
 
 def _devices(options: PaperOptions) -> tuple[str, ...]:
@@ -67,7 +62,7 @@ def _devices(options: PaperOptions) -> tuple[str, ...]:
 def _further(options: PaperOptions, ranks: int) -> dict[str, PolicyOnTopology]:
     """The policies that were asked for in addition to v1 and EB+, on data-parallel ranks like those."""
     return {
-        policy: PolicyOnTopology(f"{policy}, DP={ranks}", data_parallel(ranks), policy, BALANCED)
+        policy: replicas(f"{policy}, DP={ranks}", ranks, policy)
         for policy in options.policies
         if policy not in ("v1", "ebplus")
     }
@@ -99,17 +94,11 @@ def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
 
 # Table 19: two GPUs.
 
-CONCURRENCY19 = (64, 512, 2048)
-TWO = {
-    "v1_dp2": PolicyOnTopology("v1, DP=2", data_parallel(2), "v1", BALANCED),
-    "ebplus_dp2": PolicyOnTopology("EB+, DP=2", data_parallel(2), "ebplus", BALANCED),
-    "disagg_1p1d": PolicyOnTopology("1P+1D", "1p1d", "v1"),
-}
-_ALL_TWO = TWO | {"early": PolicyOnTopology("1P+1D, copies dropped early", "1p1d-early", "v1")}
+_ALL_TWO = TWO | {"early": EARLY}
 
 
 def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concurrency: int) -> Cell:
-    return _cell(options, device, choice, 4000, concurrency, "balanced", input_len=MEAN_INPUT, output_len=MEAN_OUTPUT)
+    return _cell(options, device, two_gpus(choice, device, concurrency))
 
 
 def _cells19(options: PaperOptions) -> list[Cell]:
@@ -117,14 +106,14 @@ def _cells19(options: PaperOptions) -> list[Cell]:
         _cell19(options, device, choice, c)
         for device in _devices(options)
         for choice in (_ALL_TWO | _further(options, 2)).values()
-        for c in CONCURRENCY19
+        for c in REQUESTS19
     ]
 
 
 def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
     further = _further(options, 2)
     rows = []
-    for concurrency in CONCURRENCY19:
+    for concurrency in REQUESTS19:
         found = {
             name: store.get(_cell19(options, device, choice, concurrency))
             for name, choice in (_ALL_TWO | further).items()
@@ -146,18 +135,18 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
 def _document19(options: PaperOptions, store: RunStore) -> Document:
     deaths = []
     for device in _devices(options):
-        for concurrency in CONCURRENCY19:
+        for concurrency in REQUESTS19:
             found = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
             if found is not None and found.figures.get("dead"):
                 deaths.append(f"{gpu_title(device)}, c = {concurrency}: {found.figures['dead']}.")
     notes = (
-        f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers.",
-        f"The lengths are not legible in our copy; mean {MEAN_INPUT} in and {MEAN_OUTPUT} out fit its throughputs and "
-        f"TPOTs to each other (3 x c / TPOT). 4,000 requests, B = {BUDGET}, N = {SEQS}.",
+        f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers. 1,000 "
+        "requests of 512 tokens, outputs of 256 on average; 4,000 with 2,048 open, which is inferred.",
+        _RUN_NOTE,
         _RANKS_NOTE,
         _POOLS_NOTE,
-        "With c requests open, up to c received prompts are held, 75 MB each at these lengths: on RTX PRO 6000 that "
-        "fills the store at c = 512 already, where the published run lived. 'Copies dropped early' gives a copy up "
+        "With c requests open, up to c received prompts are held, 75 MB each: on RTX PRO 6000 that fills the store at "
+        "c = 512 already, where the published run lived. 'Copies dropped early' gives a copy up "
         "once its request runs, so that only what waits for a place is held. (The connector can also move copies to "
         "the host's memory, which is not modelled.)",
         *deaths,
@@ -169,28 +158,19 @@ def _document19(options: PaperOptions, store: RunStore) -> Document:
 
 # Table 20: four GPUs.
 
-CONCURRENCY20 = (128, 256, 512)
-FOUR = {
-    "v1_dp4": PolicyOnTopology("v1, DP=4", data_parallel(4), "v1", BALANCED),
-    "ebplus_dp4": PolicyOnTopology("EB+, DP=4", data_parallel(4), "ebplus", BALANCED),
-    "1p3d": PolicyOnTopology("1P+3D", "1p3d", "v1"),
-    "2p2d": PolicyOnTopology("2P+2D", "2p2d", "v1"),
-    "3p1d": PolicyOnTopology("3P+1D", "3p1d", "v1"),
-}
-_MIXES = ("prefill-heavy", "balanced", "decode-heavy")
 NEAR = 0.98
 STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time waits for requests
 
 
 def _cell20(options: PaperOptions, device: str, choice: PolicyOnTopology, mix: str, concurrency: int) -> Cell:
-    return _cell(options, device, choice, 2000, concurrency, mix)
+    return _cell(options, device, four_gpus(choice, device, mix, concurrency))
 
 
 def _cells20(options: PaperOptions) -> list[Cell]:
     return [
         _cell20(options, device, choice, mix, c)
         for device in _devices(options)
-        for mix in _MIXES
+        for mix in MIXES
         for c in CONCURRENCY20
         for choice in (FOUR | _further(options, 4)).values()
     ]
@@ -199,7 +179,7 @@ def _cells20(options: PaperOptions) -> list[Cell]:
 def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
     rows = [
         row
-        for mix in _MIXES
+        for mix in MIXES
         for concurrency in CONCURRENCY20
         for row in _rows20(options, store, device, mix, concurrency)
     ]
@@ -295,8 +275,8 @@ def _ttft(measured: Measured) -> float:
 def _document20(options: PaperOptions, store: RunStore) -> Document:
     notes = (
         f"Published: {EB_PAPER}, table 20 (F.4), Qwen3-8B on four GPUs; where nothing is printed, the decode GPU ran "
-        "out of memory or time.",
-        f"Ours: 2,000 requests per setting, lengths of the synthetic mixes, B = {BUDGET}, N = {SEQS}.",
+        "out of memory or time. 2,000 requests per setting.",
+        _RUN_NOTE,
         _RANKS_NOTE,
         _POOLS_NOTE,
         *_verdicts(options, store),
@@ -310,7 +290,7 @@ def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
     remarks = []
     for device in _devices(options):
         near = total = 0
-        for mix in _MIXES:
+        for mix in MIXES:
             for concurrency in CONCURRENCY20:
                 found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
                 known = {title: measured for title, measured in found.items() if measured is not None}

@@ -49,7 +49,7 @@ class Published:
 class Case:
     """One run to repeat, with its published results.
 
-    ``topology`` "" is one GPU; ``dispatch`` to its instances, None: the default; ``quantization`` as named by vLLM;
+    ``topology`` "" is the protocol's, one GPU in most; ``quantization`` as named by vLLM;
     ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``, ``vllm_version`` and ``api_server`` as in
     EngineOptions. ``refused``: why no simulated server can make the run; it then has no figures of ours.
     """
@@ -63,7 +63,6 @@ class Case:
     fitted: bool = False
     group: str = ""
     topology: str = ""
-    dispatch: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     async_scheduling: bool = ASYNC_SCHEDULING
@@ -76,20 +75,25 @@ class Case:
 def all_cases() -> list[Case]:
     """All cases of the papers' tables and figures that a simulated device can repeat."""
     from ebbench.papers.fidelity.cases_gpustack import fused_sampler, gpustack
+    from ebbench.papers.fidelity.cases_repetition import repetition
     from ebbench.papers.fidelity.cases_servers import server_cases
 
-    return [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases(), *gpustack(), *fused_sampler()]
+    papers = [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases(), *repetition()]
+    return [*papers, *gpustack(), *fused_sampler()]
 
 
 def sets_api_server(case: Case) -> bool:
     """Whether the API server is simulated in a case on which its time per token was set."""
-    set_on = (case.group, case.device, case.name) == ("table 2 and figure 5", "h200", "ShareGPT")
-    return set_on and case.api_server != OFF
+    set_on = case.group in ("table 2 and figure 5", "authors' repetition") and case.name.endswith("ShareGPT")
+    return set_on and case.device == "h200" and case.api_server != OFF
 
 
 WITHOUT = ", no API server"
 """Ends the source of cells that were made without the API server, whatever the tool's own answer has."""
-SERVED = ("table 3", "table 2 and figure 5", "figure 3", "table 13", "table 17", "table 19", "table 20", "gpustack")
+SERVED = (
+    "table 3", "table 2 and figure 5", "figure 3", "table 13", "table 17", "table 19", "table 20",
+    "authors' repetition", "gpustack",
+)  # fmt: skip
 
 
 def without_api_server(cases: Iterable[Case]) -> Iterator[Case]:
@@ -109,7 +113,8 @@ def table3() -> Iterator[Case]:
             cells.setdefault((row["scenario"], row["gpu"], scheduler), []).append(number)
     for (scenario, gpu, scheduler), published in cells.items():
         yield Case(
-            scenario, DEVICES[gpu], "qwen3-8b", scheduler, table3_protocol(scenario, scheduler), tuple(published),
+            scenario, DEVICES[gpu], "qwen3-8b", scheduler, table3_protocol(scenario, scheduler, DEVICES[gpu]),
+            tuple(published),
             fitted=scenario in FIT_ROWS or (scenario, gpu) == KV_SIZE_ROW, group="table 3",
         )  # fmt: skip
 

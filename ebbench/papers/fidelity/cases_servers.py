@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import nan
 
-from ebbench.papers.eb.table19_20 import BUDGET, FOUR, SEQS, TWO
+from ebbench.papers.eb.disaggregation import FOUR, TWO, four_gpus, two_gpus
 from ebbench.papers.fidelity.cases import CONNECTOR_SETTING, DEVICES, Case, Published, best_settings, reference_rows
-from ebbench.papers.protocols import MEAN_INPUT, MEAN_OUTPUT, Protocol, real_protocol
+from ebbench.papers.protocols import Protocol, real_protocol
 from ebbench.resources import REFERENCE
 
 SILICON = "silicon/vllm_dense.csv"
@@ -90,15 +90,10 @@ def table19() -> Iterator[Case]:
                 number = _published(row["metric"], row[setting], "table 19")
                 cells.setdefault((row["gpu"], row["concurrency"], setting), []).append(number)
     for (gpu, concurrency, setting), published in cells.items():
-        choice = TWO[setting]
-        plan: dict[str, str | int] = {
-            "workload": "balanced", "input_len": MEAN_INPUT, "output_len": MEAN_OUTPUT, "num_prompts": 4000,
-            "max_concurrency": int(concurrency),
-        }  # fmt: skip
+        device = DEVICES[gpu]
         yield Case(
-            f"c={concurrency}", DEVICES[gpu], "qwen3-8b", setting,
-            Protocol(choice.policy, plan, SEQS, BUDGET, warmup=0), tuple(published), group="table 19",
-            topology=choice.topology, dispatch=choice.dispatch,
+            f"c={concurrency}", device, "qwen3-8b", setting, two_gpus(TWO[setting], device, int(concurrency)),
+            tuple(published), group="table 19",
         )  # fmt: skip
 
 
@@ -120,13 +115,9 @@ def table20() -> Iterator[Case]:
         elif row["metric"] == "total_tokens_per_s":
             found.append(Published("tokens_per_s", nan, "table 20", False, FAILED_NOTE))
     for (gpu, workload, concurrency, setting), published in cells.items():
-        choice = FOUR[setting]
-        plan: dict[str, str | int] = {
-            "workload": workload, "num_prompts": 2000, "max_concurrency": int(concurrency)
-        }  # fmt: skip
+        device = DEVICES[gpu]
         yield Case(
-            f"{workload}, c={concurrency}", DEVICES[gpu], "qwen3-8b", setting,
-            Protocol(choice.policy, plan, SEQS, BUDGET, warmup=0), tuple(published),
+            f"{workload}, c={concurrency}", device, "qwen3-8b", setting,
+            four_gpus(FOUR[setting], device, workload, int(concurrency)), tuple(published),
             fitted=(workload, setting) == CONNECTOR_SETTING, group="table 20",
-            topology=choice.topology, dispatch=choice.dispatch,
         )  # fmt: skip

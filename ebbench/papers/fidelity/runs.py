@@ -89,10 +89,10 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cel
     """One run, or one per concurrency, whose figures are averaged; none for a case that is refused."""
     if case.refused:
         return ()
-    topology = parse_topology(case.topology) if case.topology else None
+    topology = parse_topology(case.topology) if case.topology else case.protocol.topology
     runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
     changes = {
-        "host": host, "topology": topology, "dispatch": case.dispatch, "quantization": case.quantization,
+        "host": host, "topology": topology, "quantization": case.quantization,
         "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
         "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl,
         "vllm_version": case.vllm_version, "api_server": case.api_server,

@@ -27,14 +27,8 @@ TOPOLOGIES = {
             bandwidth_gb_per_s=45, store_gb=20, held_until="admission", backpressure=True, kv_bytes_per_token=70_272
         ),
     ),
-    "1p1d-early": TopologySpec(
-        name="1p1d-early", prefill=PoolSpec(), decode=PoolSpec(), transfer=TransferSpec(held_until="admission")
-    ),
 }  # fmt: skip
-"""``3p`` is the staggered paper's prefill pool alone: with outputs of one token, no request reaches a decode unit.
-
-``1p1d-early`` frees received KV once it is in the cache.
-"""
+"""``3p`` is the staggered paper's prefill pool alone: with outputs of one token, no request reaches a decode unit."""
 
 
 def deployed(topology: str, network_ms: float = 0.0) -> TopologySpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vllm_eb.adaptive import EstimatingSpec
 from vllm_eb.decisions import View
@@ -13,7 +14,7 @@ from vllm_eb.policies.eb import OnlineThreshold
 from vllm_eb.policy import setting
 from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
 
-MOST_ACTIVE, MOST_COMPLETIONS = 65_536, 100_000
+MOST_ACTIVE = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,8 @@ class EbPlus(EstimatingSpec):
         MIN_ACTIVE_SEQS, "active sequences (smoothed) below which EB+ keeps its mode", unit="sequences", at_least=1,
         at_most=MOST_ACTIVE,
     )  # fmt: skip
-    min_completions: int = setting(
-        0, "completions before EB+'s first choice of mode", unit="requests", at_least=0, at_most=MOST_COMPLETIONS
+    crossover_theta: Literal["base", "used"] = setting(
+        "base", "threshold of the crossover: base (paper: theta0) or used (published code: smoothed, within its bounds)"
     )
 
     def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
@@ -66,20 +67,15 @@ class Switching(OnlineThreshold):
 
     def __init__(self, spec: EbPlus, engine: EngineFacts, lengths: Lengths) -> None:
         super().__init__(spec, engine, lengths)
+        self._crossover_theta = spec.crossover_theta
         self._selector = ModeSelector(
-            engine.calibration, spec.margin, spec.sticky, engine.max_num_seqs,
-            min_active=spec.min_active, min_completions=spec.min_completions,
-        )  # fmt: skip
+            engine.calibration, spec.margin, spec.sticky, engine.max_num_seqs, min_active=spec.min_active
+        )
 
     @property
     def facts(self) -> Values:
         """``theta0``, the base threshold, and ``n_obs``, the smoothed batch size."""
         return {**super().facts, "n_obs": self._selector.n_obs}
-
-    def on_finish(self, output_tokens: int) -> None:
-        """One more completion, and its length for the hazard."""
-        super().on_finish(output_tokens)
-        self._selector.on_finish()
 
     def observe(self, view: View) -> None:
         """Record the batch size of this step."""
@@ -89,7 +85,8 @@ class Switching(OnlineThreshold):
         """Run Algorithm 1, then compare both sides of the crossover."""
         changes = super().update(view, running_ages)
         lengths = self.lengths
-        found = self._selector.evaluate(mu_l=lengths.mu_l, mu_o=lengths.mu_o, theta0=self._adaptive.theta0)
+        theta = self._adaptive.theta0 if self._crossover_theta == "base" else self._adaptive.theta
+        found = self._selector.evaluate(mu_l=lengths.mu_l, mu_o=lengths.mu_o, theta0=theta)
         values: dict[str, float | int | None] = {"margin": found.margin}
         if found.crossover is not None:
             sides = found.crossover
