@@ -21,6 +21,7 @@ GROUPS = (
     "table 2 and figure 5",
     "figure 3",
     "table 13",
+    "table 6",
     "table 17",
     "table 19",
     "table 20",

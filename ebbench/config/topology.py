@@ -96,8 +96,8 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     freed when the request has finished (vLLM) or when its KV is in the cache (``admission``). Without ``backpressure``
     a full store is an out-of-memory failure; with it, transfers wait and the blocks on the prefill side stay allocated.
     ``first_token``: the side that sends the first token. ``save_ms_per_layer``: time that the connector adds to a
-    prefill step per prompt and layer to copy its KV. The default lies between the values that fit the prefill pools of
-    table 20 of the EB paper on H200 (0.10) and on RTX PRO 6000 (0.16); that this copy is the cause is a hypothesis.
+    prefill step per prompt and layer to copy its KV. The default fits the prefill pools of table 20 of the EB paper on
+    H200; on RTX PRO 6000 0.20 to 0.25 would. That this copy is the cause is a hypothesis.
     ``kv_bytes_per_token``: for models of unknown geometry.
     """
 

@@ -11,8 +11,8 @@ Facts (the authors' published scripts, code and reports, weifang231/eb-vllm):
 - The memory-safe batch N* is computed in table 3's runs only; the scripts of table 2 and figure 3 leave it off.
 - EB+ computes the crossover with the threshold in use, not with theta0 (scheduler.py, and the two switches that their
   comparison of 2026-05-16 prints). Its margin is 1e-5 s/token on H200 (the same). None is published for RTX PRO 6000:
-  4.5e-5 is inferred from tables 3, 19 and 20, in which EB+ then stays and leaves mixed batches as in print. It is the
-  H200's, raised by the ratio of the two GPUs' gaps of eq. 8 at 512 tokens in and out.
+  5e-5 is inferred from tables 3, 19 and 20, in which EB+ then stays and leaves mixed batches as in print. It is about
+  the H200's, raised by the ratio of the two GPUs' gaps of eq. 8 (4.5 at 512 tokens in and out).
 - Their online threshold has a lower bound, 0.01 unless a script sets it. ``run_distribution_shift.sh`` sets 0.7 for EB
   and EB+. At c = 512 and 2048 no script sets it, but EB's TTFT and TPOT at c = 512 (a fitted row) are those of 0.7 on
   both GPUs, and not those of Algorithm 1's own 0.34 and 0.20; that is an inference. EB+ shows no such bound.
@@ -56,7 +56,7 @@ def data_parallel(ranks: int) -> str:
     return f"dp={ranks},lockstep=on"
 
 
-EBPLUS_MARGIN_S_PER_TOKEN = {"rtx-pro-6000": 4.5e-5}
+EBPLUS_MARGIN_S_PER_TOKEN = {"rtx-pro-6000": 5e-5}
 """Margin of the published runs of EB+ where it is not the device's."""
 
 
@@ -136,6 +136,22 @@ def real_workload(workload: str, model: str) -> str:
     sharegpt = "sharegpt-qwen3-8b" if model == "qwen3-8b" else "sharegpt-qwen3-30b"
     forced = {name: f"{name}-forced" for name in ("longbench", "numinamath")} | {"sharegpt": sharegpt}
     return f"{REFERENCE}workloads/{forced[workload]}.toml" if workload in forced else workload
+
+
+SERVER_BUDGET, SERVER_SEQS = 8192, 1024
+"""vLLM's defaults for a server on a GPU of 70 to 160 GB, B and N; the scripts of tables 6, 19 and 20 set neither."""
+LONG_CONTEXT_THETA = 0.8
+
+
+def long_context_protocol(policy: str, input_tokens: int, concurrency: int, max_model_len: int) -> Protocol:
+    """A run on long prompts (run_long_context_comparison.sh): no warm-up, outputs within 25 % of their mean; "eb" has a
+    fixed threshold."""
+    workload = f"{REFERENCE}workloads/long-context-{input_tokens}.toml"
+    plan: dict[str, str | int] = {
+        "workload": workload, "source": "profile", "max_concurrency": concurrency, "max_model_len": max_model_len,
+    }  # fmt: skip
+    fixed = f"eb:theta={LONG_CONTEXT_THETA}" if policy == "eb" else policy
+    return Protocol(fixed, plan, SERVER_SEQS, SERVER_BUDGET, warmup=0)
 
 
 FIGURE3_SEQS = 1024

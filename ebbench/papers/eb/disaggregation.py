@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
-from ebbench.papers.protocols import BALANCED, Protocol, data_parallel, ebplus_as_run
+from ebbench.papers.protocols import BALANCED, SERVER_BUDGET, SERVER_SEQS, Protocol, data_parallel, ebplus_as_run
 from ebbench.resources import REFERENCE
 
-BUDGET, SEQS = 8192, 1024
-"""vLLM's defaults for a server on a GPU of 70 to 160 GB, B and N."""
 UNCHUNKED_BUDGET = 40_960
 """vLLM's B for Qwen3-8B without chunked prefill: the model's length."""
 POOL_UTILIZATION = 0.8
@@ -48,14 +46,14 @@ class PolicyOnTopology:
     title: str
     topology: TopologySpec
     policy: str
-    budget: int = BUDGET
+    budget: int = SERVER_BUDGET
 
     def protocol(self, device: str, plan: dict[str, Any]) -> Protocol:
         """The protocol of a run with these arguments of the plan."""
         policy = ebplus_as_run(device, **FIXED_THRESHOLD) if self.policy == "ebplus" else self.policy
         pooled = self.topology.disaggregated
         return Protocol(
-            policy, plan | {"source": "profile"}, SEQS, self.budget, warmup=0,
+            policy, plan | {"source": "profile"}, SERVER_SEQS, self.budget, warmup=0,
             topology=self.topology, dispatch=BALANCED, decode_dispatch=BALANCED if pooled else None,
         )  # fmt: skip
 

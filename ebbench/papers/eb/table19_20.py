@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
 from ebbench.papers.eb.disaggregation import (
-    BUDGET,
     CONCURRENCY20,
     EARLY,
     FOUR,
     MIXES,
     POOL_UTILIZATION,
     REQUESTS19,
-    SEQS,
     TWO,
     UNCHUNKED_BUDGET,
     PolicyOnTopology,
@@ -21,7 +19,7 @@ from ebbench.papers.eb.disaggregation import (
     replicas,
     two_gpus,
 )
-from ebbench.papers.protocols import Protocol, protocol_cells
+from ebbench.papers.protocols import SERVER_BUDGET, SERVER_SEQS, Protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.cell import Cell
@@ -36,8 +34,8 @@ _METRICS = (
 _METRICS20 = (_METRICS[0], ("ttft_ms", "TTFT ms", "mean_ttft_ms", 1.0), _METRICS[2])
 _RUN_NOTE = (
     "Run as the authors' scripts say (ebbench/papers/eb/disaggregation.py): prompts of one length, outputs within 25 % "
-    f"of their mean, vLLM's defaults B = {BUDGET} and N = {SEQS}; pools on four GPUs without chunked prefill, "
-    f"B = {UNCHUNKED_BUDGET}. EB+ has a threshold of 0.8; its margin on RTX PRO 6000 is inferred."
+    f"of their mean, vLLM's defaults B = {SERVER_BUDGET} and N = {SERVER_SEQS}; pools on four GPUs without chunked "
+    f"prefill, B = {UNCHUNKED_BUDGET}. EB+ has a threshold of 0.8; its margin on RTX PRO 6000 is inferred."
 )
 _POOLS_NOTE = (
     f"Pools follow vLLM's P2P NCCL connector: servers use {POOL_UTILIZATION} of the memory, the rest of a decode "

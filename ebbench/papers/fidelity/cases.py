@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from ebbench.devices.apiserver import OFF
 from ebbench.errors import DataError
+from ebbench.papers.eb.table06 import MODELS as LONG_MODELS
+from ebbench.papers.eb.table06 import TABLE, table6_protocol
 from ebbench.papers.protocols import (
     ASYNC_SCHEDULING,
     VLLM,
@@ -78,7 +80,7 @@ def all_cases() -> list[Case]:
     from ebbench.papers.fidelity.cases_repetition import repetition
     from ebbench.papers.fidelity.cases_servers import server_cases
 
-    papers = [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases(), *repetition()]
+    papers = [*table3(), *real_workloads(), *figure3(), *table13(), *table6(), *server_cases(), *repetition()]
     return [*papers, *gpustack(), *fused_sampler()]
 
 
@@ -209,6 +211,19 @@ def table13() -> Iterator[Case]:
         number = Published("tokens_per_s", float(row["throughput_tokens_per_s"]), "table 13", False, note)
         protocol = replace(base, policy=policy, plan={**base.plan, "num_prompts": 3000})
         yield Case("ShareGPT thresholds", "rtx-pro-6000", "qwen3-8b", scheduler, protocol, (number,), group="table 13")
+
+
+def table6() -> Iterator[Case]:
+    """Prompts of 131,071 tokens on one RTX PRO 6000 (table 6)."""
+    for row in _rows(f"paper_tables/{TABLE}.csv"):
+        if row["model"] not in LONG_MODELS:
+            continue
+        for scheduler in ("v1", "eb"):
+            number = Published("tokens_per_s", float(row[scheduler]), "table 6")
+            yield Case(
+                "128K in, 64 out", "rtx-pro-6000", LONG_MODELS[row["model"]], scheduler,
+                table6_protocol(scheduler, int(row["concurrency"])), (number,), group="table 6",
+            )  # fmt: skip
 
 
 def reference_rows(name: str) -> list[dict[str, str]]:
