@@ -158,6 +158,7 @@ def test_winners_are_explained_by_what_was_measured(tmp_path: Path) -> None:
         ("cluster-policies", ("--device", "h200", "--workload", "prefill-heavy"), 15),
         ("sbs-figure7", (), 8),
         ("long-context", ("--device", "h200", "--model", "qwen3-4b"), 1),
+        ("table6", ("--model", "qwen3-8b", "-p", "ebplus"), 1),
     ],
 )
 def test_tables_are_made_by_one_command(name: str, extra: tuple[str, ...], rows: int, tmp_path: Path) -> None:
