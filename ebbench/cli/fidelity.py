@@ -20,6 +20,7 @@ GROUPS = (
     "table 3",
     "table 2 and figure 5",
     "figure 3",
+    "figure 4",
     "table 13",
     "table 6",
     "table 17",

@@ -127,6 +127,12 @@ def real_protocol(workload: str, model: str, scheduler: str, sizes: tuple[int, i
     return Protocol(policy, plan | {"max_concurrency": 2048}, *sizes, warmup=REAL_WARMUP)
 
 
+def synthetic_protocol(workload: str, policy: str, sizes: tuple[int, int]) -> Protocol:
+    """A bar of figure 4 and a cell of the grid behind table 16; ``sizes`` are (N, B)."""
+    plan: dict[str, str | int] = {"workload": workload, "source": "profile", "max_concurrency": 2048}
+    return Protocol(policy, plan, *sizes, warmup=SYNTHETIC_WARMUP)
+
+
 def real_workload(workload: str, model: str) -> str:
     """The workload with the lengths of the published runs: fixed outputs in two workloads (scripts), by model in a
     third (reports).

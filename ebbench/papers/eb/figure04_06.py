@@ -189,8 +189,7 @@ FIGURE4 = PaperFigure(
     "v0, v1 and EB(k*) on three synthetic workloads",
     _cells4,
     _chart4,
-    "Bars: ours, each scheduler at its published best B and N (table 16; v0 takes EB's). Black: published (eb-vllm), "
-    "read off a bar chart by the authors.",
+    "Bars: ours, each scheduler at its published best B and N (table 16; v0 takes EB's). Black: published (eb-vllm).",
     ("device", "model", "num_prompts"),
 )
 FIGURE5 = PaperFigure(

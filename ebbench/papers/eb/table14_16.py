@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
-from ebbench.papers.protocols import SYNTHETIC_WARMUP, protocol_cells, real_protocol
+from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_protocol
 from ebbench.papers.published import (
     EB_PAPER,
     GPUS,
@@ -49,11 +49,12 @@ def real_cell(
     weight: float = 1.0,
 ) -> Cell:
     """A cell of tables 2 and 14 to 16 at ``sizes`` (N, B), with the authors' lengths or those of table 9."""
-    protocol = real_protocol(workload, model, policy, sizes)
     if workload in SYNTHETIC:
-        protocol = replace(protocol, policy=policy, warmup=SYNTHETIC_WARMUP)
-    elif options.outputs != "forced":
-        protocol = replace(protocol, plan={**protocol.plan, "workload": workload})
+        protocol = synthetic_protocol(workload, policy, sizes)
+    else:
+        protocol = real_protocol(workload, model, policy, sizes)
+        if options.outputs != "forced":
+            protocol = replace(protocol, plan={**protocol.plan, "workload": workload})
     return protocol_cells(protocol, device, model, options.num_prompts, weight)[0]
 
 

@@ -20,9 +20,10 @@ from ebbench.papers.protocols import (
     figure3_protocol,
     fixed_threshold,
     real_protocol,
+    synthetic_protocol,
     table3_protocol,
 )
-from ebbench.papers.published import GPUS
+from ebbench.papers.published import GPUS, best_config
 from ebbench.resources import bundled_dir
 
 DEVICES = {title: name for name, title in GPUS.items()}
@@ -80,7 +81,16 @@ def all_cases() -> list[Case]:
     from ebbench.papers.fidelity.cases_repetition import repetition
     from ebbench.papers.fidelity.cases_servers import server_cases
 
-    papers = [*table3(), *real_workloads(), *figure3(), *table13(), *table6(), *server_cases(), *repetition()]
+    papers = [
+        *table3(),
+        *real_workloads(),
+        *figure3(),
+        *figure4(),
+        *table13(),
+        *table6(),
+        *server_cases(),
+        *repetition(),
+    ]
     return [*papers, *gpustack(), *fused_sampler()]
 
 
@@ -93,7 +103,7 @@ def sets_api_server(case: Case) -> bool:
 WITHOUT = ", no API server"
 """Ends the source of cells that were made without the API server, whatever the tool's own answer has."""
 SERVED = (
-    "table 3", "table 2 and figure 5", "figure 3", "table 13", "table 17", "table 19", "table 20",
+    "table 3", "table 2 and figure 5", "figure 3", "figure 4", "table 13", "table 17", "table 19", "table 20",
     "authors' repetition", "gpustack",
 )  # fmt: skip
 
@@ -194,6 +204,25 @@ def _figure3_policy(row: dict[str, str]) -> tuple[str, str]:
     if row["method"] == "ours":
         return "eb", "eb"
     return f"k={row['k']}", fixed_threshold(int(row["k"]))
+
+
+def figure4() -> Iterator[Case]:
+    """Synthetic mixes at each scheduler's best B and N (table 16), on both GPUs. v0 had a separate code base."""
+    for row in _rows("eb_vllm/figure4_synthetic_e2e.csv"):
+        scheduler = {"v1": "v1", "Ours": "eb"}.get(row["method"])
+        if scheduler is None:
+            continue
+        device, name = DEVICES[row["gpu"]], row["workload"].lower()
+        tokens, seqs = best_config(device, scheduler, name, "qwen3-8b")
+        published = (
+            Published("requests_per_s", float(row["rps"]), "figure 4"),
+            Published("ttft_mean_s", float(row["ttft_s"]), "figure 4"),
+            Published("itl_mean_ms", 1e3 * float(row["itl_s"]), "figure 4"),
+        )
+        yield Case(
+            row["workload"], device, "qwen3-8b", scheduler, synthetic_protocol(name, scheduler, (seqs, tokens)),
+            published, group="figure 4",
+        )  # fmt: skip
 
 
 def table13() -> Iterator[Case]:

@@ -138,6 +138,7 @@ _KEYS = {
     "requests_per_s": ("request_throughput", 1.0),
     "ttft_mean_s": ("mean_ttft_ms", 1e-3),
     "tpot_mean_ms": ("mean_tpot_ms", 1.0),
+    "itl_mean_ms": ("mean_itl_ms", 1.0),
     "tpot_p99_ms": ("p99_tpot_ms", 1.0),
 }
 METRICS = tuple(_KEYS)
