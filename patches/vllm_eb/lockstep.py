@@ -105,6 +105,7 @@ class JointRefill:
         self._longest, self._answers = longest_period(interval), prior
         self._spread = largest_normal(ranks)
         self._planned_in: int | None = None
+        self._refill_ends = -1  # last pass of the mixed refill
         self.plan = Plan(math.inf, self._ways[-1], 1)
 
     def ended(self, output_tokens: int) -> None:
@@ -132,7 +133,14 @@ class JointRefill:
             share = refill.prompt_tokens / self._step_tokens
             hazard = self._answers.ended / self._answers.tokens
             self.plan = self._best(_Workload(batch, hazard, refill.prompt_tokens, share, context_tokens))
-        return Choice(self.plan.way if must or pass_number % self.plan.period == 0 else "decode")
+        if pass_number % self.plan.period == 0:
+            # Prompts that end with a step leave none half computed, so what is left of a mixed refill is counted.
+            tokens = (refill.seqs + refill.half_computed) * refill.prompt_tokens
+            self._refill_ends = pass_number + math.ceil(tokens / self._step_tokens) - 1
+        going_on = pass_number <= self._refill_ends and (
+            self.plan.way == "mixed" or pass_number % self.plan.period == 0
+        )
+        return Choice(self.plan.way if must or going_on else "decode")
 
     def _best(self, work: _Workload) -> Plan:
         decode_s = self._costs.decode_at(work.context_tokens)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ebbench.papers.eb.disaggregation import FOUR, MIXES, TWO, PolicyOnTopology, four_gpus, two_gpus
+from ebbench.papers.eb.disaggregation import FOUR, MIXES, TWO, PolicyOnTopology, four_gpus, replicas, two_gpus
 from ebbench.papers.protocols import EBPLUS_MARGIN_S_PER_TOKEN, ebplus_as_run, protocol_cells
-from ebbench.runs.make import plan_of
+from ebbench.runs.make import Task, make, plan_of
 from vllm_eb.policies.ebplus import EbPlus
 from vllm_eb.policy import parse_policy
 
@@ -52,3 +52,14 @@ def test_ebplus_has_a_fixed_threshold_and_the_margin_of_the_published_runs(
     assert policy.crossover_theta == "used"
     assert policy.margin == EBPLUS_MARGIN_S_PER_TOKEN.get(device)
     assert parse_policy(ebplus_as_run(device)) == parse_policy(ebplus_as_run(device, theta_min=0.01))
+
+
+@pytest.mark.parametrize("mix", ["prefill-heavy", "balanced"])
+def test_marginal_on_ranks_in_lockstep_serves_prompts_of_one_length_faster_than_v1(mix: str) -> None:
+    """Prompts of 512 and 1,024 tokens end with its steps of 1,024, so that none is half computed between them."""
+    rates = []
+    for policy in ("v1", "marginal"):
+        protocol = four_gpus(replicas(policy, 4, policy), "h200", mix, 256)
+        figures = make(Task(protocol_cells(protocol, "h200", "qwen3-8b", 600)[0], None)).figures
+        rates.append(figures["total_token_throughput"])
+    assert rates[1] > rates[0]

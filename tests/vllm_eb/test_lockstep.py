@@ -80,6 +80,24 @@ def test_between_the_multiples_only_what_must_be_done_is() -> None:
     assert way(made, 0, seqs=0) == "decode"
 
 
+@given(st.integers(1, 40), st.sampled_from([256.0, 512.0, 1024.0, 8192.0, 700.0]))
+def test_a_mixed_refill_goes_on_until_its_prompts_are_computed(seqs: int, prompt_tokens: float) -> None:
+    """Prompts that end with a step leave none half computed, so that nothing but the count says that more are due."""
+    made = JointRefill(
+        replace(LINEAR, alpha_p=0.2), may_mix=True, ranks=4, interval=64, step_tokens=1024, prior=FadingMean(500.0, 500)
+    )
+    left, taken, pass_number = float(seqs), 0, 0
+    while left > 0 and pass_number < made.plan.period:
+        refill = Refill(left, prompt_tokens)
+        found = made.choose(decoding=60, context_tokens=500.0, refill=refill, must=False, pass_number=pass_number).way
+        if found == "prefill":
+            return  # exclusive refills are continued by their phase
+        if found == "decode":
+            break
+        left, taken, pass_number = left - 1024 / prompt_tokens, taken + 1, pass_number + 1
+    assert taken == min(math.ceil(seqs * prompt_tokens / 1024), made.plan.period)
+
+
 def test_a_rank_beside_none_pays_for_its_own_prompts_and_one_of_many_for_the_longest() -> None:
     """With a cost of one second per prompt: the mean of a Poisson count, and of the largest of several."""
     assert rule(ranks=1)._largest_s(2.5, float) == pytest.approx(2.5, rel=0.02)
