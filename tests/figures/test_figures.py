@@ -172,7 +172,7 @@ def test_bars_of_figure_4_hold_published_values_and_ours(tmp_path: Path) -> None
     ours = [row for row in rows if row.get("source") == "ours"]
     published = [row for row in rows if row.get("source") == "published"]
     assert len(ours) == 9, "three policies, three metrics, one workload"
-    assert {row["value"] for row in published} >= {20.3}, "v1's published rate on H200, balanced"
+    assert {row["value"] for row in published} >= {20.26}, "v1's published rate on H200, balanced"
 
 
 def _inline(node: object) -> list[dict]:  # type: ignore[type-arg]
