@@ -150,6 +150,23 @@ def test_steps_with_prompts_have_the_size_at_which_prompts_cost_least() -> None:
     assert whole._token_budget(view(decoding=30), "prefill", 30) is None
 
 
+@pytest.mark.parametrize(
+    ("ranks", "mix", "answer_tokens", "chosen"),
+    [(2, True, 1.0, "mixed"), (2, True, 100.0, "prefill"), (2, False, 1.0, "prefill"), (1, True, 1.0, "prefill")],
+)
+def test_ranks_in_lockstep_fill_every_pass_where_answers_have_one_token(
+    ranks: int, mix: bool, answer_tokens: float, chosen: str
+) -> None:
+    """Where nothing decodes, refills that end leave a last pass that is not full, as long as the fullest rank's."""
+    facts = EngineFacts(
+        Calibration(5e-3, 5e-5, 1e-2, 1e-4), max_num_seqs=64, block_size=16, num_blocks=9999,
+        max_num_batched_tokens=8192, ranks=ranks,
+    )  # fmt: skip
+    made = MarginalPolicy(MarginalSpec(mix=mix), facts, Lengths(100))
+    made.lengths.mu_o = answer_tokens
+    assert made._cheapest_step(view(decoding=0), 3, blocked=False).way == chosen
+
+
 def way(rule: MarginalRefill, decoding: int, refill: Refill, context_tokens: float = 0.0) -> str:
     return rule.choose(decoding=decoding, context_tokens=context_tokens, refill=refill, must=False).way
 

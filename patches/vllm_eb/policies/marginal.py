@@ -102,6 +102,7 @@ class MarginalPolicy(Strategy):
         self._decisions = 0
         self._steps = PromptSteps(self._costs, engine.max_num_batched_tokens)
         self._joint = self._joint_refill(spec) if engine.ranks > 1 else None
+        self._may_mix = spec.mix
         self._refills = self._joint or MarginalRefill(self._costs, may_mix=spec.mix)
         self.plan_batch()
 
@@ -224,12 +225,20 @@ class MarginalPolicy(Strategy):
             )
             if decodes and (blocked or self.responses_behind):
                 choice = choice._replace(way="decode")
+            elif self._fills_passes and choice.way == "prefill":
+                choice = choice._replace(way="mixed")
         if choice.way != "decode":
             self._refills.refilled()
         if choice.way != "prefill":
             self._refills.decoded(view.decoding, context_tokens, refill if choice.way == "decode" else 0)
             self._answers.decoded(view.decoding)
         return choice
+
+    @property
+    def _fills_passes(self) -> bool:
+        """Whether prompts join in every pass: with answers of one token nothing is spared by refills that end, and the
+        last pass of each, which is not full, is as long as that of the slowest rank."""
+        return self._joint is not None and self._one_token and self._may_mix
 
     def _reason(self, refill: int) -> str:
         """The reason for the last choice, in words."""
