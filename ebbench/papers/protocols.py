@@ -40,9 +40,6 @@ from ebbench.runs.cell import Cell, simulated
 ASYNC_SCHEDULING = False
 VLLM = EB_VLLM
 """Sizes the KV cache of the papers' runs."""
-BALANCED = "round-robin"
-"""Dispatch to data-parallel ranks. vLLM's front end balances by counts up to 100 ms old (v1/engine/coordinator.py) and
-counts what it has sent since, so requests that come within a step or two are spread evenly."""
 SYNTHETIC_WARMUP, REAL_WARMUP = 100, 20
 PAPER_THETA_FLOOR = 0.7
 MEAN_INPUT, MEAN_OUTPUT = 512, 256  # tokens, table 3's traffic levels
@@ -50,21 +47,16 @@ CONCURRENCY_PHASES = (32, 512, 1024, 256, 2048)
 _FLOORED = {"eb": ("c=512", "c=2048", "distribution_shift"), "ebplus": ("distribution_shift",)}
 
 
-def data_parallel(ranks: int) -> str:
-    """Topology of the paper's data parallelism, ``vllm serve --data-parallel-size``: a vLLM without asynchronous
-    scheduling is 0.13 or older, whose ranks of a dense model agree on every forward pass."""
-    return f"dp={ranks},lockstep=on"
-
-
 EBPLUS_MARGIN_S_PER_TOKEN = {"rtx-pro-6000": 5e-5}
 """Margin of the published runs of EB+ where it is not the device's."""
 
 
 def ebplus_as_run(device: str, **settings: float | bool) -> str:
-    """EB+ with these settings, as the published runs on a device had it."""
-    given: dict[str, float | bool | str] = {"crossover_theta": "used", **settings}
+    """EB+ with these settings, as the published runs on a device had it; a ``margin`` among them takes precedence."""
+    given: dict[str, float | bool | str] = {"crossover_theta": "used"}
     if device in EBPLUS_MARGIN_S_PER_TOKEN:
         given["margin"] = EBPLUS_MARGIN_S_PER_TOKEN[device]
+    given |= settings
     return "ebplus:" + ",".join(f"{name}={str(value).lower()}" for name, value in given.items())
 
 
@@ -146,7 +138,8 @@ def real_workload(workload: str, model: str) -> str:
 
 SERVER_BUDGET, SERVER_SEQS = 8192, 1024
 """vLLM's defaults for a server on a GPU of 70 to 160 GB, B and N; the scripts of tables 6, 19 and 20 set neither."""
-LONG_CONTEXT_THETA = 0.8
+FIXED_THETA = 0.8
+"""Threshold of EB and EB+ in the first version of those scripts."""
 
 
 def long_context_protocol(policy: str, input_tokens: int, concurrency: int, max_model_len: int) -> Protocol:
@@ -156,7 +149,7 @@ def long_context_protocol(policy: str, input_tokens: int, concurrency: int, max_
     plan: dict[str, str | int] = {
         "workload": workload, "source": "profile", "max_concurrency": concurrency, "max_model_len": max_model_len,
     }  # fmt: skip
-    fixed = f"eb:theta={LONG_CONTEXT_THETA}" if policy == "eb" else policy
+    fixed = f"eb:theta={FIXED_THETA}" if policy == "eb" else policy
     return Protocol(fixed, plan, SERVER_SEQS, SERVER_BUDGET, warmup=0)
 
 

@@ -133,14 +133,13 @@ class JointRefill:
             share = refill.prompt_tokens / self._step_tokens
             hazard = self._answers.ended / self._answers.tokens
             self.plan = self._best(_Workload(batch, hazard, refill.prompt_tokens, share, context_tokens))
-        if pass_number % self.plan.period == 0:
+        begins = pass_number % self.plan.period == 0
+        if begins:
             # Prompts that end with a step leave none half computed, so what is left of a mixed refill is counted.
             tokens = (refill.seqs + refill.half_computed) * refill.prompt_tokens
             self._refill_ends = pass_number + math.ceil(tokens / self._step_tokens) - 1
-        going_on = pass_number <= self._refill_ends and (
-            self.plan.way == "mixed" or pass_number % self.plan.period == 0
-        )
-        return Choice(self.plan.way if must or going_on else "decode")
+        going_on = self.plan.way == "mixed" and pass_number <= self._refill_ends
+        return Choice(self.plan.way if must or begins or going_on else "decode")
 
     def _best(self, work: _Workload) -> Plan:
         decode_s = self._costs.decode_at(work.context_tokens)

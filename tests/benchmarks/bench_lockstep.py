@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Mapping
 from itertools import product
 
-from ebbench.papers.protocols import BALANCED
+from ebbench.papers.eb.disaggregation import BALANCED
 from ebbench.resources import REFERENCE
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.make import Task, make

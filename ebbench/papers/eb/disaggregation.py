@@ -22,9 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
-from ebbench.papers.protocols import BALANCED, SERVER_BUDGET, SERVER_SEQS, Protocol, data_parallel, ebplus_as_run
+from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run
 from ebbench.resources import REFERENCE
 
+BALANCED = "round-robin"
+"""Dispatch to data-parallel ranks. vLLM's front end balances by counts up to 100 ms old (v1/engine/coordinator.py) and
+counts what it has sent since, so requests that come within a step or two are spread evenly."""
 UNCHUNKED_BUDGET = 40_960
 """vLLM's B for Qwen3-8B without chunked prefill: the model's length."""
 POOL_UTILIZATION = 0.8
@@ -33,7 +36,7 @@ REQUESTS19 = {64: 1000, 512: 1000, 2048: 4000}
 REQUESTS20 = 2000
 CONCURRENCY20 = (128, 256, 512)
 MIXES = ("prefill-heavy", "balanced", "decode-heavy")
-FIXED_THRESHOLD = {"theta_min": 0.8, "initial_theta": 0.8, "memory_safe": False}
+FIXED_THRESHOLD = {"theta_min": FIXED_THETA, "initial_theta": FIXED_THETA, "memory_safe": False}
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,11 @@ class PolicyOnTopology:
 
 
 def replicas(title: str, ranks: int, policy: str) -> PolicyOnTopology:
-    """A policy on the ranks of one data-parallel server."""
-    return PolicyOnTopology(title, parse_topology(data_parallel(ranks)), policy)
+    """A policy on the ranks of one data-parallel server.
+
+    A vLLM without asynchronous scheduling is 0.13 or older, whose ranks of a dense model agree on every forward pass.
+    """
+    return PolicyOnTopology(title, parse_topology(f"dp={ranks},lockstep=on"), policy)
 
 
 def _pools(prefill: int, decode: int, transfer: TransferSpec | None = None) -> TopologySpec:

@@ -52,9 +52,9 @@ class Published:
 class Case:
     """One run to repeat, with its published results.
 
-    ``topology`` "" is the protocol's, one GPU in most; ``quantization`` as named by vLLM;
-    ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``, ``vllm_version`` and ``api_server`` as in
-    EngineOptions. ``refused``: why no simulated server can make the run; it then has no figures of ours.
+    ``quantization`` as named by vLLM; ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``,
+    ``vllm_version`` and ``api_server`` as in EngineOptions. ``refused``: why no simulated server can make the run; it
+    then has no figures of ours.
     """
 
     name: str
@@ -65,7 +65,6 @@ class Case:
     published: tuple[Published, ...]
     fitted: bool = False
     group: str = ""
-    topology: str = ""
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     async_scheduling: bool = ASYNC_SCHEDULING

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ebbench.config.topology import parse_topology
+from ebbench.config.topology import PoolSpec, parse_topology
 from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
@@ -85,10 +85,11 @@ def _case(row: Mapping[str, str]) -> Case:
     if "--max-num-batched-tokens" in row["serve_arguments"]:
         budget = int(row["serve_arguments"].partition("--max-num-batched-tokens ")[2].split()[0])
     parallel = f"tp={row['tp']},ep={row['ep']}" if row["ep"] != "1" else f"tp={row['tp']}"
+    topology = None if parallel == "tp=1" else parse_topology(parallel)
     case = Case(
-        _name(row, budget), device, MODELS[row["model"]], "v1", Protocol("v1", _plan(row), seqs, budget, warmup=0),
-        tuple(_published(row)), group=GROUP, topology="" if parallel == "tp=1" else parallel,
-        quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+        _name(row, budget), device, MODELS[row["model"]], "v1",
+        Protocol("v1", _plan(row), seqs, budget, warmup=0, topology=topology),
+        tuple(_published(row)), group=GROUP, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
         async_scheduling="--async-scheduling" in row["serve_arguments"], scheduler_reserve_full_isl=False,
         vllm_version=row["vllm"],
     )  # fmt: skip
@@ -142,7 +143,8 @@ def _published(row: Mapping[str, str]) -> Iterator[Published]:
 def kv_capacity(case: Case) -> int | str:
     """KV tokens of a case's unit, or the reason why its model does not fit."""
     model = quantised(find_model(case.model), case.quantization, case.kv_cache_dtype)
-    pool = parse_topology(case.topology or "tp=1").replicas
+    topology = case.protocol.topology
+    pool = PoolSpec() if topology is None else topology.replicas
     assert pool is not None
     try:
         return kv_capacity_tokens(

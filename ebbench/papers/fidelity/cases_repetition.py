@@ -44,12 +44,12 @@ from ebbench.papers.protocols import (
     real_protocol,
     table3_protocol,
 )
+from ebbench.papers.published import MODELS
 
 FILE = "eb_repetition/h200.csv"
 GROUP = "authors' repetition"
 DEVICE = "h200"
 SHIFT_REQUESTS = {"32": 500, "2048": 4000, "500": 2000}
-TITLES = {"qwen3-8b": "Qwen3-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
 MIXED_ONLY_MARGIN = 1e-4  # EB+ without the cost of mixed batches
 
 
@@ -103,7 +103,7 @@ def _mixed_only(**settings: float | bool) -> str:
 
 
 def _real(workload: str, model: str, scheduler: str) -> Protocol:
-    sizes = best_settings()["H200", TITLES[model], workload, scheduler]
+    sizes = best_settings()["H200", MODELS[model], workload, scheduler]
     lengths_of = "qwen3-30b-a3b" if workload == "ShareGPT" else model
     return real_protocol(workload.lower(), lengths_of, scheduler, sizes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import nan
 
+from ebbench.config.topology import parse_topology
 from ebbench.papers.eb.disaggregation import FOUR, TWO, four_gpus, two_gpus
 from ebbench.papers.fidelity.cases import CONNECTOR_SETTING, DEVICES, Case, Published, best_settings, reference_rows
 from ebbench.papers.protocols import Protocol, real_protocol
@@ -54,12 +55,12 @@ def silicon() -> Iterator[Case]:
         }
         yield Case(
             f"{inputs} in, {outputs} out, c={concurrency}", device, model, "v1",
-            Protocol("v1", plan, SILICON_SEQS, SILICON_BUDGET, warmup=0),
+            Protocol("v1", plan, SILICON_SEQS, SILICON_BUDGET, warmup=0, topology=parse_topology(f"tp={tp}")),
             (
                 Published("tpot_mean_ms", float(row["tpot_ms"]), source),
                 Published("ttft_mean_s", float(row["ttft_ms"]) / 1e3, source, False, TTFT_NOTE),
             ),
-            fitted=fitted, group="silicon", topology=f"tp={tp}", quantization="fp8" if fp8 else None,
+            fitted=fitted, group="silicon", quantization="fp8" if fp8 else None,
             vllm_version="0.12",
         )  # fmt: skip
 

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.devices.apiserver import DEFAULT_CLASS
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
@@ -89,10 +88,9 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cel
     """One run, or one per concurrency, whose figures are averaged; none for a case that is refused."""
     if case.refused:
         return ()
-    topology = parse_topology(case.topology) if case.topology else case.protocol.topology
     runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
     changes = {
-        "host": host, "topology": topology, "quantization": case.quantization,
+        "host": host, "quantization": case.quantization,
         "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
         "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl,
         "vllm_version": case.vllm_version, "api_server": case.api_server,
