@@ -1,6 +1,6 @@
 """What vLLM takes from the memory of a GPU at its start, before the KV cache, by version.
 
-The rules were read in vLLM's source code, the sizes are from its logs: docs/accuracy.md, "KV cache".
+The rules were read in vLLM's source code, the sizes are from its logs: reports/fidelity/notes/kv-cache.md.
 """
 
 from __future__ import annotations

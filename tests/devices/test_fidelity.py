@@ -270,10 +270,11 @@ def test_report_names_what_is_fitted_and_keeps_every_cell(tmp_path: Path) -> Non
     cells = [cell("v1", 100, 101, source="table 3", fitted=True), cell("eb", 110, 90, source="table 3", fitted=True)]
     cells.append(cell("v1", 3, 4, source="figure 5", metric="ttft_mean_s", scored=False, note="read off a chart"))
     report, table, *_ = write_report(cells, tmp_path / "deep" / "er")
-    text = report.read_text()
+    assert "| host, mixed attention, KV size (2 cells) |" in report.read_text()
+    text = (report.parent / "table-3.md").read_text()
     assert "| fitted |" in text
-    assert "unscored: read off a chart" in text
     assert "**other winner**" in text
+    assert "unscored: read off a chart" in (report.parent / "table-2-and-figure-5.md").read_text()
     assert pq.read_table(table).num_rows == 3
     assert pq.read_table(table)["error"].to_pylist()[0] == pytest.approx(0.01)
     assert all_scores(cells)["predicted rows"] == []
@@ -288,7 +289,7 @@ def test_command_writes_a_report_and_one_json_document(tmp_path: Path) -> None:
     assert result.exit_code == 0
     scores_read = json.loads(result.stdout)
     assert all(score["met"] for score in scores_read["replayed run (nothing fitted)"])
-    assert (tmp_path / "report.md").exists()
+    assert (tmp_path / "README.md").exists()
 
 
 def test_command_refuses_unknown_groups_and_devices() -> None:

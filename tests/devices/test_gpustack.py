@@ -138,7 +138,7 @@ def test_long_prompts_on_8_h100_stay_within_5_percent_with_their_kv_cache() -> N
 
 
 def test_a_report_keeps_the_figures_of_groups_that_were_not_run(tmp_path: Path) -> None:
-    old = PublishedFigure("table 99", "gpu", "m", "case", "v1", "tpot_mean_ms", 10.0, 11.0)
+    old = PublishedFigure("table 13", "gpu", "m", "case", "v1", "tpot_mean_ms", 10.0, 11.0)
     stale = PublishedFigure("RTX 4090 run", "gpu", "m", "case", "v1", "tpot_mean_ms", 10.0, 99.0)
     write_report([old, stale], tmp_path)
     arguments = ["fidelity", "--only", "replay", "--out", str(tmp_path), "--against", str(tmp_path)]
@@ -146,7 +146,7 @@ def test_a_report_keeps_the_figures_of_groups_that_were_not_run(tmp_path: Path) 
         result = CliRunner().invoke(app, [*arguments, *keep, "--runs", str(tmp_path / "runs")], catch_exceptions=False)
         assert result.exit_code == 0
         cells = read_cells(tmp_path)
-        assert [cell for cell in cells if cell.source == "table 99"] == kept
+        assert [cell for cell in cells if cell.source == "table 13"] == kept
         assert stale not in cells
         assert sum(cell.source == "RTX 4090 run" for cell in cells) == 6
 

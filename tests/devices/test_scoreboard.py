@@ -27,7 +27,7 @@ def gpus(case: Case) -> int:
 
 
 def made(ours: float, fitted: bool = False, metric: str = "tpot_mean_ms", scheduler: str = "v1") -> PublishedFigure:
-    return PublishedFigure("source", "gpu", "model", "case", scheduler, metric, 100.0, ours, fitted=fitted)
+    return PublishedFigure("table 3", "gpu", "model", "case", scheduler, metric, 100.0, ours, fitted=fitted)
 
 
 def test_a_row_has_median_and_90th_percentile_of_what_was_not_fitted() -> None:
@@ -94,7 +94,7 @@ def test_losses_list_only_the_cells_whose_error_grew(tmp_path: Path) -> None:
     scoreboard.save(scoreboard.scoreboard([made(102.0)]), tmp_path / BOARD)
     before = scoreboard.load(tmp_path / BOARD)
     assert scoreboard.losses(scoreboard.scoreboard([made(105.0)]), before) == [
-        "source on gpu: median error of TPOT 5.0%, was 2.0%"
+        "table 3 on gpu: median error of TPOT 5.0%, was 2.0%"
     ]
     assert not scoreboard.losses(scoreboard.scoreboard([made(101.0)]), before)
     assert "5.0% (was 2.0%)" in str(front(scoreboard.scoreboard([made(105.0)]), before).rows)

@@ -41,13 +41,15 @@ def test_links_and_pictures_are_there() -> None:
 
 
 def test_figures_are_those_of_the_reports() -> None:
-    fidelity = (ROOT / "reports/fidelity/report.md").read_text(encoding="utf-8")
+    fidelity = (ROOT / "reports/fidelity/README.md").read_text(encoding="utf-8")
     rows = {line.split("|")[2].strip(): line.split("|")[4].strip() for line in fidelity.splitlines()
             if line.startswith("| predicted rows |")}  # fmt: skip
     error, winner = rows["median error of throughput"], rows["same winner where the published gap exceeds 2 %"]
     prose = " ".join(README.split())
     assert f"median error of throughput is {error.replace('%', ' %')}" in prose
     assert f"the same in {winner.replace('%', ' %')} of cases" in prose
+    pairs, right = re.search(r"^\| predicted rows \| 2% \| (\d+) \| (\d+) \|", fidelity, re.MULTILINE).groups()  # type: ignore[union-attr]
+    assert f"agrees in {right} of {pairs} cases" in prose
     per_token = [
         (float(ours), float(theirs))
         for table in re.findall(r"\| ebbench \|.*?\| guidellm[^\n]*", client_report(), re.DOTALL)

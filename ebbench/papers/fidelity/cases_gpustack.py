@@ -18,7 +18,8 @@ Settings, fixed before the first run of ours (2026-11-23); no constant was fitte
   where they are drawn. The answer of the tool is the group ``gpustack``; behind the API server and with the fused
   sampler's KV capacity (``fused_sampler``) the same cases are variants, to tell causes apart.
 
-Corrected after the first run, from what is published about the runs; the first run's figures stand in docs/accuracy.md:
+Corrected after the first run, from what is published about the runs; the first run's figures stand in
+reports/fidelity/notes/gpustack.md:
 
 - vLLM 0.9.2 to 0.11 admit a prompt when its first chunk fits (``scheduler_reserve_full_isl`` came later). Ours asked
   for all of it, as vLLM 0.32 does.

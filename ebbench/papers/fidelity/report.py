@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,21 +14,17 @@ from ebbench.errors import InputFileError
 from ebbench.export.markdown import section_lines
 from ebbench.papers.fidelity import scoreboard, tables
 from ebbench.papers.fidelity.cases import WITHOUT
-from ebbench.papers.fidelity.cases_gpustack import FUSED
-from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, PublishedFigure, Score, replay_scores, scores
-from ebbench.render import palette
-
-NOTES = "What the protocol is taken to be, and why figures miss where they do: [notes](notes.md), written by hand."
+from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, page_of
+from ebbench.papers.fidelity.pictures import pictures
+from ebbench.papers.fidelity.scores import PublishedFigure, Score, decisions, replay_scores, scores
 
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
 
-Written by `ebbench fidelity`. Every number measured by others stands beside ours. *Fitted* cells belong to rows that a
+Written by `ebbench fidelity`, as are the pages of this folder; `notes/` is written by hand and says why figures miss.
+Every number measured by others stands beside ours on the page of its source. *Fitted* cells belong to rows that a
 constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why.
 {runs}
-Sources: Zhang et al., ICML 2026 (tables 2, 3, 13, 17, 19, 20; figures 3 and 5; calibrations, weifang231/eb-vllm),
-casys-kaist/LLMServingSim (the RTX 4090 run), aiconfigurator-core (silicon), GPUStack's performance lab,
-IOG-Foundation/llm-inference-benchmarks (IOG), systalyze/vllm-benchmarks (capacity), logs of vLLM (KV cache at the
-start). What a device is made of is in `NOTICE`.
+What a device is made of is in `NOTICE`; what is modelled and how far to trust it, in `docs/accuracy.md`.
 """
 
 
@@ -37,40 +32,47 @@ start). What a device is made of is in `NOTICE`.
 PAPER = ("table 2", "table 3", "table 13", "figure 3", "figure 5")
 LATER = ("figure 4", "table 6", "authors' repetition")
 """Sources that were compared first on 2026-11-25. The targets were set for ``PAPER`` alone."""
-BOARD, CELLS = "scoreboard.json", "cells.parquet"
-FRONT = """## All sources
-
-Median and 90th percentile of the size of the error, per source and device, over the cells that no constant was fitted
-on. In brackets: the median of the last committed table, where it differs. *Direction right*: of the pairs of schedulers
-that the source tells apart by more than 2 %, those with the same winner; of tables 19 and 20, the cases in which our
-fastest setting is, in print, the fastest or within 2 % of it; one that ran out of memory is the slowest. The engine
-arguments behind *silicon* (aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently
-by source: TPOT counts.
-vLLM's API server is simulated where a run without it would keep it busy, as `run` does with one policy (`--api-server
-auto`): decided for each scheduler alone.
-*No API server*: the same cases without it.
-*Fused sampler*: the runs of vLLM 0.11 with the KV cache that FlashInfer's sampler leaves, which 0.11 takes if told to.
+BOARD, CELLS, FRONT_PAGE, NOTES = "scoreboard.json", "cells.parquet", "README.md", "notes"
+ERRORS = """Median and 90th percentile of the size of the error, over the cells that no constant was fitted on. In
+brackets: the median of the last committed table, where it differs. *Direction right*: of the pairs of schedulers that
+the source tells apart by more than 2 %, those with the same winner; of tables 19 and 20, the cases in which our
+fastest setting is, in print, the fastest or within 2 % of it; one that ran out of memory is the slowest.
+"""
+API_SERVER = """vLLM's API server is simulated where a run without it would keep it busy, as `run` does with one policy
+(`--api-server auto`): decided for each scheduler alone. The pages of the sources have the same cases without it, *no
+API server*.
+"""
+DECISIONS = """Of the pairs of v1, EB and EB+ that differ by more than so much with us, those in which the same one is
+faster in print, by whatever margin. Sources: those of the targets, figure 4, table 6 and the repetition.
 """
 
 
 def write_report(
     cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, scoreboard.Row] | None = None
 ) -> list[Path]:
-    """Write report.md, scoreboard.json, cells.parquet and pictures. Returns the files written.
+    """Write the front page, a page per source, scoreboard.json, cells.parquet and pictures. Returns the files written.
 
+    Pages of sources without cells, which an earlier report left, are removed.
     ``before``: the last committed scoreboard, for comparison. ``repeats``: number of seeds over which our values of
-    table 3 are averaged.
+    table 3 are averaged. Raises DataError for a cell whose source has no page.
     """
     out.mkdir(parents=True, exist_ok=True)
     parquet = out / CELLS
     pq.write_table(_table(cells), parquet)
-    written = [parquet, *_pictures(cells, out)]
+    drawn = pictures(cells, out)
     rows = scoreboard.scoreboard(cells)
     scoreboard.save(rows, out / BOARD)
-    front = tables.front(rows, before or {})
-    report = out / "report.md"
-    report.write_text("\n".join(_markdown(cells, written, repeats, front)) + "\n", encoding="utf-8")
-    return [report, *written]
+    front = out / FRONT_PAGE
+    _write(front, _front_page(cells, rows, drawn, repeats, before or {}))
+    written = [front, parquet, *drawn]
+    for page in PAGES:
+        path = out / f"{page.slug}.md"
+        if chosen := [cell for cell in cells if page_of(cell.source) is page]:
+            _write(path, _page(page, chosen, rows, before or {}, out))
+            written.append(path)
+        else:
+            path.unlink(missing_ok=True)  # of an earlier report; its figures are no longer in cells.parquet
+    return written
 
 
 def read_cells(report: Path) -> list[PublishedFigure]:
@@ -104,28 +106,58 @@ def _table(cells: Iterable[PublishedFigure]) -> pa.Table:
     return pa.table({name: [row[name] for row in rows] for name in names})
 
 
-def _markdown(cells: Sequence[PublishedFigure], files: Iterable[Path], repeats: int, front: Section) -> Iterator[str]:
+def _front_page(
+    cells: Sequence[PublishedFigure],
+    rows: Sequence[scoreboard.Row],
+    drawn: Iterable[Path],
+    repeats: int,
+    before: Mapping[str, scoreboard.Row],
+) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
     draws = "means over three draws of IOG's and Systalyze's"
     yield INTRODUCTION.format(runs=f"Ours are {ours} in table 3, {draws}, single runs elsewhere ({scatter}).")
-    yield FRONT
-    yield from _lines(front)
+    yield "## All sources\n"
+    yield ERRORS
+    yield API_SERVER
+    yield from _lines(tables.front([row for row in rows if not is_variant(row.source)], before))
     yield "\n## Targets\n"
     yield from _lines(tables.targets(all_scores(cells)))
+    yield "\n## Decisions\n"
+    yield DECISIONS
+    compared = [cell for cell in cells if cell.source in (*PAPER, *LATER)]
+    predicted = [cell for cell in compared if not cell.fitted]
+    yield from _lines(tables.decided({"predicted rows": decisions(predicted), "all rows": decisions(compared)}))
     yield "\n## Constants\n"
     yield "At most three per device, and a factor of matrix products (H100, H200: 1.10, from H200). Models without"
     yield "their own take the device's.\n"
     yield from _lines(tables.constants())
-    for file in files:
-        if file.suffix == ".svg":
-            yield f"\n![{file.stem}]({file.name})"
-    yield f"\n{NOTES}\n"
+    for file in drawn:
+        yield f"\n![{file.stem}]({file.name})"
+
+
+def _page(
+    page: Page,
+    cells: Sequence[PublishedFigure],
+    rows: Sequence[scoreboard.Row],
+    before: Mapping[str, scoreboard.Row],
+    out: Path,
+) -> Iterator[str]:
+    yield f"# {page.title}\n"
+    yield f"Written by `ebbench fidelity`; all sources stand on [the front page]({FRONT_PAGE}).\n"
+    yield f"- **Measured**: {page.measured}"
+    yield f"- **Fitted on it**: {page.fitted}"
+    yield f"- **When seen**: {page.seen}"
+    notes = f"{NOTES}/{page.notes}.md"
+    if page.notes and (out / notes).is_file():
+        yield f"- **Why figures miss**: [{page.notes}]({notes}), written by hand."
+    yield "\n## Errors\n"
+    yield ERRORS
+    yield from _lines(tables.errors([row for row in rows if page_of(row.source) is page], before))
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]
         if source == "calibration":
-            yield "Step times of the kernel tables against the authors' fitted lines (eager mode, context 512).\n"
             yield from _lines(tables.step_times(chosen))
         else:
             yield from _lines(tables.published_and_ours(chosen))
@@ -139,89 +171,5 @@ def _lines(section: Section) -> list[str]:
     return section_lines(section, repeat_labels=True)
 
 
-def _pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
-    """Our results over published ones, one picture per metric."""
-    from ebbench.render.figures import altair
-
-    alt, written = altair(), []
-    for name, metrics, title in PICTURES:
-        rows = [
-            _point(cell)
-            for cell in cells
-            if cell.metric in metrics and cell.scored and not cell.source.endswith((WITHOUT, FUSED))
-        ]
-        if rows:
-            path = out / f"{name}.svg"
-            (_errors if name == "throughput" else _scatter)(alt, title, rows).save(str(path))
-            written.append(path)
-    return written
-
-
-PICTURES = (
-    ("throughput", THROUGHPUT, "Throughput (requests/s, tokens/s)"),
-    ("ttft", ("ttft_mean_s",), "Mean TTFT, seconds"),
-    ("tpot", ("tpot_mean_ms",), "Mean TPOT, milliseconds"),
-)
-SOURCES = ("table 3", "table 2", "figure 5", "figure 3", "RTX 4090 run")  # the same colours in every picture
-
-
-def _point(cell: PublishedFigure) -> dict[str, Any]:
-    kind = "fitted" if cell.fitted else "predicted"
-    return {
-        "published": cell.published, "ours": cell.ours, "error": cell.error,
-        "source": cell.source, "device": cell.device, "kind": kind,
-    }  # fmt: skip
-
-
-def _scale(altair: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Any:
-    """A logarithmic scale that covers the values."""
-    values = [row[name] for row in rows for name in names]
-    return altair.Scale(type="log", domain=[min(values) * 0.8, max(values) * 1.2], nice=False)
-
-
-def _marks(altair: Any, rows: list[dict[str, Any]], y: Any, x: Any) -> Any:
-    shown = [name for name in SOURCES if any(row["source"] == name for row in rows)]
-    others = sorted({row["source"] for row in rows} - set(SOURCES))
-    colours = dict(zip(SOURCES, PALETTE, strict=True))
-    return (
-        altair.Chart(altair.InlineData(values=rows))
-        .mark_point(filled=True, size=55, opacity=0.75)
-        .encode(
-            x=x,
-            y=y,
-            color=altair.Color(
-                "source:N",
-                scale=altair.Scale(domain=shown + others, range=[colours.get(n, palette.GREY) for n in shown + others]),
-            ),
-            shape=altair.Shape("kind:N", scale=altair.Scale(domain=["predicted", "fitted"], range=["circle", "cross"])),
-        )
-    )
-
-
-PALETTE = (palette.BLUE, palette.VERMILION, palette.GREEN, palette.PURPLE, palette.BLACK)
-
-
-def _scatter(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:
-    """Our values over published ones; both are equal on the dashed line."""
-    scale = _scale(altair, rows, ("published", "ours"))
-    ends = [{"x": v, "y": v} for v in scale["domain"]]
-    axis = altair.Axis(grid=False, format=",~g", tickCount=6)
-    line = altair.Chart(altair.InlineData(values=ends)).mark_line(color="gray", strokeDash=[4, 4])
-    x = altair.X("published:Q", scale=scale, axis=axis, title="published")
-    y = altair.Y("ours:Q", scale=scale, axis=axis, title="ours")
-    marks = _marks(altair, rows, y, x)
-    return altair.layer(line.encode(x="x:Q", y="y:Q"), marks).properties(title=title, width=380, height=380)
-
-
-def _errors(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:
-    """Relative error over the published value; the band is the target for the median."""
-    scale = _scale(altair, rows, ("published",))
-    low, high = scale["domain"]
-    area = altair.Chart(altair.InlineData(values=[{"from": low, "to": high, "below": -0.1, "above": 0.1}]))
-    band = area.mark_rect(color="gray", opacity=0.15).encode(x="from:Q", x2="to:Q", y="below:Q", y2="above:Q")
-    x = altair.X("published:Q", scale=scale, axis=altair.Axis(grid=False, format=",~g", tickCount=6), title="published")
-    y = altair.Y("error:Q", axis=altair.Axis(format="+.0%"), title="ours against published")
-    return altair.layer(band, _marks(altair, rows, y, x)).properties(title=title, width=520, height=320)
-
-
-__all__ = ["REPLAY_TARGETS", "all_scores", "write_report"]
+def _write(path: Path, lines: Iterable[str]) -> None:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -8,8 +8,9 @@ from statistics import median
 
 from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.profiles import find_profile, list_devices
+from ebbench.papers.fidelity.pages import page_of
 from ebbench.papers.fidelity.scoreboard import FIGURES, Row
-from ebbench.papers.fidelity.scores import PublishedFigure, Score, comparisons
+from ebbench.papers.fidelity.scores import Decisions, PublishedFigure, Score, comparisons
 
 
 def _share(value: float) -> str:
@@ -34,15 +35,35 @@ def _number(name: str, show: Callable[[float], str], *, ours: bool = False) -> C
 
 
 def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
-    """One row per source and device; a median that differs from ``before`` is followed by the old one in brackets."""
-    found: list[tuple[Value, ...]] = []
-    for row in rows:
-        old = before.get(row.key)
-        errors = [_errors(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES]
-        direction = "" if row.direction is None else f"{row.direction:.0%}"
-        found.append((row.source, row.device, row.count, row.fitted, *errors, direction))
-    numbers = [Column(name) for name in ("cells", "fitted", *FIGURES, "direction right")]
-    return Section("", (*labels("source", "device"), *numbers), tuple(found))
+    """One row per source and device, with a link to the source's page and what was fitted on it."""
+    columns = (*labels("source", "device", "fitted on it"), *_figures())
+    found = tuple(
+        (
+            f"[{row.source}]({page_of(row.source).slug}.md)",
+            row.device,
+            f"{page_of(row.source).constants} ({row.fitted} cells)" if row.fitted else "nothing",
+            *_values(row, before),
+        )
+        for row in rows
+    )
+    return Section("", columns, found)
+
+
+def errors(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
+    """One row per source and device of a page."""
+    columns = (*labels("source", "device"), Column("fitted"), *_figures())
+    return Section("", columns, tuple((row.source, row.device, row.fitted, *_values(row, before)) for row in rows))
+
+
+def _figures() -> tuple[Column, ...]:
+    return tuple(Column(name) for name in ("cells", *FIGURES, "direction right"))
+
+
+def _values(row: Row, before: Mapping[str, Row]) -> tuple[Value, ...]:
+    """A median that differs from ``before`` is followed by the old one in brackets."""
+    old = before.get(row.key)
+    found = (_errors(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES)
+    return (row.count, *found, "" if row.direction is None else f"{row.direction:.0%}")
 
 
 def _errors(now: tuple[float, float] | None, before: tuple[float, float] | None) -> str:
@@ -60,6 +81,15 @@ def targets(groups: Mapping[str, Sequence[Score]]) -> Section:
         (name, score.name, score.target, score.reached, score.count, "yes" if score.met else "no")
         for name, found in groups.items()
         for score in found
+    )
+    return Section("", columns, rows)
+
+
+def decided(groups: Mapping[str, Sequence[Decisions]]) -> Section:
+    """How often a difference that we predict has the sign of the published one, per group of cells."""
+    columns = (*labels("cells", "ours differ by more than"), Column("pairs"), Column("same direction in print"))
+    rows = tuple(
+        (name, f"{one.gap:.0%}", one.count, one.right) for name, found in groups.items() for one in found if one.count
     )
     return Section("", columns, rows)
 

@@ -1,0 +1,213 @@
+"""The pages of the fidelity report: one per published source, with what it measured and what was fitted on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbench.errors import DataError
+from ebbench.papers.fidelity.cases import WITHOUT
+from ebbench.papers.fidelity.cases_gpustack import FUSED
+
+_EB = "Zhang et al., ICML 2026"
+_SEEN = "Before the model was finished."
+_NOTHING = "Nothing."
+
+
+@dataclass(frozen=True)
+class Page:
+    """One source of measurements.
+
+    ``slug``: name of its file. ``sources``: names of its cells' sources, up to a comma. ``measured``: what was
+    measured, where, by which software. ``fitted``: which constants were set on which of its cells. ``constants``: the
+    same in a few words, for the front table. ``seen``: whether its figures were known before the model was finished.
+    ``notes``: name of the file of ``notes/`` that explains its errors.
+    """
+
+    slug: str
+    title: str
+    sources: tuple[str, ...]
+    measured: str
+    fitted: str = _NOTHING
+    constants: str = ""
+    seen: str = _SEEN
+    notes: str = ""
+
+
+PAGES = (
+    Page(
+        "rtx-4090-run",
+        "One measured run on an RTX 4090",
+        ("RTX 4090 run",),
+        "Llama-3.1-8B on vLLM, one RTX 4090, request by request (casys-kaist/LLMServingSim).",
+        "Nothing on its latencies. The memory that vLLM's context takes on this GPU is set so that the KV cache has "
+        "the 41,408 tokens that this server printed.",
+        seen="Before the model was finished; run in CI.",
+    ),
+    Page(
+        "kv-cache",
+        "KV cache that vLLM servers printed at their start",
+        ("KV cache at the start",),
+        "Twenty-one starts of vLLM 0.9 to 0.31 on seven GPUs, from published logs (reports/reference/kv_cache/).",
+        "Bytes per logit, CUDA graphs, context and collectives, by vLLM's version, on ten starts.",
+        "memory that vLLM takes",
+        "Collected before any was computed, but for the last. The sizes were set on the first half and then not "
+        "changed, but for the second model runner's (0.25 and later), which needed three later starts.",
+        "kv-cache",
+    ),
+    Page(
+        "iog",
+        "vLLM 0.8.5 on one to eight RTX 4090, by IOG",
+        ("IOG",),
+        "ShareGPT at 1 to 32 requests/s on rented servers (IOG-Foundation/llm-inference-benchmarks, "
+        "reports/reference/iog/).",
+        seen="Held out: settings and scored metrics were committed, then all cases were run once (2026-11-24). One "
+        "link was changed after that run; the notes have the first run's figures.",
+        notes="iog",
+    ),
+    Page(
+        "systalyze",
+        "What one GPU carries of Qwen3-32B, by Systalyze",
+        ("Systalyze",),
+        "Requests/s and output tokens/s at capacity, vLLM 0.27.1 (systalyze/vllm-benchmarks, "
+        "reports/reference/systalyze/). Ours are means over three draws of the arrivals.",
+        seen="Held out: settings were committed, then all cases were run once (2026-11-24); nothing was changed.",
+        notes="systalyze",
+    ),
+    Page(
+        "table-3",
+        "Table 3: traffic levels and non-stationary traffic",
+        ("table 3",),
+        f"Qwen3-8B on one GPU, 32 to 2,048 open requests and two shifts ({_EB}).",
+        "The host's times per step and per sequence and the cost of mixed attention on c = 32 and 512; what the "
+        "paper's servers leave for the KV cache on c = 2,048, RTX PRO 6000.",
+        "host, mixed attention, KV size",
+        notes="eb-paper",
+    ),
+    Page(
+        "table-2-and-figure-5",
+        "Table 2 and figure 5: real workloads",
+        ("table 2", "figure 5"),
+        f"ShareGPT, LongBench, NuminaMath and WildChat on one GPU: throughput and latencies ({_EB}).",
+        "Arithmetic of matrix products x 1.10 on LongBench, Qwen3-8B, H200; the API server's time per token on "
+        "ShareGPT, H200 (only with the API server).",
+        "matrix products, API server",
+        notes="eb-paper",
+    ),
+    Page(
+        "figure-3",
+        "Figure 3: fixed thresholds against the controller",
+        ("figure 3",),
+        f"Three synthetic mixes with geometric answers on one H200 ({_EB}; numbers of weifang231/eb-vllm).",
+        "Arithmetic of matrix products x 1.10 on the prefill-heavy mix.",
+        "matrix products",
+        notes="eb-paper",
+    ),
+    Page(
+        "figure-4",
+        "Figure 4: three synthetic mixes at the best settings",
+        ("figure 4",),
+        f"Qwen3-8B, 2,048 open requests, each scheduler at its best B and N ({_EB}; numbers of the authors' plot "
+        "script).",
+        seen="Bars had been drawn beside marks read off the chart; the numbers were compared first on 2026-11-25.",
+        notes="eb-paper",
+    ),
+    Page(
+        "table-13",
+        "Table 13: throughput over fixed thresholds",
+        ("table 13",),
+        f"ShareGPT on one RTX PRO 6000 ({_EB}). B and N were not published: compare the shape only.",
+        notes="eb-paper",
+    ),
+    Page(
+        "table-6",
+        "Table 6: prompts of 128K tokens",
+        ("table 6",),
+        f"Six models of 4B to 30B, 3 or 4 open requests, one RTX PRO 6000 ({_EB}).",
+        seen="Held out: settings were committed before the first run (2026-11-25); nothing was changed.",
+        notes="eb-paper",
+    ),
+    Page(
+        "silicon",
+        "Tensor-parallel and FP8 servers of aiconfigurator-core's sample",
+        ("silicon",),
+        "Qwen3-32B in 16 bits and Llama-3.1-70B in FP8 on one to eight H100 or H200, vLLM 0.12 "
+        "(`silicon_sample.csv`). The engine arguments are unknown, and TTFT is defined differently by source: TPOT "
+        "counts.",
+        "The H100's times per step and per sequence on 15 points: Qwen3-32B, tp = 4, 1,024 tokens in.",
+        "host of the H100",
+        notes="silicon",
+    ),
+    Page(
+        "table-17",
+        "Table 17: Gemma-3-1B-IT",
+        ("table 17",),
+        f"Real workloads on a small model, where the API server limits ({_EB}).",
+        seen="Before the model was finished; NuminaMath was left out after it had been seen.",
+        notes="table-17",
+    ),
+    Page(
+        "table-19",
+        "Table 19: two GPUs",
+        ("table 19",),
+        f"Data parallelism in lockstep and one prefill with one decode GPU, Qwen3-8B ({_EB}).",
+        "Nothing. The margin of EB+ on RTX PRO 6000 and 4,000 requests at 2,048 open are inferred with the print in "
+        "view.",
+        seen="With other settings first; those of the authors' scripts since 2026-11-25.",
+        notes="tables-19-and-20",
+    ),
+    Page(
+        "table-20",
+        "Table 20: four GPUs",
+        ("table 20",),
+        f"Data parallelism in lockstep and pools of prefill and decode GPUs, Qwen3-8B ({_EB}).",
+        "The KV connector's 0.12 ms per layer and prompt on its prefill pools.",
+        "KV connector",
+        "With other settings first; those of the authors' scripts since 2026-11-25.",
+        "tables-19-and-20",
+    ),
+    Page(
+        "authors-repetition",
+        "The authors' own repetition on H200",
+        ("authors' repetition",),
+        "What the authors of the EB paper measured when they ran its H200 experiments again in May 2026 "
+        "(reports/reference/eb_repetition/).",
+        "Nothing on these figures. Counted as fitted are rows on whose printed counterpart a constant was fitted.",
+        "as of the printed rows",
+        "Held out: settings were committed, then all cases were run once (2026-11-25). What the paper itself prints "
+        "from it was then taken out.",
+        "repetition",
+    ),
+    Page(
+        "gpustack",
+        "vLLM 0.9 to 0.11 on A100, H100 and RTX 4090, by GPUStack",
+        ("GPUStack",),
+        "`vllm bench serve` with random prompts and ShareGPT (GPUStack's performance lab, "
+        "reports/reference/gpustack/). *Fused sampler*: servers with vLLM 0.11, with the KV cache that FlashInfer's "
+        "sampler leaves, which 0.11 takes if told to.",
+        seen="Held out: settings were committed, then all cases were run once (2026-11-23; A100: 2026-11-24). Two "
+        "settings were corrected and KV caches sized anew; the notes have the first run's figures.",
+        notes="gpustack",
+    ),
+    Page(
+        "calibration",
+        "The authors' calibrations of single steps",
+        ("calibration",),
+        "Step times of the kernel tables against the lines that the EB paper's authors fitted (eager mode, context "
+        "512).",
+        notes="eb-paper",
+    ),
+)
+
+
+def is_variant(source: str) -> bool:
+    """Whether the source's cases are those of another one under other settings."""
+    return source.endswith((WITHOUT, FUSED))
+
+
+def page_of(source: str) -> Page:
+    """The page on which a cell's source stands. Raises DataError for a source without one."""
+    name = source.split(",")[0]
+    for page in PAGES:
+        if name in page.sources:
+            return page
+    raise DataError(f"{source}: this source has no page in ebbench/papers/fidelity/pages.py")
