@@ -78,10 +78,12 @@ def test_decisions_count_what_ours_tell_apart() -> None:
         *(cell(name, published, 100.0, case="tie") for name, published in (("v1", 100.0), ("eb", 150.0))),
         *(cell(name, 100.0, ours, case="print ties") for name, ours in (("v1", 100.0), ("eb", 104.0))),
         *(cell(name, published, published, case="right") for name, published in (("v1", 100.0), ("eb", 101.0))),
+        *(cell(name, *both, case="both slower") for name, both in (("v1", (100.0, 100.0)), ("eb", (90.0, 92.0)))),
+        *(cell(name, *both, case="slower in print") for name, both in (("v1", (100.0, 100.0)), ("eb", (90.0, 108.0)))),
         *(cell(name, *both, case="small in print") for name, both in (("v1", (100.0, 100.0)), ("eb", (101.0, 107.0)))),
     ]
     assert decisions(cells, (0.005, 0.02, 0.05)) == [
-        Decisions(0.005, 3, 2), Decisions(0.02, 2, 1), Decisions(0.05, 1, 1),
+        Decisions(0.005, 5, 3), Decisions(0.02, 4, 2), Decisions(0.05, 3, 2),
     ]  # fmt: skip
 
 
