@@ -84,6 +84,7 @@ def reserve_bytes(
     """
     tokens, seqs = max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens)
     inner = model.experts_per_token * model.expert_intermediate if model.experts else model.intermediate
+    inner = max(inner, model.dense_intermediate)
     per_token = (3 * inner + model.qkv_width) / parallel.tp + 4 * model.hidden
     trial = start.experts if model.experts else start.dense
     step, sampled = tokens * per_token * model.dtype_bytes, seqs * model.vocab * trial.logit_bytes

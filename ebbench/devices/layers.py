@@ -60,28 +60,37 @@ def step_arrays(
         return None
     gemm, plain, warnings = tables
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
-    layer = np.zeros(MAX_TOKENS + 1)
-    for n, k in _projections(part):
-        layer += _sustained(profile, _continued(tokens, *gemm(n, k)), tokens * (2.0 * n * k), model.weight_dtype)
     experts = None
     if model.experts:
         (points, times), unmeasured = expert_times(profile, model, shape)
         each = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
         experts = _sustained(profile, _continued(tokens, points, times), tokens * each, model.dtype_of_experts)
         warnings += unmeasured
-        if shape.dp == 1:
-            layer += experts
-    layer += _elementwise(profile, part, tokens)
     joined = _joined(profile, model, shape, tokens, eager)
-    dense = model.layers * layer + 3 * KERNEL_S + joined.unit
+    layer = _layer(profile, part, gemm, tokens, experts if shape.dp == 1 else None)
+    dense = (model.layers - model.dense_layers) * layer + 3 * KERNEL_S + joined.unit
+    if model.dense_layers:
+        dense += model.dense_layers * _layer(profile, part.without_experts(), gemm, tokens)
     dense[0] = 0.0
     return StepArrays(
         np.maximum.accumulate(dense),
         _head(profile, model, part, plain) + joined.head,
-        model.layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
+        model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
         (*warnings, *joined.warnings),
         joined.provenance,
     )
+
+
+def _layer(
+    profile: DeviceProfile, part: ModelGeometry, gemm: Gemm, tokens: Array, experts: Array | None = None
+) -> Array:
+    """Time (s) of one layer without attention by tokens, with the time of its ``experts`` if given."""
+    layer = np.zeros(MAX_TOKENS + 1)
+    for n, k in _projections(part):
+        layer += _sustained(profile, _continued(tokens, *gemm(n, k)), tokens * (2.0 * n * k), part.weight_dtype)
+    if experts is not None:
+        layer += experts
+    return layer + _elementwise(profile, part, tokens)
 
 
 class _Joined(NamedTuple):
@@ -110,13 +119,14 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
     if shape.tp > 1:
         within = Collectives(profile, link, shape.tp)
         used.append(within)
-        count = model.layers * (1 if shared else 2) + 1
+        count = model.layers + (model.dense_layers if shared else model.layers) + 1
         unit = count * within.all_reduce_s(tokens, token_bytes, eager=eager)
         head = within.all_gather_s(np.arange(MAX_SAMPLED + 1, dtype=float), model.vocab * model.dtype_bytes)
     if shared:
         across = Collectives(profile, link, shape.gpus)
         used.append(across)
-        group = model.layers * (across.all_gather_s(tokens, token_bytes) + across.reduce_scatter_s(tokens, token_bytes))
+        exchange = across.all_gather_s(tokens, token_bytes) + across.reduce_scatter_s(tokens, token_bytes)
+        group = model.expert_layers * exchange
     warnings = tuple(text for each in used for text in each.warnings)
     return _Joined(unit, group, head, warnings, used[-1].provenance if used else "")
 

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ebbench.devices.geometry import ModelGeometry, read_config
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.model_config import read_config
 from ebbench.errors import InputFileError, UnknownNameError
 
 DATA = Path(__file__).parent / "data"

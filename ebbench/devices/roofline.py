@@ -60,8 +60,8 @@ def roofline_cost(
     profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, overlap: bool = False
 ) -> RooflineCost:
     """Build the cost model from the profile's data-sheet rates and the model's shape."""
-    experts = model.layers * model.experts * model.expert_params
-    total = model.layers * (model.attention_params + model.mlp_params)
+    experts = model.expert_layers * model.experts * model.expert_params
+    total = model.layer_params
     return RooflineCost(
         dense_params=total - experts,
         expert_params=experts,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ebbench.devices.geometry import positions_of
+from ebbench.devices.model_config import positions_of
 from ebbench.errors import RunError, UsageError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")

@@ -11,7 +11,7 @@ import pytest
 
 from ebbench.devices import load_device
 from ebbench.devices.fit import decode_shape, prefill_shape
-from ebbench.devices.geometry import read_config
+from ebbench.devices.model_config import read_config
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
