@@ -30,7 +30,10 @@ def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) 
         lines += [_table(found, prices), _efficiency(found, task, prices), *_remarks(found, task, prices)]
     else:
         lines.append("No candidate carries this rate within the limits.")
-    lines += [f"{count} x {reason}" for reason, count in Counter(reason for _, reason in found.refused).most_common(6)]
+    reasons = Counter(reason for _, reason in found.refused)
+    lines += [
+        f"{count} candidate{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.most_common(6)
+    ]
     if found.pruned:
         lines.append(
             f"{len(found.pruned)} candidates left out: at their saturated rate, which no load within limits exceeds "

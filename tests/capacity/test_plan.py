@@ -258,3 +258,8 @@ def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path
     text = (tmp_path / "frontier.svg").read_text()
     for title in ("median TTFT (ms)", "median TPOT (ms)", "cost per hour", "output tokens/s per GPU"):
         assert title in text
+
+
+def test_candidates_left_out_are_counted_by_reason() -> None:
+    found = DeploymentChoice((), refused=((TASKS[0].candidate, "no room"), (TASKS[0].candidate, "no room")))
+    assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room."
