@@ -11,6 +11,7 @@ from ebbench.advice.choice import BASELINE
 from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.theory import ExpectedLoad
 from ebbench.engines.checks import check_fits, check_options
+from ebbench.engines.setup import topology_of
 from ebbench.errors import UsageError
 from ebbench.hazard.trend import analyse_lengths
 from ebbench.records.plan import Plan
@@ -30,11 +31,31 @@ def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | No
     return cell.changed(**question.server)
 
 
+def engines_of(question: AdviceQuestion) -> int:
+    """Number of engines among which the requests are shared, each with a scheduler of its own.
+
+    Raises UsageError for separated pools, whose engines have nothing for a policy to decide, and for a topology that
+    cannot be read.
+    """
+    topology, link = question.server.get("topology"), question.server.get("link")
+    found = topology_of(topology, question.scenario, link)
+    if found is None:
+        return 1
+    if found.disaggregated:
+        run = f"ebbench run {question.workload} --topology {topology or found.label} --policy v1"
+        raise UsageError(
+            f"topology {found.label} separates prefill from decode, so there is nothing for a policy to decide; "
+            f"compare it with others by `{run}`"
+        )
+    return sum(pool.units for pool in found.pools)
+
+
 def checked(question: AdviceQuestion) -> AdviceQuestion:
     """The question after checks; reduced to one seed if every seed gives the same plan.
 
     Raises UsageError for names, scheduler settings and requests that cannot be run, and what build_plan raises.
     """
+    engines_of(question)
     first = candidate(question, BASELINE, 0)
     check_options(first.options, [parse_policy(policy) for policy in question.policies])
     for budget in question.budgets:

@@ -99,7 +99,10 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice; ``scores`` of those that ran on all seeds, best first; ``notes`` from building the plan."""
+    """The advice; ``scores`` of those that ran on all seeds, best first; ``notes`` from building the plan.
+
+    ``load``: of all ``engines`` together; ``theory``: of one of them with its share.
+    """
 
     question: AdviceQuestion
     load: ExpectedLoad
@@ -112,3 +115,4 @@ class Advice:
     tuning: Tuning | None = None
     notes: tuple[str, ...] = ()
     dropped: tuple[DroppedPolicy, ...] = ()
+    engines: int = 1

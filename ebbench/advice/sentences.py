@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,16 @@ from rich.text import Text
 from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
 from ebbench.analysis.compare.policies import TIE
 from ebbench.config.setting_strings import option_name
+from ebbench.engines.setup import topology_of
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
 from ebbench.render.tables import framed
+from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import parse_policy
 
 if TYPE_CHECKING:
     from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
+    from ebbench.config.topology import TopologySpec
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
 MOST = 0.5
@@ -53,7 +57,7 @@ def server_options(question: AdviceQuestion) -> str:
 
 def _as_options(settings: Mapping[str, Any]) -> str:
     texts = (f"{option_name(name)} {value}" for name, value in settings.items())
-    return " ".join(text.replace("--topology tp=", "--tp ") for text in texts)
+    return " ".join(re.sub(r"^--topology tp=(\d+)$", r"--tp \1", text) for text in texts)
 
 
 def _budget_line(advice: Advice) -> str | None:
@@ -98,17 +102,28 @@ def parameters(advice: Advice) -> list[str]:
         )
     if policy.vllm_option:
         lines.append(policy.vllm_option)
+    topology = _topology(question)
+    if policy.aligns_ranks and topology is not None and topology.pools[0].dp > 1:
+        lines.append(
+            f"The {topology.pools[0].dp} ranks of an instance compute prompts in the same passes: start vLLM with "
+            f"--prefill-schedule-interval {LONGEST_PERIOD}, by which they count them."
+        )
     return lines
+
+
+def _topology(question: AdviceQuestion) -> TopologySpec | None:
+    return topology_of(question.server.get("topology"), question.scenario, question.server.get("link"))
 
 
 def theory_lines(advice: Advice) -> list[str]:
     """Both sides of the crossover inequality, and where they are equal."""
     theory, load = advice.theory, advice.load
     sides = theory.sides
+    shared = f" of each of {advice.engines} engines" if advice.engines > 1 else ""
     lines = [
         f"lengths from {load.source}: mean {load.mu_l:,.0f} in, {load.mu_o:,.0f} out, "
         f"decode share r = {sides.r:.2f}; {load.concurrency:,} requests open "
-        f"{'on average' if load.open_loop else 'at most'}, {theory.n:,} of them in the batch",
+        f"{'on average' if load.open_loop else 'at most'}, {theory.n:,} of them in the batch{shared}",
         f"mixing costs {1e6 * sides.lhs:+.1f} µs per token and saves {1e6 * sides.rhs:.1f} µs of fixed costs: "
         f"{'exclusive' if theory.exclusive else 'mixed'} batches win"
         + (f" (EB over MB {change(theory.gain)})" if theory.gain is not None else ""),
@@ -237,13 +252,22 @@ def limits_of_it(advice: Advice) -> list[str]:
             "while the batch filled and drained, which hides their differences. Use --num-prompts "
             f"{3 * load.concurrency}, or set --max-concurrency."
         )
-    of_device = {name: value for name, value in question.server.items() if not name.startswith("api_server")}
-    shown = f"ebbench devices show {question.device} --model {question.model} {_as_options(of_device)}".rstrip()
+    options = _as_options(_of_device(question))
+    shown = f"ebbench devices show {question.device} --model {question.model} {options}".rstrip()
     lines.append(
         f"Simulated on a model of the device; `{shown}` says where its step times come from. Measure on your GPU "
         "before changing production."
     )
     return lines
+
+
+def _of_device(question: AdviceQuestion) -> dict[str, Any]:
+    """The server's settings that `ebbench devices show` has, too: of one engine, without experts of others."""
+    topology = _topology(question)
+    tp = topology.pools[0].tp if topology else 1
+    left_out = ("api_server", "topology", *(() if tp > 1 else ("link",)))
+    shown = {name: value for name, value in question.server.items() if not name.startswith(left_out)}
+    return {**({"tp": tp} if tp > 1 else {}), **shown}
 
 
 def agreement(advice: Advice) -> str:

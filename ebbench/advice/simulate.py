@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ebbench.advice.candidates import candidate, figure, load_of
+from ebbench.advice.candidates import candidate, engines_of, figure, load_of
 from ebbench.advice.choice import BASELINE, choose, own_budget, relative_gain
 from ebbench.advice.halving import SearchResult
 from ebbench.advice.results import Advice, AdviceQuestion, BudgetedPolicy, GainCurve, PolicyScore, Tuning
@@ -130,7 +131,9 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
     """Combine stored runs and theory; the runs must exist. Raises UsageError, TheoryError."""
     first = candidate(question, BASELINE, 0)
     load, plan, device = load_of(question, store), plan_of(first), device_of(first)
-    theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
+    engines = engines_of(question)
+    of_one = replace(load, concurrency=math.ceil(load.concurrency / engines))
+    theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
     scores = score(question, store, found.finalists)
     chosen, reason = choose(scores)
     return Advice(
@@ -141,7 +144,7 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
             *plan.warnings, *device.warnings, *start_notes(device, first.options),
             *filter(None, [time_note(plan.facts), _api_server(question, store, found.finalists)]),
         ),
-        dropped=found.dropped,
+        dropped=found.dropped, engines=engines,
     )  # fmt: skip
 
 

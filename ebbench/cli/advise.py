@@ -13,8 +13,8 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
-from ebbench.cli.cluster_flags import Link, Tp, check_tp
-from ebbench.cli.options import GoodputCommand, grouped
+from ebbench.cli.cluster_flags import PANEL, Link, Tp, check_tp
+from ebbench.cli.options import GoodputCommand, grouped, opt
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.devices.apiserver import DEFAULT_CLASS, OFF, chosen_api_server, first_choice, only_if_busy
 from ebbench.traffic.choice import scenario_meant
@@ -83,16 +83,24 @@ class ServerFlags:
     api_server: load.ApiServer = "auto"
     api_server_count: load.ApiServerCount = None
     tp: Tp = 1
+    topology: Annotated[
+        str | None,
+        opt(
+            "--topology",
+            help="Several engines, each with the policy: dp=4, tp=1,dp=4,ep=4, ... or a TOML file.",
+            panel=PANEL,
+        ),
+    ] = None
     link: Link = None
 
     @property
     def settings(self) -> dict[str, str | float]:
         """What was given of the server's other settings, by the names of ``Cell.changed``. Raises UsageError."""
-        check_tp(self.tp, self.link)
+        topology = self._topology()
         api_server = first_choice(self.api_server, self.api_server_count)
         chosen_api_server(api_server, self.api_server_count)
         given = {
-            "topology": f"tp={self.tp}" if self.tp > 1 else None,
+            "topology": topology,
             "link": self.link,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "vllm_version": self.vllm_version,
@@ -102,6 +110,17 @@ class ServerFlags:
             "api_server_count": self.api_server_count,
         }
         return {name: value for name, value in given.items() if value is not None}
+
+    def _topology(self) -> str | None:
+        """``--topology``, or what ``--tp`` means."""
+        from ebbench.errors import UsageError
+
+        if self.topology is None:
+            check_tp(self.tp, self.link)
+            return f"tp={self.tp}" if self.tp > 1 else None
+        if self.tp > 1:
+            raise UsageError(f"--topology has the GPUs of each engine: leave out --tp {self.tp}, and write tp= there")
+        return self.topology
 
     @property
     def longest(self) -> int:
@@ -309,6 +328,7 @@ def _as_dict(found: Advice) -> dict[str, Any]:
         "max_num_batched_tokens": found.chosen.max_num_batched_tokens,
         "compared_with": {"policy": BASELINE, "max_num_batched_tokens": found.question.max_num_batched_tokens},
         "dropped": [one._asdict() for one in found.dropped],
+        "engines": found.engines,
         "seeds": found.question.seeds,
         "seeds_alike": found.question.seeds_alike,
         "notes": list(found.notes),

@@ -9,10 +9,10 @@ from typing import Annotated
 from ebbench.cli import completion
 from ebbench.cli.options import opt
 
-_PANEL = "Several instances"
+PANEL = "Several instances"
 
 
-_opt = partial(opt, panel=_PANEL)
+_opt = partial(opt, panel=PANEL)
 
 Tp = Annotated[int, _opt("--tp", help="GPUs that share the model by tensor parallelism.")]
 Link = Annotated[

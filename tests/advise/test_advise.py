@@ -89,7 +89,7 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
 
 
 def test_advice_names_the_vllm_option_that_does_what_the_policy_does() -> None:
-    question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
+    question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, server={}, scenario=None)
     for policy, told in (("cadence:every=4", True), ("marginal", False)):
         chosen = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
         lines = sentences.parameters(SimpleNamespace(question=question, theory=None, tuning=None, chosen=chosen))  # type: ignore[arg-type]
