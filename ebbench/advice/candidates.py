@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ebbench.advice.choice import BASELINE
 from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.theory import ExpectedLoad
+from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.engines.setup import topology_of
 from ebbench.errors import UsageError
@@ -31,18 +32,23 @@ def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | No
     return cell.changed(**question.server)
 
 
+def topology_asked(question: AdviceQuestion) -> TopologySpec | None:
+    """The topology given, else the scenario's; None for one GPU. Raises UsageError if it cannot be read."""
+    return topology_of(question.server.get("topology"), question.scenario, question.server.get("link"))
+
+
 def engines_of(question: AdviceQuestion) -> int:
     """Number of engines among which the requests are shared, each with a scheduler of its own.
 
     Raises UsageError for separated pools, whose engines have nothing for a policy to decide, and for a topology that
     cannot be read.
     """
-    topology, link = question.server.get("topology"), question.server.get("link")
-    found = topology_of(topology, question.scenario, link)
+    found = topology_asked(question)
     if found is None:
         return 1
     if found.disaggregated:
-        run = f"ebbench run {question.workload} --topology {topology or found.label} --policy v1"
+        topology = question.server.get("topology", found.label)
+        run = f"ebbench run {question.workload} --topology {topology} --policy v1"
         raise UsageError(
             f"topology {found.label} separates prefill from decode, so there is nothing for a policy to decide; "
             f"compare it with others by `{run}`"

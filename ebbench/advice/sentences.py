@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from ebbench.advice.candidates import topology_asked
 from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
 from ebbench.analysis.compare.policies import TIE
 from ebbench.config.setting_strings import option_name
-from ebbench.engines.setup import topology_of
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
 from ebbench.render.tables import framed
 from vllm_eb.lockstep import LONGEST_PERIOD
@@ -22,7 +22,6 @@ from vllm_eb.policy import parse_policy
 if TYPE_CHECKING:
     from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
-    from ebbench.config.topology import TopologySpec
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
 MOST = 0.5
@@ -102,17 +101,13 @@ def parameters(advice: Advice) -> list[str]:
         )
     if policy.vllm_option:
         lines.append(policy.vllm_option)
-    topology = _topology(question)
+    topology = topology_asked(question)
     if policy.aligns_ranks and topology is not None and topology.pools[0].dp > 1:
         lines.append(
             f"The {topology.pools[0].dp} ranks of an instance compute prompts in the same passes: start vLLM with "
             f"--prefill-schedule-interval {LONGEST_PERIOD}, by which they count them."
         )
     return lines
-
-
-def _topology(question: AdviceQuestion) -> TopologySpec | None:
-    return topology_of(question.server.get("topology"), question.scenario, question.server.get("link"))
 
 
 def theory_lines(advice: Advice) -> list[str]:
@@ -263,7 +258,7 @@ def limits_of_it(advice: Advice) -> list[str]:
 
 def _of_device(question: AdviceQuestion) -> dict[str, Any]:
     """The server's settings that `ebbench devices show` has, too: of one engine, without experts of others."""
-    topology = _topology(question)
+    topology = topology_asked(question)
     tp = topology.pools[0].tp if topology else 1
     left_out = ("api_server", "topology", *(() if tp > 1 else ("link",)))
     shown = {name: value for name, value in question.server.items() if not name.startswith(left_out)}

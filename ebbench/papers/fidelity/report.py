@@ -28,10 +28,9 @@ What a device is made of is in `NOTICE`; what is modelled and how far to trust i
 """
 
 
-# Targets of these sources; those of the others are in docs/accuracy.md.
 PAPER = ("table 2", "table 3", "table 13", "figure 3", "figure 5")
 LATER = ("figure 4", "table 6", "authors' repetition")
-"""Sources that were compared first on 2026-11-25. The targets were set for ``PAPER`` alone."""
+"""Sources that were compared first on 2026-11-25. The targets of this report were set for ``PAPER`` alone."""
 BOARD, CELLS, FRONT_PAGE, NOTES = "scoreboard.json", "cells.parquet", "README.md", "notes"
 ERRORS = """Median and 90th percentile of the size of the error, over the cells that no constant was fitted on. In
 brackets: the median of the last committed table, where it differs. *Direction right*: of the pairs of schedulers that
