@@ -125,6 +125,13 @@ class MarginalRefill:
         fixed_s = overhead - (grown - overhead) * tokens / refill.prompt_tokens
         return Choice(way if self._wasted_s(decoding) >= fixed_s else "decode", exclusive, mixed)
 
+    def cheaper_beside(self, tokens: float, decoding: int, batch: int, context_tokens: float) -> bool:
+        """Whether a step of ``tokens`` prompt tokens makes tokens of ``decoding`` sequences beside them for less, per
+        token, than decode steps of ``batch`` sequences after the refill will."""
+        decode_s = self._decode_at(context_tokens)
+        beside_s = self._costs.mixed_s(tokens, decoding, context_tokens) - self._costs.prefill_s(tokens)
+        return beside_s / decoding < decode_s(batch) / batch
+
     def _wasted_s(self, decoding: int) -> float:
         """Time (s) wasted by waiting since the last refill, the larger of the two measures."""
         if self._cycle_decode_s is None:

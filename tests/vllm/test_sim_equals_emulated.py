@@ -10,6 +10,8 @@ import pytest
 
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
+from ebbench.runs.cell import simulated
+from ebbench.runs.make import plan_of
 from tests.vllm.emulation import (
     DEVICE,
     Traffic,
@@ -143,6 +145,21 @@ def test_marginal_is_equal_where_prompts_are_cheapest_in_small_steps() -> None:
         assert differences(sim, emulated) == []
         tokens = [tokens for tokens in sim.steps["prefill_tokens"].to_pylist() if tokens]
         assert sum(tokens) / len(tokens) < 4096, "prompts were computed in steps as large as the budget allows"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_marginal_is_equal_where_a_refill_of_answers_of_one_length_goes_on_mixed(asynchronous: bool) -> None:
+    cell = simulated(
+        "balanced", "v1", "h200", "qwen3-8b", 64, 4096, length_distribution="fixed", input_len=512, output_len=24,
+        num_prompts=96, max_concurrency=32,
+    )  # fmt: skip
+    gpu, plan = load_device("h200", "qwen3-8b"), plan_of(cell)
+    options = EngineOptions(
+        max_num_seqs=64, max_num_batched_tokens=4096, num_kv_blocks=4000, async_scheduling=asynchronous
+    )
+    sim, emulated = run_sim(plan, "marginal", gpu, options), run_emulated(plan, "marginal", gpu, options)
+    assert differences(sim, emulated) == []
+    assert "prompts cost less beside decodes" in sim.decisions["reason"].to_pylist()
 
 
 @pytest.mark.parametrize("order", ["fcfs", "shortest"])

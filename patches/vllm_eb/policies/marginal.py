@@ -156,6 +156,10 @@ class MarginalPolicy(Strategy):
         """The next step: continue the current refill, or take the cheapest step."""
         self._update_inputs(view, stepped=phases.phase != "prefill")
         if phases.phase == "prefill" and phases.refilling(view) and not self.responses_behind:
+            refill = phases.refill(view)
+            if self._go_on_mixed(view, refill):
+                budget = self._token_budget(view, "mixed", refill)
+                return StepChoice("mixed", "mb", "prompts cost less beside decodes", refill, token_budget=budget)
             return StepChoice("prefill", "eb", token_budget=self._refill_budget())
         refill = phases.refill(view)
         choice = self._cheapest_step(view, refill, blocked=phases.pop_blocked())
@@ -169,6 +173,26 @@ class MarginalPolicy(Strategy):
             {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s},
             self._token_budget(view, choice.way, refill),
         )
+
+    def _go_on_mixed(self, view: View, refill: int) -> bool:
+        """Whether the exclusive refill that goes on, of ``refill`` requests more, becomes a mixed one.
+
+        Answers of one length that begin together end together, so the whole batch is refilled at once, and nothing
+        decodes at the moment when both ways are compared. Only where no request is left waiting: with a queue the
+        ways have been compared at their best. Less than one full step of prompts is not worth a change.
+        """
+        rule, step_tokens = self._refills, self._steps.cheapest or self.engine.max_num_batched_tokens
+        if not self._may_mix or self._has_targets or not isinstance(rule, MarginalRefill) or not view.decodes:
+            return False
+        if view.waiting > refill or (refill + view.prefilling) * max(self.lengths.mu_new, 1.0) < step_tokens:
+            return False
+        batch, context_tokens = view.decoding + view.prefilling + refill, self._mean_context(view)
+        if not rule.cheaper_beside(step_tokens, view.decoding, batch, context_tokens):
+            return False
+        rule.refilled()
+        rule.decoded(view.decoding, context_tokens, 0)
+        self._answers.decoded(view.decoding)
+        return True
 
     def _token_budget(self, view: View, way: Way, refill: int) -> int | None:
         """Tokens of a step with prompts, where fewer than the engine's budget cost less per token.
