@@ -91,7 +91,7 @@ def choose(
     rate = tasks[0].rate
     state.refused += [(each.candidate, each.refused) for each in bounds if each.refused]
     waiting = [each for each in bounds if not each.refused and each.saturated_per_s > 0]
-    waiting.sort(key=lambda each: (_least(each, rate, prices), each.candidate.tp))
+    waiting.sort(key=lambda each: (_least(each, rate, prices), each.candidate.gpus))
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
@@ -183,7 +183,7 @@ def _known(value: float | None, otherwise: float) -> float:
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
     """Cost of one replica per hour; without prices its number of GPUs."""
-    return candidate.tp * prices.get(candidate.device, 1.0)
+    return candidate.gpus * prices.get(candidate.device, 1.0)
 
 
 def _least(each: Bound, rate: float, prices: Mapping[str, float]) -> float:

@@ -1,6 +1,7 @@
 """The cheapest deployment that serves a request rate within latency limits, by simulation.
 
-A candidate is a device, a tensor-parallel size, a policy and the scheduler's limits. Each is simulated as one instance:
+A candidate is a device, the GPUs of an instance and how they share the model, a policy and the scheduler's limits. Each
+is simulated as one instance:
 
 1. Saturated, without limits: the rate of sessions that one instance completes when it is never idle
    (:mod:`ebbench.capacity.saturated`). No load within limits completes more, so ``rate / saturated`` instances, rounded
@@ -51,13 +52,29 @@ MISSED_ALONE = "misses the limits even one request at a time"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One instance of a deployment: ``tp`` GPUs of ``device`` under ``policy``."""
+    """One instance of a deployment: ``dp`` units of ``tp`` GPUs of ``device`` under ``policy``.
+
+    ``ep`` is 1 or the number of GPUs that share the experts: all of the instance. The scheduler's limits are per unit.
+    """
 
     device: str
     tp: int
     policy: str
     max_num_batched_tokens: int
     max_num_seqs: int
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the instance."""
+        return self.tp * self.dp
+
+    @property
+    def shape(self) -> str:
+        """How its GPUs share the model, as ``--instance`` takes it: tp=2, dp=8,ep=8 or tp=2,dp=4,ep=8."""
+        sizes = {"tp": self.tp, "dp": self.dp, "ep": self.ep}
+        return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
 
 
 @dataclass(frozen=True)
@@ -120,7 +137,7 @@ class Deployment:
     @property
     def gpus(self) -> int:
         """GPUs of all replicas."""
-        return self.replicas * self.candidate.tp
+        return self.replicas * self.candidate.gpus
 
 
 @dataclass(frozen=True)
@@ -157,7 +174,7 @@ def bound(task: PlanTask) -> Bound:
         return _run(task, plan, float(concurrency)).completed_sessions_per_s, shares_prefixes(plan)
 
     try:
-        return Bound(task.candidate, saturated_rate(loop, task.candidate.max_num_seqs).per_s)
+        return Bound(task.candidate, saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs).per_s)
     except UsageError as error:
         return Bound(task.candidate, refused=str(error))
 
@@ -261,8 +278,9 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
     candidate = task.candidate
     options, device = _options(task), _device(task)
     setup = EngineSetup(engine="sim")
-    if candidate.tp > 1 or replicas > 1:
-        setup = replace(setup, topology=TopologySpec(replicas=PoolSpec(instances=replicas, tp=candidate.tp)))
+    if candidate.gpus > 1 or replicas > 1:
+        pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
+        setup = replace(setup, topology=TopologySpec(replicas=pool))
     engine, _ = make_engine(setup)
     result = engine.run(plan, parse_policy(candidate.policy), device, options, None)
     return read_measured(ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)
@@ -279,13 +297,13 @@ def _options(task: PlanTask) -> EngineOptions:
 
 
 def _device(task: PlanTask) -> Device:
-    """The GPUs of one instance. Raises UsageError where the model does not fit or has no costs on them."""
+    """One unit of an instance. Raises UsageError where the model does not fit or has no costs on them."""
     return load_device(
         task.candidate.device,
         task.model,
         max_num_seqs=task.candidate.max_num_seqs,
         max_num_batched_tokens=task.candidate.max_num_batched_tokens,
-        parallel=Parallel(tp=task.candidate.tp),
+        parallel=Parallel(tp=task.candidate.tp, dp=task.candidate.dp, ep=task.candidate.ep),
         gpu_memory_utilization=task.gpu_memory_utilization,
         vllm_version=task.vllm_version,
         quantization=task.quantization,

@@ -14,9 +14,12 @@ from ebbench.analysis.api_server_load import left_out
 from ebbench.capacity.choose import Costed, DeploymentChoice
 from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask, caveats
 from ebbench.devices.apiserver import OFF
+from ebbench.devices.profiles import find_model
 from ebbench.records.manifest import RunWarning
 from ebbench.render import numbers
 from ebbench.render.tables import framed
+from vllm_eb.lockstep import LONGEST_PERIOD
+from vllm_eb.policy import parse_policy
 
 
 def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[Table | str]:
@@ -30,6 +33,7 @@ def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) 
         lines += [_table(found, prices), _efficiency(found, task, prices), *_remarks(found, task, prices)]
     else:
         lines.append("No candidate carries this rate within the limits.")
+    lines += _experts(found, task)
     reasons = Counter(reason for _, reason in found.refused)
     lines += [
         f"{count} candidate{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.most_common(6)
@@ -63,13 +67,18 @@ def _table(found: DeploymentChoice, prices: Mapping[str, float]) -> Table:
         candidate = each.deployment.candidate
         table.add_row(
             ("* " if each.frontier else "  ") + candidate.device,
-            f"{each.deployment.replicas} x tp{candidate.tp}",
+            f"{each.deployment.replicas} x {_short(candidate)}",
             candidate.policy + varied(candidate),
             f"{each.cost:.2f}" if prices else str(each.deployment.gpus),
             *_measured(each),
             style="bold" if each is found.found[0] else None,
         )
     return table
+
+
+def _short(candidate: Candidate) -> str:
+    """How the GPUs of an instance share the model, in little room: tp2, dp8 ep8 or tp2 dp4 ep8."""
+    return candidate.shape.replace("=", "").replace(",", " ")
 
 
 def _varied(found: DeploymentChoice) -> Callable[[Candidate], str]:
@@ -91,7 +100,7 @@ def _efficiency(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, fl
     for each in found.found:
         candidate = each.deployment.candidate
         table.add_row(
-            f"{'+ ' if each.efficient else '  '}{each.deployment.replicas} x {candidate.device} tp{candidate.tp} "
+            f"{'+ ' if each.efficient else '  '}{each.deployment.replicas} x {candidate.device} {_short(candidate)} "
             f"{candidate.policy}{varied(candidate)}",
             str(each.deployment.gpus),
             numbers.rate(each.tokens_per_s_per_user),
@@ -134,15 +143,40 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
         "limits, at the rate, at 120 % of it and at the rate with one replica lost; "
         "of the best three, with all replicas simulated behind a least-outstanding dispatcher, else of one "
         "replica. over: the queue grows for as long as requests come.",
-        f"Cheapest: {best.deployment.replicas} x {candidate.device} tp={candidate.tp} under {candidate.policy}"
+        f"Cheapest: {best.deployment.replicas} x {candidate.device} {candidate.shape} under {candidate.policy}"
         f"{_varied(found)(candidate)}, "
         f"{best.deployment.gpus} {'GPU' if best.deployment.gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_api_servers(found, task),
+        *_ranks(found),
         *_caveats(found, task),
     ]
     return lines if _varied(found)(candidate) else [lines[0], sizes, *lines[1:]]
+
+
+def _ranks(found: DeploymentChoice) -> list[str]:
+    """What ranks that share experts need so that they refill together, as is simulated."""
+    shown = [each.deployment.candidate for each in found.found]
+    aligned = [one for one in shown if one.dp > 1 and parse_policy(one.policy).aligns_ranks]
+    if not aligned:
+        return []
+    return [
+        f"{aligned[0].policy} with {_short(aligned[0])}: the ranks of an instance compute prompts in the same passes: "
+        f"start vLLM with --prefill-schedule-interval {LONGEST_PERIOD}, by which they count them."
+    ]
+
+
+def _experts(found: DeploymentChoice, task: PlanTask) -> list[str]:
+    """That instances which share experts were not among the candidates, where they could be."""
+    candidates = [*(one.deployment.candidate for one in found.found), *(one for one, _ in found.refused), *found.pruned]
+    most = max((one.gpus for one in candidates), default=1)
+    if most == 1 or any(one.ep > 1 for one in candidates) or not find_model(task.model).experts:
+        return []
+    return [
+        f"No candidate shares experts between its GPUs; --instance tp={most},ep={most} and --instance "
+        f"dp={most},ep={most} add such instances."
+    ]
 
 
 def _types(task: PlanTask) -> str:
@@ -157,7 +191,7 @@ def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
     for each in found.found:
         candidate = each.deployment.candidate
         for caveat in caveats(replace(task, candidate=candidate)):
-            said.setdefault(caveat, f"{candidate.device} tp{candidate.tp}: {caveat}")
+            said.setdefault(caveat, f"{candidate.device} {_short(candidate)}: {caveat}")
     return list(said.values())
 
 

@@ -37,6 +37,14 @@ class CandidateFlags:
     tp: Annotated[list[int] | None, opt("--tp", help="GPUs per instance; repeat. Default: 1 2 4 8.", panel=_CHOICE)] = (
         None
     )
+    instance: Annotated[
+        list[str] | None,
+        opt(
+            "--instance",
+            help="One that shares its experts: tp=8,ep=8 or dp=8,ep=8; repeat. Beside --tp.",
+            panel=_CHOICE,
+        ),
+    ] = None
     policy: Annotated[
         list[str] | None, opt("--policy", "-p", help="Repeat. Default: v1, ebplus, marginal.", panel=_CHOICE)
     ] = None
@@ -116,7 +124,7 @@ def plan(
             found = choose(tasks, prices, pool, say)
     if found.refused and all(reason.startswith(MISSED_ALONE) for _, reason in found.refused) and not found.found:
         candidate, reason = found.refused[0]
-        raise UsageError(f"no candidate meets the limits: {candidate.device} tp={candidate.tp} {reason}")
+        raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {reason}")
     if output.plot is not None and found.found:
         chart.save_frontier(found, bool(prices), output.plot)
     if output.as_json:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
+from ebbench.config.topology import parse_topology
 from ebbench.devices.apiserver import DEFAULT_CLASS, chosen_api_server, first_choice
 from ebbench.devices.profiles import find_model, find_profile, list_devices
 from ebbench.devices.request import quantised
@@ -37,10 +38,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     if choice.vllm_version is not None:
         start_up(choice.vllm_version)
     policies = [spec.name for spec in parse_policies(choice.policy or DEFAULT_POLICIES)]
-    sizes = choice.tp or DEFAULT_TP
-    for size in sizes:
-        if size < 1:
-            raise UsageError(f"--tp must be at least 1, not {size}")
+    shapes = _shapes(choice)
     devices = choice.device or list_devices()
     for device in devices:
         find_profile(device)
@@ -51,7 +49,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     budgets, seqs = choice.max_num_batched_tokens or (8192,), choice.max_num_seqs or (1024,)
     return [
         PlanTask(
-            candidate=Candidate(device, tp, policy, budget, most),
+            candidate=Candidate(device, tp, policy, budget, most, dp, ep),
             model=choice.model,
             workload=workload,
             scenario=target.scenario,
@@ -68,8 +66,31 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
             quantization=choice.quantization,
             kv_cache_dtype=choice.kv_cache_dtype,
         )
-        for device, tp, policy, budget, most in product(devices, sizes, policies, budgets, seqs)
+        for device, (tp, dp, ep), policy, budget, most in product(devices, shapes, policies, budgets, seqs)
     ]
+
+
+def _shapes(choice: CandidateFlags) -> list[tuple[int, int, int]]:
+    """(tp, dp, ep) of each kind of instance. Raises UsageError for one that is not a single instance."""
+    for size in choice.tp or ():
+        if size < 1:
+            raise UsageError(f"--tp must be at least 1, not {size}")
+    sizes = choice.tp or (() if choice.instance else DEFAULT_TP)
+    shared = [_shape(text) for text in choice.instance or ()]
+    return list(dict.fromkeys([*((size, 1, 1) for size in sizes), *shared]))
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    """(tp, dp, ep) of an instance in the short form of a topology."""
+    pool = parse_topology(text).replicas
+    if pool is None or pool.instances > 1:
+        raise UsageError(
+            f"--instance {text}: one instance, whose GPUs share the model, such as tp=2, tp=8,ep=8 or dp=8,ep=8; "
+            "the number of replicas is what plan finds"
+        )
+    if pool.lockstep:
+        raise UsageError(f"--instance {text}: ranks of a dense model gain nothing by lockstep; they are replicas")
+    return pool.tp, pool.dp, pool.ep
 
 
 def with_api_server(tasks: Sequence[PlanTask]) -> list[PlanTask]:
