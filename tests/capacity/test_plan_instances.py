@@ -33,8 +33,19 @@ def moe(candidate: Candidate) -> PlanTask:
 
 def test_the_command_sizes_the_instances_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_tasks, "_SESSIONS", 100)  # the least per run; 2,000 take 20 s with all invariants checked
-    options = ["--model", "qwen3-30b-a3b", "--policy", "v1", "--max-num-seqs", "8", "--instance", "dp=2,ep=2", "--json"]
-    done = CliRunner().invoke(app, ["plan", "sharegpt", *LOAD, *options])
+    options = [
+        "--model",
+        "qwen3-30b-a3b",
+        "--policy",
+        "v1",
+        "--max-num-seqs",
+        "8",
+        "--instance",
+        "dp=2,ep=2",
+        "--price",
+        "h200=3",
+    ]
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *LOAD, *options, "--json"])
     assert done.exit_code == 0, done.output
     [found] = json.loads(done.stdout)["deployments"]
     assert (found["tp"], found["dp"], found["ep"]) == (1, 2, 2)
