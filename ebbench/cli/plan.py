@@ -41,7 +41,7 @@ class CandidateFlags:
         list[str] | None,
         opt(
             "--instance",
-            help="One that shares its experts: tp=8,ep=8 or dp=8,ep=8; repeat. Beside --tp.",
+            help="Sharing its experts: tp=8,ep=8 or dp=8,ep=8; repeat. Without --tp: only these.",
             panel=_CHOICE,
         ),
     ] = None
