@@ -14,9 +14,9 @@ from ebbench.advice.candidates import topology_asked
 from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
 from ebbench.analysis.compare.policies import TIE
 from ebbench.config.setting_strings import option_name
+from ebbench.engines.checks import rank_notes
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
 from ebbench.render.tables import framed
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import parse_policy
 
 if TYPE_CHECKING:
@@ -102,11 +102,8 @@ def parameters(advice: Advice) -> list[str]:
     if policy.vllm_option:
         lines.append(policy.vllm_option)
     topology = topology_asked(question)
-    if policy.aligns_ranks and topology is not None and topology.pools[0].dp > 1:
-        lines.append(
-            f"The {topology.pools[0].dp} ranks of an instance compute prompts in the same passes: start vLLM with "
-            f"--prefill-schedule-interval {LONGEST_PERIOD}, by which they count them."
-        )
+    if topology is not None:
+        lines += [f"T{note[1:]}." for note in rank_notes(policy, topology.pools[0].dp)]
     return lines
 
 

@@ -34,7 +34,7 @@ from ebbench.devices import Device, load_device
 from ebbench.devices.apiserver import OFF
 from ebbench.devices.parallel import Parallel
 from ebbench.engines.base import EngineOptions
-from ebbench.engines.checks import start_notes
+from ebbench.engines.checks import rank_notes, start_notes
 from ebbench.engines.setup import EngineSetup, make_engine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
@@ -312,6 +312,6 @@ def _device(task: PlanTask) -> Device:
 
 
 def caveats(task: PlanTask) -> tuple[str, ...]:
-    """What is estimated on the candidate's device rather than measured, and whether a real server would start."""
-    device = _device(task)
-    return (*device.warnings, *start_notes(device, _options(task)))
+    """What is estimated on the candidate's device rather than measured, and what a real server needs to start."""
+    device, ranks = _device(task), rank_notes(parse_policy(task.candidate.policy), task.candidate.dp)
+    return (*device.warnings, *start_notes(device, _options(task)), *ranks)

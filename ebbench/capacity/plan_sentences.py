@@ -18,8 +18,6 @@ from ebbench.devices.profiles import find_model
 from ebbench.records.manifest import RunWarning
 from ebbench.render import numbers
 from ebbench.render.tables import framed
-from vllm_eb.lockstep import LONGEST_PERIOD
-from vllm_eb.policy import parse_policy
 
 
 def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[Table | str]:
@@ -149,22 +147,9 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_api_servers(found, task),
-        *_ranks(found),
         *_caveats(found, task),
     ]
     return lines if _varied(found)(candidate) else [lines[0], sizes, *lines[1:]]
-
-
-def _ranks(found: DeploymentChoice) -> list[str]:
-    """What ranks that share experts need so that they refill together, as is simulated."""
-    shown = [each.deployment.candidate for each in found.found]
-    aligned = [one for one in shown if one.dp > 1 and parse_policy(one.policy).aligns_ranks]
-    if not aligned:
-        return []
-    return [
-        f"{aligned[0].policy} with {_short(aligned[0])}: the ranks of an instance compute prompts in the same passes: "
-        f"start vLLM with --prefill-schedule-interval {LONGEST_PERIOD}, by which they count them."
-    ]
 
 
 def _experts(found: DeploymentChoice, task: PlanTask) -> list[str]:

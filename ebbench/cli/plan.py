@@ -87,7 +87,7 @@ def plan(
     choice: CandidateFlags,
     output: PlanOutput,
 ) -> None:
-    """Find the devices, tensor parallelism, replicas and policy that serve a rate within limits, by simulation.
+    """Find the devices, GPUs per replica, replicas and policy that serve a rate within limits, by simulation.
 
     Costs use your prices per GPU-hour; without --price the number of GPUs decides.
     """

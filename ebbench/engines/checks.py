@@ -17,6 +17,7 @@ from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 
 
@@ -195,6 +196,16 @@ def _uses(plan: Plan, column: str) -> bool:
 def start_notes(device: Device, options: EngineOptions) -> tuple[str, ...]:
     """Warnings where vLLM would refuse to start with these options, though the plan's requests fit."""
     return (*_beyond_positions(device, options), *_beyond_capacity(device, options))
+
+
+def rank_notes(policy: PolicySpec, ranks: int) -> tuple[str, ...]:
+    """What an instance of ``ranks`` data-parallel ranks needs at its start so that they refill together."""
+    if ranks == 1 or not policy.aligns_ranks:
+        return ()
+    return (
+        f"the {ranks} ranks of an instance compute prompts in the same passes: start vLLM with "
+        f"--prefill-schedule-interval {LONGEST_PERIOD}, by which they count them",
+    )
 
 
 def _positions(device: Device) -> int:

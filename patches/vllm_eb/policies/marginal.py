@@ -157,10 +157,11 @@ class MarginalPolicy(Strategy):
         self._update_inputs(view, stepped=phases.phase != "prefill")
         if phases.phase == "prefill" and phases.refilling(view) and not self.responses_behind:
             refill = phases.refill(view)
-            if self._go_on_mixed(view, refill):
-                budget = self._token_budget(view, "mixed", refill)
-                return StepChoice("mixed", "mb", "prompts cost less beside decodes", refill, token_budget=budget)
-            return StepChoice("prefill", "eb", token_budget=self._refill_budget())
+            if not self._cheaper_mixed(view, refill):
+                return StepChoice("prefill", "eb", token_budget=self._refill_budget())
+            self._took("mixed", view)
+            budget = self._token_budget(view, "mixed", refill)
+            return StepChoice("mixed", "mb", "prompts cost less beside decodes", refill, token_budget=budget)
         refill = phases.refill(view)
         choice = self._cheapest_step(view, refill, blocked=phases.pop_blocked())
         if choice.way == "decode" == phases.phase:
@@ -174,8 +175,8 @@ class MarginalPolicy(Strategy):
             self._token_budget(view, choice.way, refill),
         )
 
-    def _go_on_mixed(self, view: View, refill: int) -> bool:
-        """Whether the exclusive refill that goes on, of ``refill`` requests more, becomes a mixed one.
+    def _cheaper_mixed(self, view: View, refill: int) -> bool:
+        """Whether the exclusive refill that goes on, of ``refill`` requests more, costs less as a mixed one.
 
         Answers of one length that begin together end together, so the whole batch is refilled at once, and nothing
         decodes at the moment when both ways are compared. Only where no request is left waiting: with a queue the
@@ -187,12 +188,7 @@ class MarginalPolicy(Strategy):
         if view.waiting > refill or (refill + view.prefilling) * max(self.lengths.mu_new, 1.0) < step_tokens:
             return False
         batch, context_tokens = view.decoding + view.prefilling + refill, self._mean_context(view)
-        if not rule.cheaper_beside(step_tokens, view.decoding, batch, context_tokens):
-            return False
-        rule.refilled()
-        rule.decoded(view.decoding, context_tokens, 0)
-        self._answers.decoded(view.decoding)
-        return True
+        return rule.cheaper_beside(step_tokens, view.decoding, batch, context_tokens)
 
     def _token_budget(self, view: View, way: Way, refill: int) -> int | None:
         """Tokens of a step with prompts, where fewer than the engine's budget cost less per token.
@@ -251,12 +247,16 @@ class MarginalPolicy(Strategy):
                 choice = choice._replace(way="decode")
             elif self._fills_passes and choice.way == "prefill":
                 choice = choice._replace(way="mixed")
-        if choice.way != "decode":
-            self._refills.refilled()
-        if choice.way != "prefill":
-            self._refills.decoded(view.decoding, context_tokens, refill if choice.way == "decode" else 0)
-            self._answers.decoded(view.decoding)
+        self._took(choice.way, view, refill if choice.way == "decode" else 0)
         return choice
+
+    def _took(self, way: Way, view: View, left_out: int = 0) -> None:
+        """Count the step that was chosen, ``left_out``: requests that could be in it."""
+        if way != "decode":
+            self._refills.refilled()
+        if way != "prefill":
+            self._refills.decoded(view.decoding, self._mean_context(view), left_out)
+            self._answers.decoded(view.decoding)
 
     @property
     def _fills_passes(self) -> bool:
