@@ -36,8 +36,8 @@ def test_a_token_beside_prompts_is_compared_with_one_of_the_whole_batch(
     assert rule.cheaper_beside(tokens, decoding, decoding + joining, 0.0) == (beside_s < later_s)
 
 
-def second_step(policy: str = "marginal", mixed_s_per_seq: float = 1e-6, ranks: int = 1, **changes: float) -> str:
-    """The step after the first one of a refill of the whole batch, which began with nothing decoding."""
+def controller(policy: str = "marginal", mixed_s_per_seq: float = 1e-6, ranks: int = 1) -> Controller:
+    """One that has seen 200 requests, with 128 tokens each."""
     calibration = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(5e-5, mixed_s_per_seq, 1e-8))
     made = Controller(
         parse_policy(policy), calibration, max_num_seqs=100, block_size=16, num_blocks=9000,
@@ -46,6 +46,12 @@ def second_step(policy: str = "marginal", mixed_s_per_seq: float = 1e-6, ranks: 
     for _ in range(200):
         made.on_prompt(PROMPT_TOKENS)
         made.on_finish(128)
+    return made
+
+
+def second_step(policy: str = "marginal", mixed_s_per_seq: float = 1e-6, ranks: int = 1, **changes: float) -> str:
+    """The step after the first one of a refill of the whole batch, which began with nothing decoding."""
+    made = controller(policy, mixed_s_per_seq, ranks)
     assert made.decide(View(0.0, 0, 0, 0, 64, 9000)).phase == "prefill"
     for _ in range(8):
         made.on_prompt(PROMPT_TOKENS)
@@ -56,6 +62,30 @@ def test_a_refill_of_the_whole_batch_goes_on_beside_the_answers_that_it_began() 
     assert second_step() == "mixed"
 
 
+def test_so_does_one_with_a_queue_if_the_answers_before_ended_together() -> None:
+    made = controller()
+    assert made.decide(View(0.0, 0, 0, 0, 300, 9000)).phase == "prefill"
+    assert made.decide(View(1.0, 1, 100, 0, 200, 2000)).phase == "decode"
+    assert made.decide(View(2.0, 2, 0, 0, 200, 9000)).phase == "prefill"
+    assert made.decide(View(2.5, 3, 8, 0, 192, 8400)).phase == "mixed"
+
+
+def test_a_refill_after_a_pause_stays_exclusive_with_a_queue() -> None:
+    """The batch emptied because no more requests came; a burst says nothing about lengths."""
+    made = controller()
+    assert made.decide(View(1.0, 1, 100, 0, 0, 2000)).phase == "decode"
+    assert made.decide(View(2.0, 2, 0, 0, 200, 9000)).phase == "prefill"
+    assert made.decide(View(2.5, 3, 8, 0, 192, 8400)).phase == "prefill"
+
+
+def test_a_refill_beside_decodes_and_a_queue_stays_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There both ways have been compared at their best; what a token costs beside prompts is not asked again."""
+    monkeypatch.setattr(MarginalRefill, "_plan", lambda *_: "prefill")
+    made, beside = controller(), View(0.0, 0, 40, 0, 200, 6000)
+    assert "prefill" in [made.decide(beside._replace(now_s=0.1 * step)).phase for step in range(60)]
+    assert made.decide(View(7.0, 60, 48, 0, 192, 5500)).phase == "prefill"
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -64,7 +94,7 @@ def test_a_refill_of_the_whole_batch_goes_on_beside_the_answers_that_it_began() 
         {"ranks": 2},  # they plan their passes together
         {"policy": "marginal:tpot=4", "now_s": 0.0},
         {"policy": "marginal:ttft=1000"},
-        {"waiting": 200},  # a queue: the ways have been compared at their best
+        {"waiting": 200},  # a queue at the start, before any answer has ended
         {"waiting": 7},  # less than a full step of prompts is left
         {"decoding": 0, "free_blocks": 9000},
         {"last_tokens_out": True},
@@ -74,17 +104,21 @@ def test_an_exclusive_refill_stays_exclusive(case: dict[str, object]) -> None:
     assert second_step(**case) == "prefill"  # type: ignore[arg-type]
 
 
-def test_answers_of_one_length_cost_marginal_nothing_against_v1() -> None:
-    """Exclusive refills of all 256 requests at once, for ever, had 5 % less than v1 here."""
+@pytest.mark.parametrize(("open_requests", "at_least"), [(256, 0.99), (1024, 0.98)])
+def test_answers_of_one_length_cost_marginal_little_against_v1(open_requests: int, at_least: float) -> None:
+    """Exclusive refills of all 256 slots at once, for ever, had 5 % less than v1 here, with and without a queue.
+
+    With a queue the first of six batches is still refilled so.
+    """
     rates = {
         policy: make(
             Task(
                 simulated(
-                    "balanced", policy, "h200", "qwen3-30b-a3b", 1024, 8192, length_distribution="fixed",
-                    input_len=1024, output_len=128, num_prompts=1536, max_concurrency=256,
+                    "balanced", policy, "h200", "qwen3-30b-a3b", 256, 8192, length_distribution="fixed",
+                    input_len=1024, output_len=128, num_prompts=1536, max_concurrency=open_requests,
                 )
             )
         ).figures["request_throughput"]
         for policy in ("v1", "marginal")
     }  # fmt: skip
-    assert rates["marginal"] > 0.99 * rates["v1"]
+    assert rates["marginal"] > at_least * rates["v1"]

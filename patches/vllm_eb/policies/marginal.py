@@ -100,6 +100,7 @@ class MarginalPolicy(Strategy):
         self._context_tokens = 0.0
         self._payback_steps: float | None = None
         self._decisions = 0
+        self._queued = self._ended_together = False  # waiting beside decodes; at the next refill, none of these left
         self._steps = PromptSteps(self._costs, engine.max_num_batched_tokens)
         self._joint = self._joint_refill(spec) if engine.ranks > 1 else None
         self._may_mix = spec.mix
@@ -179,13 +180,14 @@ class MarginalPolicy(Strategy):
         """Whether the exclusive refill that goes on, of ``refill`` requests more, costs less as a mixed one.
 
         Answers of one length that begin together end together, so the whole batch is refilled at once, and nothing
-        decodes at the moment when both ways are compared. Only where no request is left waiting: with a queue the
-        ways have been compared at their best. Less than one full step of prompts is not worth a change.
+        decodes at the moment when both ways are compared. With more requests than slots, only where the last answers
+        ended together while requests waited: else both are compared at their best. One step is not worth a change.
         """
         rule, step_tokens = self._refills, self._steps.cheapest or self.engine.max_num_batched_tokens
         if not self._may_mix or self._has_targets or not isinstance(rule, MarginalRefill) or not view.decodes:
             return False
-        if view.waiting > refill or (refill + view.prefilling) * max(self.lengths.mu_new, 1.0) < step_tokens:
+        one_step = (refill + view.prefilling) * max(self.lengths.mu_new, 1.0) < step_tokens
+        if one_step or (view.waiting > refill and not self._ended_together):
             return False
         batch, context_tokens = view.decoding + view.prefilling + refill, self._mean_context(view)
         return rule.cheaper_beside(step_tokens, view.decoding, batch, context_tokens)
@@ -216,6 +218,8 @@ class MarginalPolicy(Strategy):
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self.plan_batch()
         self._room.observe(view.decoding + view.prefilling, view.preempted)
+        if view.decodes:
+            self._queued = view.waiting > 0
         # A rank in lockstep that holds its prompts back alone does not make the pass shorter.
         if self._service.tpot_s is not None and self._joint is None:
             self._debt.observe(
@@ -236,6 +240,7 @@ class MarginalPolicy(Strategy):
         choice = NOTHING_TO_REFILL
         if refill or view.prefilling:
             decodes = view.decodes
+            self._ended_together = self._queued and not decodes
             choice = self._refills.choose(
                 decoding=view.decoding if decodes else 0,
                 context_tokens=context_tokens,
