@@ -100,7 +100,8 @@ class MarginalPolicy(Strategy):
         self._context_tokens = 0.0
         self._payback_steps: float | None = None
         self._decisions = 0
-        self._queued = self._ended_together = False  # waiting beside decodes; at the next refill, none of these left
+        self._queued = False  # whether requests waited when something last decoded
+        self._ended_together = False  # whether everything had ended when the last refill began, while requests waited
         self._steps = PromptSteps(self._costs, engine.max_num_batched_tokens)
         self._joint = self._joint_refill(spec) if engine.ranks > 1 else None
         self._may_mix = spec.mix
@@ -181,13 +182,13 @@ class MarginalPolicy(Strategy):
 
         Answers of one length that begin together end together, so the whole batch is refilled at once, and nothing
         decodes at the moment when both ways are compared. With more requests than slots, only where the last answers
-        ended together while requests waited: else both are compared at their best. One step is not worth a change.
+        ended together while requests waited: else both are compared at their best. Less than a step is not worth a change.
         """
         rule, step_tokens = self._refills, self._steps.cheapest or self.engine.max_num_batched_tokens
         if not self._may_mix or self._has_targets or not isinstance(rule, MarginalRefill) or not view.decodes:
             return False
-        one_step = (refill + view.prefilling) * max(self.lengths.mu_new, 1.0) < step_tokens
-        if one_step or (view.waiting > refill and not self._ended_together):
+        prompt_tokens = (refill + view.prefilling) * max(self.lengths.mu_new, 1.0)
+        if prompt_tokens < step_tokens or (view.waiting > refill and not self._ended_together):
             return False
         batch, context_tokens = view.decoding + view.prefilling + refill, self._mean_context(view)
         return rule.cheaper_beside(step_tokens, view.decoding, batch, context_tokens)
