@@ -182,7 +182,7 @@ class MarginalPolicy(Strategy):
 
         Answers of one length that begin together end together, so the whole batch is refilled at once, and nothing
         decodes at the moment when both ways are compared. With more requests than slots, only where the last answers
-        ended together while requests waited: else both are compared at their best. Less than a step is not worth a change.
+        ended together while requests waited: else both are compared at their best. Less than one step stays as it is.
         """
         rule, step_tokens = self._refills, self._steps.cheapest or self.engine.max_num_batched_tokens
         if not self._may_mix or self._has_targets or not isinstance(rule, MarginalRefill) or not view.decodes:
