@@ -18,6 +18,8 @@ TPOT_SHARE = 0.85  # share of the target that is planned for: single requests va
 TTFT_SHARE = 0.6  # share of the target after which a waiting request makes a refill due
 PAUSE_SHARE = 0.7  # share of the TPOT target that tokens and pauses together may take if responses are to be preempted
 PRIOR_ANSWERS = 4.0  # weight of the assumed output length, in completed responses
+# Before the first unbiased estimate, a mean response is at most this many times the assumed one, or the oldest one.
+MOST_ASSUMED, MOST_OLDEST = 4.0, 2.0
 DEBT_PAID = 0.95  # share of the target that a token may take
 # Shares of a mean answer's time at the target: when prompts have to wait, when they may come again, what is given up.
 DEBT_HIGH, DEBT_LOW, DEBT_FORGOTTEN = 0.025, 0.0125, 0.25
@@ -33,7 +35,9 @@ class AnswerLength:
 
     The long memory is the same at first. With ``product_limit`` it is then the mean under the survival curve of Kaplan
     and Meier (1958), which holds for any distribution: running responses count as censored at their age
-    (:class:`~vllm_eb.hazard.CensoredHazard`). The short memory begins anew with the first of these estimates.
+    (:class:`~vllm_eb.hazard.CensoredHazard`). The short memory begins anew with the first of these estimates. Until
+    then both are limited: a thousand responses of 50 tokens, of which none has ended, do not make a mean of 12,000. The
+    limit is twice the oldest response, since nothing is known of what comes after it, or four times the assumed mean.
 
     Overestimated lengths leave slots empty; underestimated ones cause preemptions and recomputation. With latency
     targets a preempted response stands still, so there the estimate that errs to the long side is kept.
@@ -44,6 +48,8 @@ class AnswerLength:
         self._short = FadingMean(prior_tokens, max(window // 4, 1))
         self._lengths = CensoredHazard(window) if product_limit else None
         self._level: float | None = None
+        self._prior_tokens = prior_tokens
+        self._steps = 0  # as many as the oldest response can have tokens
         self.mean = prior_tokens
         """The estimate in tokens."""
         self.running_tokens = 0
@@ -51,6 +57,7 @@ class AnswerLength:
 
     def decoded(self, seqs: int) -> None:
         """Record a step with one token for each of ``seqs`` sequences."""
+        self._steps += 1
         self.running_tokens += seqs
         self._long.tokens += seqs
         self._short.tokens += seqs
@@ -83,6 +90,8 @@ class AnswerLength:
         long, short = self._long, self._short
         level = long.tokens / long.ended if self._level is None else self._level
         self.mean = max(level, short.tokens / short.ended)
+        if self._lengths is not None and self._level is None:
+            self.mean = min(self.mean, max(MOST_ASSUMED * self._prior_tokens, MOST_OLDEST * self._steps))
 
 
 class FadingMean:

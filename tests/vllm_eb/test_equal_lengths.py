@@ -62,20 +62,8 @@ def test_a_refill_of_the_whole_batch_goes_on_beside_the_answers_that_it_began() 
     assert second_step() == "mixed"
 
 
-def test_so_does_one_with_a_queue_if_the_answers_before_ended_together() -> None:
-    made = controller()
-    assert made.decide(View(0.0, 0, 0, 0, 300, 9000)).phase == "prefill"
-    assert made.decide(View(1.0, 1, 100, 0, 200, 2000)).phase == "decode"
-    assert made.decide(View(2.0, 2, 0, 0, 200, 9000)).phase == "prefill"
-    assert made.decide(View(2.5, 3, 8, 0, 192, 8400)).phase == "mixed"
-
-
-def test_a_refill_after_a_pause_stays_exclusive_with_a_queue() -> None:
-    """The batch emptied because no more requests came; a burst says nothing about lengths."""
-    made = controller()
-    assert made.decide(View(1.0, 1, 100, 0, 0, 2000)).phase == "decode"
-    assert made.decide(View(2.0, 2, 0, 0, 200, 9000)).phase == "prefill"
-    assert made.decide(View(2.5, 3, 8, 0, 192, 8400)).phase == "prefill"
+def test_so_does_one_with_a_queue() -> None:
+    assert second_step(waiting=200) == "mixed"
 
 
 def test_a_refill_beside_decodes_and_a_queue_stays_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +82,6 @@ def test_a_refill_beside_decodes_and_a_queue_stays_exclusive(monkeypatch: pytest
         {"ranks": 2},  # they plan their passes together
         {"policy": "marginal:tpot=4", "now_s": 0.0},
         {"policy": "marginal:ttft=1000"},
-        {"waiting": 200},  # a queue at the start, before any answer has ended
         {"waiting": 7},  # less than a full step of prompts is left
         {"decoding": 0, "free_blocks": 9000},
         {"last_tokens_out": True},
@@ -104,14 +91,9 @@ def test_an_exclusive_refill_stays_exclusive(case: dict[str, object]) -> None:
     assert second_step(**case) == "prefill"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("max_num_seqs", "max_concurrency", "at_least"), [(1024, 256, 0.99), (256, 1024, 0.98)])
-def test_answers_of_one_length_cost_marginal_little_against_v1(
-    max_num_seqs: int, max_concurrency: int, at_least: float
-) -> None:
-    """Exclusive refills of all 256 requests at once, for ever, had 5 % less than v1 here, with and without a queue.
-
-    With a queue the first of six batches is still refilled so.
-    """
+@pytest.mark.parametrize(("max_num_seqs", "max_concurrency"), [(1024, 256), (256, 1024)])
+def test_answers_of_one_length_cost_marginal_nothing_against_v1(max_num_seqs: int, max_concurrency: int) -> None:
+    """Exclusive refills of all 256 requests at once, for ever, had 5 % less than v1 here, with and without a queue."""
     rates = {
         policy: make(
             Task(
@@ -123,4 +105,4 @@ def test_answers_of_one_length_cost_marginal_little_against_v1(
         ).figures["request_throughput"]
         for policy in ("v1", "marginal")
     }  # fmt: skip
-    assert rates["marginal"] > at_least * rates["v1"]
+    assert rates["marginal"] > 0.995 * rates["v1"]

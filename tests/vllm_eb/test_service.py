@@ -52,6 +52,38 @@ def test_long_answers_are_recognised_before_the_first_has_ended() -> None:
     assert length.mean > 50 * 500 / 10  # 25,000 tokens and none has ended
 
 
+@pytest.mark.parametrize(("prior_tokens", "steps", "expected"), [(100, 10, 400), (100, 50, 400), (20, 50, 100)])
+def test_a_full_start_does_not_make_answers_long_before_the_first_unbiased_estimate(
+    prior_tokens: float, steps: int, expected: float
+) -> None:
+    """A thousand begin at once: at most four times the assumed mean, or twice the oldest answer."""
+    length = AnswerLength(prior_tokens, window=500, product_limit=True)
+    for _ in range(steps):
+        length.decoded(1000)
+    assert length.mean == expected
+    length.ended(steps)
+    assert length.mean == expected
+
+
+def test_few_long_answers_are_not_limited_by_what_was_assumed() -> None:
+    length = AnswerLength(prior_tokens=100, window=500, product_limit=True)
+    for _ in range(4000):
+        length.decoded(1)
+    assert length.mean == 100 + 4000 / 4
+
+
+def test_the_limit_ends_with_the_first_unbiased_estimate() -> None:
+    """Answers become 30 times as long as assumed: then no limit holds the estimate down."""
+    length = AnswerLength(prior_tokens=10, window=500, product_limit=True)
+    for _ in range(50):
+        length.decoded(1)
+        length.ended(1)
+    length.update(list)
+    for _ in range(10):
+        length.decoded(10_000)
+    assert length.mean > 300
+
+
 def test_the_mean_answer_converges_and_follows_a_change() -> None:
     length = AnswerLength(prior_tokens=100, window=100, product_limit=False)
     for expected in (30, 400, 30):

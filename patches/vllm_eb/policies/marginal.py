@@ -100,8 +100,7 @@ class MarginalPolicy(Strategy):
         self._context_tokens = 0.0
         self._payback_steps: float | None = None
         self._decisions = 0
-        self._queued = False  # whether requests waited when something last decoded
-        self._ended_together = False  # whether everything had ended when the last refill began, while requests waited
+        self._began_empty = False  # whether nothing decoded when the last refill began
         self._steps = PromptSteps(self._costs, engine.max_num_batched_tokens)
         self._joint = self._joint_refill(spec) if engine.ranks > 1 else None
         self._may_mix = spec.mix
@@ -181,14 +180,14 @@ class MarginalPolicy(Strategy):
         """Whether the exclusive refill that goes on, of ``refill`` requests more, costs less as a mixed one.
 
         Answers of one length that begin together end together, so the whole batch is refilled at once, and nothing
-        decodes at the moment when both ways are compared. With more requests than slots, only where the last answers
-        ended together while requests waited: else both are compared at their best. Less than one step stays as it is.
+        decodes at the moment when both ways are compared. With more requests than slots, only then: else both are
+        compared at their best. Less than one step stays as it is.
         """
         rule, step_tokens = self._refills, self._steps.cheapest or self.engine.max_num_batched_tokens
         if not self._may_mix or self._has_targets or not isinstance(rule, MarginalRefill) or not view.decodes:
             return False
         prompt_tokens = (refill + view.prefilling) * max(self.lengths.mu_new, 1.0)
-        if prompt_tokens < step_tokens or (view.waiting > refill and not self._ended_together):
+        if prompt_tokens < step_tokens or (view.waiting > refill and not self._began_empty):
             return False
         batch, context_tokens = view.decoding + view.prefilling + refill, self._mean_context(view)
         return rule.cheaper_beside(step_tokens, view.decoding, batch, context_tokens)
@@ -219,8 +218,6 @@ class MarginalPolicy(Strategy):
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self.plan_batch()
         self._room.observe(view.decoding + view.prefilling, view.preempted)
-        if view.decodes:
-            self._queued = view.waiting > 0
         # A rank in lockstep that holds its prompts back alone does not make the pass shorter.
         if self._service.tpot_s is not None and self._joint is None:
             self._debt.observe(
@@ -241,7 +238,7 @@ class MarginalPolicy(Strategy):
         choice = NOTHING_TO_REFILL
         if refill or view.prefilling:
             decodes = view.decodes
-            self._ended_together = self._queued and not decodes
+            self._began_empty = not decodes
             choice = self._refills.choose(
                 decoding=view.decoding if decodes else 0,
                 context_tokens=context_tokens,
