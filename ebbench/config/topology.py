@@ -211,10 +211,13 @@ def _sizes(text: str, parts: list[str]) -> dict[str, Any]:
 
 def _short(spec: TopologySpec) -> str:
     if spec.prefill is not None and spec.decode is not None:
-        shape = _shape(spec.prefill)
-        return f"{spec.prefill.instances}p{spec.decode.instances}d" + (f",{shape}" if shape else "")
+        before, after = (_shape(pool) for pool in (spec.prefill, spec.decode))
+        pools = f"{spec.prefill.instances}p{spec.decode.instances}d"
+        if before == after:
+            return f"{pools},{before}" if before else pools
+        return f"{pools}, prefill {before or 'tp=1'}, decode {after or 'tp=1'}"
     pool = spec.replicas or PoolSpec()
-    if pool.dp > 1:
+    if pool.dp > 1 or pool.ep > 1:
         return (f"instances={pool.instances}," if pool.instances > 1 else "") + _shape(pool)
     return f"dp={pool.instances}" + (f",tp={pool.tp}" if pool.tp > 1 else "")
 

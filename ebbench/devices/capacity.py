@@ -5,7 +5,8 @@ from __future__ import annotations
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.startup import StartUp
+from ebbench.devices.request import DeviceRequest
+from ebbench.devices.startup import StartUp, start_up
 from ebbench.errors import UsageError
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
@@ -93,3 +94,18 @@ def reserve_bytes(
     head = trial.heads * model.vocab * model.hidden * model.dtype_bytes / parallel.tp
     held = step + sampled if trial.at_once else max(step, tokens * model.hidden * model.dtype_bytes + sampled, head)
     return int(collectives + graphs + held)
+
+
+def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:
+    """:func:`kv_capacity_tokens` with the settings of ``request``."""
+    return kv_capacity_tokens(
+        profile,
+        model,
+        start_up(request.vllm),
+        parallel=request.parallel,
+        gpu_memory_utilization=request.gpu_memory_utilization,
+        max_num_seqs=request.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+        eager=request.eager,
+        reported=request.kv_tokens,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Collectives:
         if self.measured:
             whose = f" of {self._device}" if self.profile.collectives_from else ""
             return f"link {self.link} ({self._link.note}): {source('collective')}{whose}"
-        return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula"
+        return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula{self._bounds}"
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -53,8 +53,20 @@ class Collectives:
         link = self._link
         return (
             f"{unmeasured}their time is that of a ring at {link.bytes_per_s / 1e9:g} GB/s with "
-            f"{link.latency_s * 1e6:g} us of latency",
+            f"{link.latency_s * 1e6:g} us of latency{self._bounds}",
         )
+
+    @property
+    def _lower(self) -> list[Collectives]:
+        """Measured collectives that cannot be slower: of fewer GPUs over this link, of as many over a faster one."""
+        faster = [name for name, link in self.profile.links.items() if link.bytes_per_s > self._link.bytes_per_s]
+        others = [replace(self, gpus=count) for count in (2, 4) if count < self.gpus]
+        return [one for one in (*others, *(replace(self, link=name) for name in faster)) if one.measured]
+
+    @property
+    def _bounds(self) -> str:
+        named = [f"on {one.gpus} GPUs" if one.link == self.link else f"over {one.link}" for one in self._lower]
+        return f", and at least that measured {' and '.join(named)}" if named else ""
 
     def all_reduce_s(self, tokens: Array, token_bytes: float, *, eager: bool = False) -> Array:
         """All-reduce of ``tokens`` (an array of counts) of ``token_bytes`` per token; 0 for no tokens."""
@@ -78,14 +90,16 @@ class Collectives:
     def _seconds(self, operation: str, size: Array, mode: str) -> Array:
         """Time of one call over ``size`` bytes."""
         points = self._points(operation, mode)
-        if points is None and operation != "all_reduce":
-            return self._seconds("all_reduce", size / 2, mode)  # half the data of an all-reduce
-        if points is None:
-            share = 2 * (self.gpus - 1) / self.gpus
-            found = self._link.latency_s + share * size / self._link.bytes_per_s
-        else:
+        if points is not None:
             sizes, times = points
             found = np.interp(size, sizes, times) * np.maximum(size / sizes[-1], 1.0)
+        elif operation != "all_reduce":
+            found = self._seconds("all_reduce", size / 2, mode)  # half the data of an all-reduce
+        else:
+            share = 2 * (self.gpus - 1) / self.gpus
+            found = self._link.latency_s + share * size / self._link.bytes_per_s
+        for one in () if self.measured else self._lower:
+            found = np.maximum(found, one._seconds(operation, size, mode))
         return np.where(size > 0, found, 0.0)
 
     def _points(self, operation: str, mode: str) -> tuple[Array, Array] | None:

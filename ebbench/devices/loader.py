@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ebbench.devices.base import CostModel, Device, StepShape
-from ebbench.devices.capacity import kv_capacity_tokens
+from ebbench.devices.base import CostModel, Device
+from ebbench.devices.capacity import requested_capacity
+from ebbench.devices.caveats import caveats
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
@@ -16,22 +17,13 @@ from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, publ
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, measured_name
 from ebbench.devices.request import DeviceRequest, quantised
-from ebbench.devices.roofline import RooflineCost, roofline_cost
-from ebbench.devices.startup import start_up
-from ebbench.devices.table import TableCost, table_cost
+from ebbench.devices.roofline import roofline_cost
+from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6, fitted=False)
-_STEPS = {
-    "256 decodes": StepShape((), 256, 256 * 1024, 256),
-    "2,048 prompt tokens": StepShape(((2048, 0),), 0, 0, 1),
-    "8,192 prompt tokens": StepShape(((2048, 0),) * 4, 0, 0, 4),
-}
-SLOWER = 1.02
-"""From this ratio on, a step is said to be slower than with weights in 16 bits, or than on half the GPUs."""
-EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 
 
 class Built(NamedTuple):
@@ -93,7 +85,7 @@ def load(request: DeviceRequest) -> Device:
     profile, named = find_profile(request.name), find_model(request.model)
     geometry = quantised(named, request.quantization, request.kv_cache_dtype)
     request.parallel.check(geometry)
-    capacity = _capacity(profile, geometry, request)
+    capacity = requested_capacity(profile, geometry, request)
     measured = _measured(profile, request.model, geometry)
     if measured is not None and geometry != named:
         raise UsageError(
@@ -119,12 +111,7 @@ def load(request: DeviceRequest) -> Device:
         kv_capacity_tokens=capacity,
         calibration=measured or _calibration(built, published, profile.margin_s_per_token),
         provenance=built.provenance,
-        warnings=(
-            *built.warnings,
-            *_caveats(request, geometry, built, constants),
-            *_slower_than_16_bits(request, profile, named, built, constants),
-            *_slower_than_half_the_gpus(request, profile, geometry, built, constants),
-        ),
+        warnings=(*built.warnings, *caveats(request, profile, geometry, built.cost, constants)),
         profile=profile,
         geometry=geometry,
         request=request,
@@ -135,94 +122,13 @@ def resized(device: Device, request: DeviceRequest) -> Device:
     """A loaded device with the memory, batch size and budget of ``request``, which only affect its KV cache size."""
     assert device.profile is not None
     assert device.geometry is not None
-    capacity = _capacity(device.profile, device.geometry, request)
+    capacity = requested_capacity(device.profile, device.geometry, request)
     return replace(device, kv_capacity_tokens=capacity, request=request)
-
-
-def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:
-    return kv_capacity_tokens(
-        profile,
-        model,
-        start_up(request.vllm),
-        parallel=request.parallel,
-        gpu_memory_utilization=request.gpu_memory_utilization,
-        max_num_seqs=request.max_num_seqs,
-        max_num_batched_tokens=request.max_num_batched_tokens,
-        eager=request.eager,
-        reported=request.kv_tokens,
-    )
 
 
 def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel) -> Calibration | None:
     """The authors' coefficients, which are for one GPU in 16 bits; None for other shapes."""
     return published_calibration(profile, model) if parallel.single and model.plain else None
-
-
-def _caveats(request: DeviceRequest, model: ModelGeometry, built: Built, host: HostCosts) -> tuple[str, ...]:
-    """Warnings about options without effect and about constants that were not fitted."""
-    found: tuple[str, ...] = (f"{model.name}: {model.note}",) if model.note else ()
-    if model.sliding_layers and request.kv_tokens is None:
-        found += (
-            f"{model.sliding_layers} of the {model.layers} layers of {model.name} attend to the last "
-            f"{model.sliding_window:,} tokens only; vLLM keeps no more of longer sequences there and has room for more "
-            "of them, while here every layer keeps all tokens",
-        )
-    if request.eager and not isinstance(built.cost, TableCost):
-        found += (EAGER_UNKNOWN,)
-    if isinstance(built.cost, TableCost | RooflineCost) and not host.fitted:
-        found += (
-            f"the host's time per step on {request.name} was never fitted: {host.step_s * 1e3:g} ms and "
-            f"{host.sequence_s * 1e6:g} us per sequence are taken",
-        )
-    return found
-
-
-def _slower_than_16_bits(
-    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, built: Built, host: HostCosts
-) -> tuple[str, ...]:
-    """A warning if the tables' kernels are slower with ``--quantization`` than without, as no server would run them."""
-    if request.quantization is None or not isinstance(built.cost, TableCost):
-        return ()
-    slow = _slower_steps(request, profile, model, built.cost, host, request.parallel)
-    if not slow:
-        return ()
-    return (
-        f"with --quantization {request.quantization} some steps take longer than in 16 bits, by the kernel tables of "
-        f"{profile.name}: {slow}; kernels with one scale per tensor are slow there, weights published with one scale "
-        "per block (the model's own config.json) may be faster",
-    )
-
-
-def _slower_than_half_the_gpus(
-    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, built: Built, host: HostCosts
-) -> tuple[str, ...]:
-    """A warning if half as many GPUs hold the model, too, and a step is faster there, without as many collectives."""
-    whole = request.parallel
-    if whole.tp < 2 or whole.dp > 1 or not isinstance(built.cost, TableCost):
-        return ()
-    half = replace(whole, tp=whole.tp // 2, ep=max(whole.ep // 2, 1))
-    try:
-        half.check(model)
-        _capacity(profile, model, replace(request, parallel=half, kv_tokens=None))
-    except UsageError:  # vLLM would not start there
-        return ()
-    slow = _slower_steps(request, profile, model, built.cost, host, half)
-    if not slow:
-        return ()
-    return (
-        f"some steps take longer on {whole.tp} {profile.name} than on {half.tp}, since their collectives cost more "
-        f"than they save: {slow}; {half.tp} hold the model, too, and as many GPUs in replicas can carry more",
-    )
-
-
-def _slower_steps(
-    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost, host: HostCosts, on: Parallel
-) -> str:
-    """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``; "" if none do."""
-    other = table_cost(profile, model, host, shape=on, overlap=request.async_scheduling, eager=request.eager)
-    assert other is not None  # the device has tables
-    ratios = {what: cost.step_s(step) / other[0].step_s(step) for what, step in _STEPS.items()}
-    return ", ".join(f"{what} {ratio:.2f} times" for what, ratio in ratios.items() if ratio > SLOWER)
 
 
 def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Calibration | None:

@@ -174,8 +174,11 @@ def _dense_layers(path: Path, raw: Mapping[str, Any], layers: int) -> int:
 
 
 def _sliding(raw: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """Sliding window in tokens, and number of layers with it; none if it is as long as the longest sequence."""
     window = raw.get("sliding_window")
     if not isinstance(window, int) or window <= 0 or raw.get("use_sliding_window") is False:
+        return 0, 0
+    if 0 < positions_of(raw) <= window:
         return 0, 0
     kinds = raw.get("layer_types")
     if isinstance(kinds, list):
@@ -206,14 +209,28 @@ def _quantised(path: Path, config: object) -> tuple[str, str, str]:
     kv = "fp8" if scheme and ("8" in str(scheme)) else "bfloat16"
     if method == "mxfp4":
         return "bfloat16", "w4a16_mxfp4", kv
-    groups = config.get("config_groups")
-    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
+    weights = [group.get("weights") or {} for group in _groups(config)]
     grouped = bool(weights) and all(one.get("num_bits") == 8 and one.get("type") == "float" for one in weights)
     if method == "fp8" or (grouped and method in ("compressed-tensors", "modelopt", "")):
-        return ("fp8_block" if config.get("weight_block_size") else "fp8"), "", kv
+        in_blocks = config.get("weight_block_size") or any(one.get("strategy") == "block" for one in weights)
+        return ("fp8_block" if in_blocks else "fp8"), "", kv
     raise InputFileError(
         path, f"quantization_config {method or 'without quant_method'!r} has no tables; fp8 and mxfp4 have"
     )
+
+
+def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of layers of a quantization_config by compressed-tensors or ModelOpt; none by other methods."""
+    groups = config.get("config_groups")
+    return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+
+
+def _computes_in_16_bits(config: object) -> bool:
+    """Whether FP8 weights meet activations of 16 bits (compressed-tensors without ``input_activations``)."""
+    if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
+        return False
+    groups = _groups(config)
+    return bool(groups) and not all(group.get("input_activations") for group in groups)
 
 
 def _simplified(raw: Mapping[str, Any]) -> str:
@@ -230,6 +247,11 @@ def _simplified(raw: Mapping[str, Any]) -> str:
         found.append(
             f"its quantization_config leaves layers in 16 bits ({left[0]}) that are taken to be quantized: weights are "
             "too small"
+        )
+    if _computes_in_16_bits(raw.get("quantization_config")):
+        found.append(
+            "its activations stay in 16 bits (no input_activations in its quantization_config), while products are "
+            "taken in FP8: steps with many tokens are too fast"
         )
     if raw.get("vision_config") or raw.get("audio_config"):
         found.append("only its language model is taken: the encoder's weights and time are left out")

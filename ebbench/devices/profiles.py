@@ -24,6 +24,7 @@ class HostCosts:
 
     ``mixed_excess`` scales the part of a mixed attention call that exceeds its pure parts; 1 is as profiled.
     ``request_s`` is not a free constant: `ebbench calibrate` measures it together with a grid of step times.
+    ``doubt``: what speaks against the constants, said where the host decides; "" for nothing.
     """
 
     step_s: float
@@ -32,6 +33,7 @@ class HostCosts:
     source: str = "default, not fitted"
     request_s: float = 0.0
     fitted: bool = True
+    doubt: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class DeviceProfile:
     ``links``: kinds of link between the GPUs of one server, the default first. ``gemm_factor``: time of a step's matrix
     products relative to the tables. ``context_bytes``: memory of the CUDA context, of libraries and workspaces (0.13 to
     0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures. ``collectives_from``: the device whose
-    measured collectives over the link of the same name stand for its own.
+    measured collectives over the link of the same name stand for its own. ``mixed_note``: what stands for the attention
+    of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device.
     """
 
     name: str
@@ -70,7 +73,8 @@ class DeviceProfile:
     context_bytes: int = 290_000_000
     mixed_from: str = ""
     collectives_from: str = ""
-    mixed_note: str = "taken as the sum of its parts"
+    mixed_note: str = "the sum of its parts"
+    mixed_fitted: bool = False
     host: Mapping[str, HostCosts] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
     gemm_factor: float = 1.0

@@ -33,13 +33,15 @@ def unit_device(
 ) -> UnitDevice:
     """The unit of ``pool`` on GPUs like ``device``, connected by ``link`` ("" is the device's default link).
 
-    ``default_utilization`` None: the share of memory that the device was loaded with. Raises UsageError for an
-    unsupported shape. A device made by hand represents a whole unit of any number of GPUs.
+    ``default_utilization``: the share of memory where neither the pool nor the user states one; None: that of vLLM's
+    version. Raises UsageError for an unsupported shape. A device made by hand represents a whole unit of any number of
+    GPUs.
     """
     request, profile, model = device.request, device.profile, device.geometry
     if request is None or profile is None or model is None:
         return UnitDevice(device, 0.0, None, None)
-    utilization = pool.gpu_memory_utilization or default_utilization or request.memory_share
+    given = pool.gpu_memory_utilization or request.gpu_memory_utilization
+    utilization = given or default_utilization or request.memory_share
     sized = replace(
         request, gpu_memory_utilization=utilization, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
     )

@@ -221,10 +221,21 @@ def test_unknown_topologies_are_refused_with_the_reason(text: str, why: str) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["dp=4", "1p3d", "2p2d", "3p1d", "tp=4,dp=8,ep=32", "dp=2,tp=2", "instances=3,tp=4,dp=8,ep=32"]
-)
+    "text",
+    [
+        "dp=4", "1p3d", "2p2d", "3p1d", "tp=4,dp=8,ep=32", "dp=2,tp=2", "instances=3,tp=4,dp=8,ep=32", "tp=2,ep=2",
+        "instances=2,tp=2,ep=2",
+    ],
+)  # fmt: skip
 def test_labels_read_back(text: str) -> None:
     assert parse_topology(parse_topology(text).label) == parse_topology(text)
+
+
+def test_the_label_of_unlike_pools_names_both_shapes() -> None:
+    """Runs are told apart by it."""
+    decode = PoolSpec(instances=2, tp=4, dp=2, ep=8)
+    spec = TopologySpec(prefill=PoolSpec(instances=3), decode=decode)
+    assert spec.label == "3p2d, prefill tp=1, decode tp=4,dp=2,ep=8"
 
 
 def test_pools_refuse_policies_that_have_nothing_to_decide() -> None:

@@ -114,6 +114,17 @@ def test_collectives_that_were_not_measured_are_a_formula_and_said() -> None:
     assert any("were not measured" in warning and "15 GB/s" in warning for warning in device.warnings)
 
 
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_the_formula_is_not_below_what_was_measured_with_fewer_gpus_or_over_a_faster_link(gpus: int) -> None:
+    profile, tokens = find_profile("rtx-pro-6000"), np.array([1.0, 64.0, 512.0, 513.0, 8192.0])
+    slow = Collectives(profile, "pcie", gpus)
+    for times in (Collectives.all_reduce_s, Collectives.all_gather_s, Collectives.reduce_scatter_s):
+        ours = times(slow, tokens, 8192.0)
+        assert (ours >= times(Collectives(profile, "pcie", 2), tokens, 8192.0)).all()
+        assert (ours >= times(Collectives(profile, "pcie-peer", gpus), tokens, 8192.0)).all()
+    assert slow.warnings[0].endswith("and at least that measured on 2 GPUs and over pcie-peer")
+
+
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_collectives_measured_on_another_device_stand_for_a_devices_own_and_are_said(gpus: int) -> None:
     own, lent = (Collectives(find_profile(name), "pcie", gpus) for name in ("rtx-4090", "l40s"))

@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.config.topology import PoolSpec, TopologySpec
+from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec, TopologySpec
+from ebbench.devices import load_device
+from ebbench.devices.units import unit_device
 from ebbench.errors import UsageError
 from ebbench.simulation.transfer import ReceiveStore, StoreFullError, TransferFabric, TransferLink
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
@@ -141,3 +143,17 @@ def test_a_decode_pool_has_the_one_policy_that_there_is(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
     assert [each["policy"] for each in json.loads(done.stdout)] == ["v1"]
+
+
+@pytest.mark.parametrize(
+    ("in_file", "asked_for", "used"),
+    [(None, None, DECODE_UTILIZATION), (None, 0.4, 0.4), (0.8, 0.4, 0.8), (0.8, None, 0.8)],
+)
+def test_a_pool_has_the_share_of_memory_that_its_file_or_the_command_states(
+    in_file: float | None, asked_for: float | None, used: float
+) -> None:
+    device = load_device("rtx-pro-6000", "qwen3-8b", gpu_memory_utilization=asked_for)
+    unit = unit_device(device, PoolSpec(gpu_memory_utilization=in_file), DECODE_UTILIZATION, 1024, 8192)
+    expected = load_device("rtx-pro-6000", "qwen3-8b", gpu_memory_utilization=used, max_num_seqs=1024)
+    assert unit.device.kv_capacity_tokens == expected.kv_capacity_tokens
+    assert unit.spare_bytes == pytest.approx((1 - used) * 101_973_491_712)

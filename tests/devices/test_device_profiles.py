@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,72 @@ def test_quantized_kernels_that_are_slower_than_16_bits_are_a_caveat(device: str
     warnings = load_device(device, model, quantization="fp8").warnings
     assert any("take longer than in 16 bits" in warning for warning in warnings) == warned
     assert not any("16 bits" in warning for warning in load_device(device, model).warnings)
+
+
+@pytest.mark.parametrize(("block", "said"), [(None, True), ([128, 128], False)])
+def test_so_they_are_where_the_models_own_config_says_fp8(tmp_path: Path, block: list[int] | None, said: bool) -> None:
+    """Mixtral-8x7B: the kernels with one scale per tensor are slower than those in 16 bits, in blocks they are not."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+                "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+                "num_experts_per_tok": 2, "quantization_config": {"quant_method": "fp8", "weight_block_size": block},
+            }
+        )
+    )  # fmt: skip
+    warnings = load_device("h100", str(tmp_path), parallel=Parallel(tp=2)).warnings
+    assert any("with weights in FP8 some steps take longer than in 16 bits" in text for text in warnings) == said
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("a100", "the ratio of mixed to pure decode cost measured on the RTX 4090"), ("l40s", "on the RTX 4090"),
+        ("h100", "fitted on the H200"), ("b200", "the sum of its parts"), ("h200", ""), ("rtx-pro-6000", ""),
+        ("rtx-4090", ""),
+    ],
+)  # fmt: skip
+def test_mixed_batches_that_were_not_measured_are_a_caveat(device: str, said: str) -> None:
+    """They decide whether mixed or exclusive batches are faster."""
+    found = [text for text in load_device(device, "qwen3-4b").warnings if "attention of mixed batches" in text]
+    assert len(found) == bool(said)
+    assert all(said in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "tp", "said"),
+    [("h100", "llama-3.1-8b", 4, True), ("h100", "qwen3-32b", 2, False), ("h200", "llama-3.1-8b", 4, False)],
+)
+def test_a_doubtful_constant_of_the_host_is_a_caveat_where_it_decides(
+    device: str, model: str, tp: int, said: bool
+) -> None:
+    warnings = load_device(device, model, parallel=Parallel(tp=tp)).warnings
+    assert any("the host's 20.9 ms per step decide on h100" in text for text in warnings) == said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"3.35e12": "2.0e12", "989e12": "756e12"}, "its bandwidth_bytes_per_s and bf16_flops_per_s are not used"),
+        ({"3.35e12": "3.3e12"}, ""),  # within 2 %
+        ({"3.35e12": "2.0e12", 'name = "h100"': 'name = "mine"'}, ""),  # a roofline by its own numbers
+    ],
+)
+def test_a_device_file_with_a_bundled_name_says_which_numbers_it_does_not_use(
+    tmp_path: Path, changes: dict[str, str], said: str
+) -> None:
+    text = (DATA / "profiles" / "h100.toml").read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    found = [
+        one for one in load_device(str(path), "llama-3.1-8b").warnings if "the kernel tables of the bundled" in one
+    ]
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ QWEN3_8B = {
     "torch_dtype": "bfloat16",
 }  # fmt: skip
 GROUPS = {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 8}}}
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+IN_BLOCKS = {"group_0": {"weights": BLOCKS, "input_activations": {"num_bits": 8}}}
 
 
 def written(folder: Path, **changes: object) -> Path:
@@ -36,6 +38,7 @@ def written(folder: Path, **changes: object) -> Path:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block", "bfloat16"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", "bfloat16"),
         ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, "fp8", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "config_groups": IN_BLOCKS}, "fp8_block", "bfloat16"),
         ({"quant_algo": "FP8", "config_groups": GROUPS, "kv_cache_scheme": "FP8"}, "fp8", "fp8"),
         (None, "bfloat16", "bfloat16"),
     ],
@@ -51,6 +54,20 @@ def test_a_config_says_the_types_of_weights_and_kv_cache(
 def test_a_quantisation_without_tables_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
     with pytest.raises(InputFileError, match=r"quantization_config .* has no tables; fp8 and mxfp4 have"):
         read_config(written(tmp_path, quantization_config=config))
+
+
+@pytest.mark.parametrize(("activations", "said"), [({"num_bits": 8}, False), (None, True)])
+def test_activations_that_stay_in_16_bits_are_a_caveat(tmp_path: Path, activations: object, said: bool) -> None:
+    groups = {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": activations}}
+    path = written(tmp_path, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
+    assert ("its activations stay in 16 bits" in read_config(path).note) == said
+
+
+@pytest.mark.parametrize(("window", "layers"), [(4096, 36), (32768, 0), (262144, 0)])
+def test_a_window_as_long_as_the_longest_sequence_is_none(tmp_path: Path, window: int, layers: int) -> None:
+    model = read_config(written(tmp_path, sliding_window=window, max_position_embeddings=32768))
+    assert model.sliding_layers == layers
+    assert bool(model.sliding_window) == bool(layers)
 
 
 def test_layers_without_a_cost_model_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""What is not as measured in a device's step times and KV cache: the warnings that every run on it carries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.capacity import requested_capacity
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.profiles import DeviceProfile, HostCosts, find_profile, list_devices
+from ebbench.devices.request import DeviceRequest
+from ebbench.devices.roofline import RooflineCost
+from ebbench.devices.surfaces import has_joint_tables
+from ebbench.devices.table import TableCost, table_cost
+from ebbench.errors import UsageError
+
+EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
+SLOWER = 1.02
+"""From this ratio on, a step is said to be slower than with weights in 16 bits, or than on half the GPUs."""
+SAME = 0.02
+"""Largest relative difference at which a device file's numbers are those of the bundled device of its name."""
+_STEPS = {
+    "256 decodes": StepShape((), 256, 256 * 1024, 256),
+    "2,048 prompt tokens": StepShape(((2048, 0),), 0, 0, 1),
+    "8,192 prompt tokens": StepShape(((2048, 0),) * 4, 0, 0, 4),
+}
+_MANY_SHORT = StepShape((), 512, 512 * 256, 512)
+
+
+def caveats(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel, host: HostCosts
+) -> tuple[str, ...]:
+    """Warnings about options without effect, and about what was not measured, not fitted or is simplified.
+
+    ``model``: in the types that are served. ``host``: the constants in ``cost``.
+    """
+    found = (*_of_model(request, model), *_of_options(request, cost))
+    if isinstance(cost, TableCost | RooflineCost):
+        found += _unfitted_host(request, host)
+    if isinstance(cost, TableCost):
+        found += (
+            *_other_tables(request, profile),
+            *_unmeasured_mixing(profile),
+            *_doubtful_host(profile, cost),
+            *_slower_than_16_bits(request, profile, model, cost),
+            *_slower_than_half_the_gpus(request, profile, model, cost),
+        )
+    return found
+
+
+def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
+    found: tuple[str, ...] = (f"{model.name}: {model.note}",) if model.note else ()
+    if model.sliding_layers and request.kv_tokens is None:
+        found += (
+            f"{model.sliding_layers} of the {model.layers} layers of {model.name} attend to the last "
+            f"{model.sliding_window:,} tokens only; vLLM keeps no more of longer sequences there and has room for more "
+            "of them, while here every layer keeps all tokens",
+        )
+    return found
+
+
+def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
+    return (EAGER_UNKNOWN,) if request.eager and not isinstance(cost, TableCost) else ()
+
+
+def _unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
+    if host.fitted:
+        return ()
+    return (
+        f"the host's time per step on {request.name} was never fitted: {host.step_s * 1e3:g} ms and "
+        f"{host.sequence_s * 1e6:g} us per sequence are taken",
+    )
+
+
+def _other_tables(request: DeviceRequest, profile: DeviceProfile) -> tuple[str, ...]:
+    """A device file with the name of a bundled device has its kernel tables, whatever numbers the file states."""
+    if not request.name.endswith(".toml") or profile.name not in list_devices():
+        return ()
+    bundled = find_profile(profile.name)
+    unused = [
+        name
+        for name in ("bandwidth_bytes_per_s", "bf16_flops_per_s")
+        if abs(getattr(profile, name) / getattr(bundled, name) - 1.0) > SAME
+    ]
+    if not unused:
+        return ()
+    return (
+        f"step times are the kernel tables of the bundled {profile.name}, the name in {request.name}: its "
+        f"{' and '.join(unused)} are not used; under a name of its own the device is a roofline by them",
+    )
+
+
+def _unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:
+    if profile.mixed_fitted or has_joint_tables(profile.name):
+        return ()
+    return (
+        f"attention of mixed batches was not measured on {profile.name}: {profile.mixed_note} is taken, and whether "
+        "mixed or exclusive batches are faster rests on it",
+    )
+
+
+def _doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[str, ...]:
+    """Where the host takes longer than the GPU in steps of many short sequences, and its constant is in doubt."""
+    host = cost.host
+    host_s = host.step_s + host.sequence_s * _MANY_SHORT.decode_seqs
+    gpu_s = replace(cost, host=HostCosts(0.0, 0.0), overlap=False).step_s(_MANY_SHORT)
+    if not host.doubt or host_s <= gpu_s:
+        return ()
+    return (
+        f"with {_MANY_SHORT.decode_seqs} short sequences the host's {host_s * 1e3:.1f} ms per step decide on "
+        f"{profile.name}, not the GPU's {gpu_s * 1e3:.1f}: {host.doubt}",
+    )
+
+
+def _slower_than_16_bits(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
+) -> tuple[str, ...]:
+    """A warning if the tables' kernels with FP8 weights are slower than in 16 bits, as no server would run them."""
+    if not model.weight_dtype.startswith("fp8"):
+        return ()
+    plain = replace(model, weight_dtype="bfloat16", expert_dtype="")
+    slow = _slower_steps(request, profile, plain, cost, request.parallel)
+    if not slow:
+        return ()
+    weights = f"with --quantization {request.quantization}" if request.quantization else "with weights in FP8"
+    why = (
+        ""
+        if model.weight_dtype == "fp8_block"
+        else "; kernels with one scale per tensor or channel are slow there, weights published with one scale per "
+        "block (the model's own config.json) may be faster"
+    )
+    return (f"{weights} some steps take longer than in 16 bits, by the kernel tables of {profile.name}: {slow}{why}",)
+
+
+def _slower_than_half_the_gpus(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
+) -> tuple[str, ...]:
+    """A warning if half as many GPUs hold the model, too, and a step is faster there, without as many collectives."""
+    whole = request.parallel
+    if whole.tp < 2 or whole.dp > 1:
+        return ()
+    half = replace(whole, tp=whole.tp // 2, ep=max(whole.ep // 2, 1))
+    try:
+        half.check(model)
+        requested_capacity(profile, model, replace(request, parallel=half, kv_tokens=None))
+    except UsageError:  # vLLM would not start there
+        return ()
+    slow = _slower_steps(request, profile, model, cost, half)
+    if not slow:
+        return ()
+    return (
+        f"some steps take longer on {whole.tp} {profile.name} than on {half.tp}, since their collectives cost more "
+        f"than they save: {slow}; {half.tp} hold the model, too, and as many GPUs in replicas can carry more",
+    )
+
+
+def _slower_steps(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost, on: Parallel
+) -> str:
+    """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``; "" if none do."""
+    other = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
+    assert other is not None  # the device has tables
+    ratios = {what: cost.step_s(step) / other[0].step_s(step) for what, step in _STEPS.items()}
+    return ", ".join(f"{what} {ratio:.2f} times" for what, ratio in ratios.items() if ratio > SLOWER)
