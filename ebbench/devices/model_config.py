@@ -20,7 +20,7 @@ _OF_ALL = ("quantization_config", "tie_word_embeddings", "vision_config", "audio
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
 _REFUSED = {"kv_lora_rank": "latent (MLA) attention", "state_size": "a state-space model"}
 # Layers without softmax attention, or with another one, by the beginning of a key's name.
-_REFUSED_KINDS = ("mamba_d", "ssm_", "linear_num_", "linear_attn_", "full_attention_interval", "attn_type_list")
+_REFUSED_KINDS = ("mamba_d", "ssm_", "linear_num_", "linear_attn_", "full_attention_interval")
 _TIED = ("gemma", "cohere", "ernie4_5", "smollm3", "starcoder2")  # where the key is absent (transformers' defaults)
 # Of families whose config.json leaves them out, or whose head size is not hidden_size / num_attention_heads
 # (transformers' defaults).
@@ -79,9 +79,12 @@ def _from_config(path: Path, given: Mapping[str, Any]) -> ModelGeometry:
     for key, what in _REFUSED.items():
         if raw.get(key):
             raise InputFileError(path, f"{key} means {what}, which has no cost model here")
-    for key in raw:
-        if key.startswith(_REFUSED_KINDS) and raw[key]:
-            raise InputFileError(path, f"{key} means layers without softmax attention, which have no cost model here")
+    refused = [key for key in raw if key.startswith(_REFUSED_KINDS) and raw[key]]
+    if 0 in (raw.get("attn_type_list") or ()):  # MiniMax: 0 is linear attention, 1 softmax
+        refused.append("attn_type_list")
+    if refused:
+        why = "means layers without softmax attention, which have no cost model here"
+        raise InputFileError(path, f"{refused[0]} {why}")
     if raw.get("is_encoder_decoder") or "bert" in str(raw.get("model_type")).lower():
         raise InputFileError(path, "is an encoder's; decoders that generate text have a cost model here")
     kinds = raw.get("layer_types")

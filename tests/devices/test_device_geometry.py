@@ -118,13 +118,18 @@ def test_further_norms_take_time_in_every_step() -> None:
     "fields",
     [
         {"mamba_d_state": 16}, {"ssm_state_size": 16}, {"linear_num_value_heads": 32}, {"full_attention_interval": 4},
-        {"moe_num_experts": 64, "moe_intermediate_size": 1536},
+        {"attn_type_list": [1, 0] * 18}, {"moe_num_experts": 64, "moe_intermediate_size": 1536},
     ],
 )  # fmt: skip
 def test_what_the_geometry_does_not_hold_is_refused(tmp_path: Path, fields: dict[str, object]) -> None:
     """Jamba, Nemotron-H, Qwen3-Next, ERNIE 4.5: they were read as dense models with attention in every layer."""
     with pytest.raises(InputFileError, match=next(iter(fields))):
         read_config(config(tmp_path, **fields))
+
+
+def test_a_list_of_softmax_layers_only_is_read(tmp_path: Path) -> None:
+    """MiniMax-M2: MiniMax-M1 had linear layers, 0 in this list."""
+    assert read_config(config(tmp_path, attn_type_list=[1] * 36)).layers
 
 
 def test_weights_quantized_beside_the_config_are_not_taken_for_16_bits(tmp_path: Path) -> None:
