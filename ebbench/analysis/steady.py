@@ -74,11 +74,17 @@ def completed_sessions_per_s(columns: RequestColumns, windows: Sequence[Window])
     length_s = sum(window.duration_s for window in windows)
     if length_s <= 0:
         return 0.0
+    last = session_ends_ns(columns)
+    ended = sum(int(((last > window.start_ns) & (last <= window.end_ns)).sum()) for window in windows)
+    return ended / length_s
+
+
+def session_ends_ns(columns: RequestColumns) -> Ints:
+    """When the last request of each session ended; the largest integer for sessions that did not end."""
     _, which = np.unique(columns.session, return_inverse=True)
     last = np.full(which.max() + 1, np.iinfo(np.int64).min)
     np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
-    ended = sum(int(((last > window.start_ns) & (last <= window.end_ns)).sum()) for window in windows)
-    return ended / length_s
+    return last
 
 
 def _load(columns: RequestColumns) -> _OpenSessions:

@@ -105,8 +105,7 @@ def choose(
             _take(state, deployment, prices)
             advance(f"sized {len(state.found) + len(state.refused)}, left out {len(state.pruned)} of {len(tasks)}")
     kept = sorted(_kept(state), key=_rank)
-    stressed = sorted(_stressed(kept, by_candidate, prices, pool), key=_rank)
-    found = tuple(on_frontiers(stressed))
+    found = tuple(on_frontiers(_stressed(kept, by_candidate, prices, pool)))
     return DeploymentChoice(found, tuple(state.refused), tuple(state.pruned))
 
 
@@ -118,7 +117,7 @@ def _size(job: tuple[PlanTask, int, int]) -> Deployment:
     return size(*job)
 
 
-def _stress(job: tuple[PlanTask, int]) -> tuple[Candidate, int, Stress]:
+def _stress(job: tuple[PlanTask, int, int]) -> tuple[Candidate, int, Stress]:
     return job[0].candidate, *stress(*job)
 
 
@@ -162,19 +161,34 @@ def _speeds(each: Costed) -> tuple[float, ...]:
 def _stressed(
     ordered: list[Costed], tasks: Mapping[Candidate, PlanTask], prices: Mapping[str, float], pool: Pool
 ) -> list[Costed]:
-    """The deployments, with the cheapest ones simulated completely."""
-    jobs = [(tasks[each.deployment.candidate], each.deployment.replicas) for each in ordered[:STRESSED]]
-    results = {candidate: (replicas, found) for candidate, replicas, found in values(pool, _stress, jobs)}
-    stressed = []
-    for each in ordered:
-        candidate = each.deployment.candidate
-        if candidate in results:
-            replicas, found = results[candidate]
-            deployment = replace(each.deployment, replicas=replicas)
-            stressed.append(Costed(deployment, replicas * _unit(candidate, prices), found))
-        else:
-            stressed.append(each)
-    return stressed
+    """The deployments, cheapest first; those simulated completely that are, or could be, the cheapest ones."""
+    done: list[Costed] = []
+    due, left = ordered[:STRESSED], ordered[STRESSED:]
+    while due:
+        jobs = [(tasks[each.deployment.candidate], each.deployment.replicas, each.deployment.fewest) for each in due]
+        by_candidate = {each.deployment.candidate: each for each in due}
+        done += [
+            _resized(by_candidate[candidate], replicas, found, prices)
+            for candidate, replicas, found in values(pool, _stress, jobs)
+        ]
+        cheapest = min(each.cost for each in done)
+        due = [each for each in left if _least_cost(each, prices) < cheapest][:STRESSED]
+        left = [each for each in left if each not in due]
+    return sorted([*done, *left], key=_rank)
+
+
+def _least_cost(each: Costed, prices: Mapping[str, float]) -> float:
+    return each.deployment.fewest * _unit(each.deployment.candidate, prices)
+
+
+def _resized(each: Costed, replicas: int, found: Stress, prices: Mapping[str, float]) -> Costed:
+    """The deployment with the number of replicas that its complete simulation has found."""
+    before = each.deployment
+    reading = before.reading and replace(
+        before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
+    )
+    deployment = replace(before, replicas=replicas, reading=reading)
+    return Costed(deployment, replicas * _unit(before.candidate, prices), found)
 
 
 def _known(value: float | None, otherwise: float) -> float:

@@ -10,11 +10,12 @@ is simulated as one instance:
    at which a queue grows too slowly for a short run to show it. Candidates are sized in order of their lower bound on
    cost; a candidate whose bound exceeds the cost of a known deployment cannot be cheaper and is left out. The saturated
    rate is measured with noise, so ``HEADROOM`` is added to it.
-3. The best ones are simulated completely, with all replicas behind a dispatcher, at the requested rate, at 120 % of it,
-   and with one replica lost. If the limits are missed at the rate, one replica is added.
+3. The best ones, and those that could be cheaper than the best with fewer replicas, are simulated completely, with all
+   replicas behind a dispatcher, at the requested rate, at 120 % of it, and with one replica lost. The number of
+   replicas becomes the smallest that meets the limits there.
 
-A replica's share of a Poisson stream is modelled as Poisson at ``rate / replicas``, as with random dispatch. A
-dispatcher that knows the replicas' loads is better; step 3 shows by how much.
+In step 2 a replica's share of a Poisson stream is Poisson at ``rate / replicas``, as with random dispatch. A dispatcher
+that knows the replicas' loads needs fewer of them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from typing import Any
 from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
-from ebbench.capacity.saturated import SESSIONS_PER_OPEN, saturated_rate, shares_prefixes
+from ebbench.capacity.saturated import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
 from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
 from ebbench.devices.apiserver import OFF
 from ebbench.devices.parallel import Parallel
-from ebbench.engines.base import EngineOptions
+from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.checks import rank_notes, start_notes
 from ebbench.engines.setup import EngineSetup, make_engine
 from ebbench.errors import UsageError
@@ -127,12 +128,14 @@ class Deployment:
     """``replicas`` instances that meet the limits; ``reading``: one instance at its share of the rate.
 
     ``replicas`` 0: no number of replicas meets them, or none below the cost of a cheaper deployment; see ``refused``.
+    ``fewest``: replicas that cannot be undercut, since each would have to exceed its saturated rate.
     """
 
     candidate: Candidate
     replicas: int
     reading: ProbeReading | None = None
     refused: str = ""
+    fewest: int = 1
 
     @property
     def gpus(self) -> int:
@@ -171,7 +174,7 @@ def bound(task: PlanTask) -> Bound:
 
     def loop(concurrency: int) -> tuple[float, bool]:
         plan = _plan(task, "saturated", SESSIONS_PER_OPEN * concurrency, max_concurrency=concurrency)
-        return _run(task, plan, float(concurrency)).completed_sessions_per_s, shares_prefixes(plan)
+        return completed_once_full(_simulated(task, plan).requests, plan, concurrency), shares_prefixes(plan)
 
     try:
         return Bound(task.candidate, saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs).per_s)
@@ -204,13 +207,14 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
             passed, found = middle, reading
         else:
             failed = middle
-    return Deployment(candidate, passed, found)
+    return Deployment(candidate, passed, found, fewest=fewest)
 
 
-def stress(task: PlanTask, replicas: int) -> tuple[int, Stress]:
+def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]:
     """Simulate the whole deployment behind a least-outstanding dispatcher.
 
-    Returns the number of replicas that meets the limits (``replicas`` or a few more), and the results.
+    Returns the smallest number of replicas that meets the limits, from ``fewest`` to a few more than ``replicas``, and
+    the results.
     """
     whole = _whole(task, replicas, 1.0)
     for _ in range(_MOST_MORE):
@@ -219,6 +223,9 @@ def stress(task: PlanTask, replicas: int) -> tuple[int, Stress]:
         replicas += 1
         whole = _whole(task, replicas, 1.0)
     lost = _whole(task, replicas - 1, 1.0) if replicas > 1 else None
+    while lost is not None and replicas > fewest and lost.probe.meets(task.limits.requirements()):
+        replicas, whole = replicas - 1, lost
+        lost = _whole(task, replicas - 1, 1.0) if replicas > 1 else None
     return replicas, Stress(
         at_rate=_level(whole),
         at_120_percent=_level(_whole(task, replicas, 1.2)),
@@ -275,6 +282,11 @@ def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
 
 
 def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
+    result = _simulated(task, plan, replicas)
+    return read_measured(ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)
+
+
+def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
     candidate = task.candidate
     options, device = _options(task), _device(task)
     setup = EngineSetup(engine="sim")
@@ -282,8 +294,7 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
         setup = replace(setup, topology=TopologySpec(replicas=pool))
     engine, _ = make_engine(setup)
-    result = engine.run(plan, parse_policy(candidate.policy), device, options, None)
-    return read_measured(ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)
+    return engine.run(plan, parse_policy(candidate.policy), device, options, None)
 
 
 def _options(task: PlanTask) -> EngineOptions:

@@ -88,11 +88,8 @@ def _units(topology: TopologySpec) -> int:
 
 def _simulated(config: RunConfig, engine: Engine, device: Device) -> Saturation:
     """The saturated rate in simulation. The emulated engine makes the simulator's steps, so it measures for both."""
-    from ebbench.analysis.columns import RequestColumns
-    from ebbench.analysis.steady import completed_sessions_per_s, steady_windows
-    from ebbench.capacity.saturated import SESSIONS_PER_OPEN, saturated_rate, shares_prefixes
+    from ebbench.capacity.saturated import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
     from ebbench.engines.sim import SimEngine
-    from ebbench.records.manifest import phase_facts
     from ebbench.workloads import build_plan
 
     simulator = engine if isinstance(engine, SimEngine) else SimEngine()
@@ -102,9 +99,7 @@ def _simulated(config: RunConfig, engine: Engine, device: Device) -> Saturation:
         size = {"max_concurrency": concurrency, "num_prompts": SESSIONS_PER_OPEN * concurrency}
         plan = build_plan(config.workload, "saturated", seed=config.seed, **{**settings, **size})
         result = simulator.run(plan, config.policies[0], device, replace(config.options, warmup=0), None)
-        columns = RequestColumns.of(result.requests)
-        windows = steady_windows(columns, phase_facts(plan))
-        return completed_sessions_per_s(columns, windows), shares_prefixes(plan)
+        return completed_once_full(result.requests, plan, concurrency), shares_prefixes(plan)
 
     units = _units(simulator.topology) if simulator.topology is not None else 1
     found = saturated_rate(loop, units * config.options.max_num_seqs)

@@ -16,7 +16,18 @@ from typer.testing import CliRunner
 
 from ebbench.capacity.chart import save_frontier
 from ebbench.capacity.choose import Costed, DeploymentChoice, choose, on_frontiers
-from ebbench.capacity.deployments import WITHIN, Bound, Candidate, Deployment, Level, PlanTask, Stress, bound, size
+from ebbench.capacity.deployments import (
+    WITHIN,
+    Bound,
+    Candidate,
+    Deployment,
+    Level,
+    PlanTask,
+    Stress,
+    bound,
+    size,
+    stress,
+)
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.plan_sentences import parts
 from ebbench.capacity.prices import check_prices, parse_prices
@@ -94,6 +105,40 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
     assert deployment.replicas >= fewest
     assert deployment.reading is not None
     assert deployment.reading.completed_sessions_per_s <= 1.05 * most
+
+
+@pytest.mark.parametrize("too_many", [0, 1, 2])
+def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits_behind_a_dispatcher(too_many: int) -> None:
+    """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
+    each = replace(task("l40s", rate=20.0), candidate=Candidate("l40s", 1, "v1", 8192, 64), sessions=500)
+    fewest = bound(each).first(each.rate)
+    sized = size(each, fewest, 200).replicas
+    replicas, found = stress(each, sized + too_many, fewest)
+    assert (fewest, sized, replicas) == (3, 4, 3)
+    assert found.at_rate.attainment >= 0.95
+    assert found.one_lost is not None
+    assert found.one_lost.overloaded
+
+
+def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth, sized at the highest cost, needs half of its replicas behind a dispatcher."""
+    tasks = [replace(task("h200"), candidate=Candidate("h200", 1, "v1", budget, 32)) for budget in range(5)]
+    sized = {each.candidate: Deployment(each.candidate, 10 + at, READING, "", 10) for at, each in enumerate(tasks)}
+    last = tasks[-1].candidate
+    sized[last] = replace(sized[last], fewest=7)
+    stresses = Stress(Level(1.0, False), Level(1.0, False), None, 20.0, 10.0)
+    module = "ebbench.capacity.choose"
+    monkeypatch.setattr(f"{module}.bound", lambda each: Bound(each.candidate, 10.0))
+    monkeypatch.setattr(f"{module}.size", lambda each, *_: sized[each.candidate])
+    monkeypatch.setattr(f"{module}.stress", lambda _, replicas, fewest: (min(replicas, fewest), stresses))
+    first, *others = choose(tasks, {}, InProcess()).found
+    assert (first.deployment.candidate, first.deployment.replicas) == (last, 7)
+    assert first.deployment.reading is not None
+    assert first.deployment.reading.output_tokens_per_s == READING.output_tokens_per_s * 14 / 7, (
+        "the same tokens on fewer"
+    )
+    assert [each.deployment.replicas for each in others] == [10, 10, 10, 13]
+    assert [each.stress is None for each in others] == [False, False, False, True]
 
 
 def test_where_turns_share_prefixes_no_smaller_loop_completes_more_than_the_saturated_rate() -> None:
