@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
 from ebbench.analysis.api_server_load import processes_needed
+from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.metrics import meets
 from ebbench.analysis.slo import METRICS, slo_from_limits
@@ -51,6 +52,7 @@ class ProbeReading:
     sessions that ended in the steady window. ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``:
     medians; ``ttft_high_ms``, ``tpot_high_ms``: percentiles at the required attainment. ``memory_full``: share of the
     time with a full KV cache. ``api_servers``: processes of vLLM's API server that the counted requests keep busy.
+    ``caveats``: those of the device.
     """
 
     probe: Probe
@@ -73,6 +75,7 @@ class ProbeReading:
     tpot_high_ms: float | None
     memory_full: float
     api_servers: float = 0.0
+    caveats: tuple[str, ...] = ()
 
     @property
     def decides(self) -> bool:
@@ -92,7 +95,8 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     steps = run.table("steps", _STEP_COLUMNS)
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
-    return read_measured(measured, load, limits, per_open)
+    reading = read_measured(measured, load, limits, per_open)
+    return replace(reading, caveats=of_device(manifest.engine, manifest.warnings))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbench.analysis.caveats import told_once
 from ebbench.capacity.drive import SearchOutcome
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading
@@ -46,7 +47,8 @@ def as_dict(policy: str, outcome: SearchOutcome, by_concurrency: bool, limits: L
     """One object of ``--json``. ``high`` is null if no probed load was too high.
 
     Rates are in requests/s: the searched session rate times the requests per session. ``curve`` has one entry per probe
-    in order of load; its latencies are medians, and the percentiles at the required attainment, in ms.
+    in order of load; its latencies are medians, and the percentiles at the required attainment, in ms. ``warnings``:
+    the caveats of the device.
     """
     estimate, near = outcome.estimate, outcome.nearest
     name = "capacity_concurrency" if by_concurrency else "capacity_requests_per_s"
@@ -71,6 +73,7 @@ def as_dict(policy: str, outcome: SearchOutcome, by_concurrency: bool, limits: L
         "stopped": outcome.stopped or None,
         "refused": outcome.refused or None,
         "probes": len(outcome.readings),
+        "warnings": told_once([each.caveats for each in (outcome.alone, *outcome.readings)], lambda _: ""),
         "nearest_run_dir": near.run_dir,
         "curve": [_point(each, factor) for each in sorted(outcome.readings, key=lambda each: each.probe.load)],
         "run_dirs": [reading.run_dir for reading in outcome.readings],

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from ebbench.analysis.api_server_load import left_out
+from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.capacity.drive import SearchOutcome
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading
@@ -111,6 +112,12 @@ def beyond_api_servers(found: Mapping[str, SearchOutcome], processes: int) -> Ru
     """A warning if, at the highest capacity, API servers that were left out would be busy for most of the time."""
     needed = [outcome.nearest.api_servers for outcome in found.values() if outcome.readings]
     return left_out(max(needed), processes) if processes and needed else None
+
+
+def caveats(found: Mapping[str, SearchOutcome]) -> list[str]:
+    """The caveats of the device, each once, with the policies whose probes have it unless all do."""
+    probes = [(name, reading) for name, outcome in found.items() for reading in (outcome.alone, *outcome.readings)]
+    return told_once([reading.caveats for _, reading in probes], by_policy([name for name, _ in probes]))
 
 
 def _open_ends(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> list[str]:

@@ -287,6 +287,7 @@ def _show(
     from rich.console import Console
 
     from ebbench.capacity import result_rows, sentences
+    from ebbench.render.report import notes
 
     rows = result_rows.rows_of(found, question.by_concurrency, limits)
     if rows:
@@ -302,6 +303,8 @@ def _show(
         console.print(sentences.table(found, question.by_concurrency))
         for line in sentences.remarks(found, limits, question.by_concurrency, api_servers_left_out):
             console.print(line, markup=False, soft_wrap=True)
+        for part in notes("Keep in mind", sentences.caveats(found)):
+            console.print(part)
 
 
 def _api_servers_left_out(config: RunConfig, engine: Engine) -> int:

@@ -32,9 +32,9 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
         parts += [Text(), *section_tables(section, width)]
     parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
-    parts += _notes("Requests that did not complete", failure_lines(summaries))
-    parts += _notes("Keep in mind", [*sentences.missing(groups), *doubts_of(cases), *sentences.caveats(groups)])
-    parts += _notes("Stored in", [summary.run_dir for summary in summaries])
+    parts += notes("Requests that did not complete", failure_lines(summaries))
+    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_of(cases), *sentences.caveats(groups)])
+    parts += notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
 
@@ -43,7 +43,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
     summaries = [summary for case in cases for summary in case.summaries]
     groups = [group for case in cases for group in case.groups]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
-    notes = [
+    said = [
         *conditions.load_and_limits(summaries),
         *compared.notes,
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
@@ -54,7 +54,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
     ]
     phases = tuple(filter(None, map(tables.phases, cases)))
     return replace(
-        compared, title=conditions.machine(summaries), sections=(*compared.sections, *phases), notes=tuple(notes)
+        compared, title=conditions.machine(summaries), sections=(*compared.sections, *phases), notes=tuple(said)
     )
 
 
@@ -92,7 +92,8 @@ def _explanations(case: ComparisonCase) -> list[RenderableType]:
     return [Text(), *parts] if parts else []
 
 
-def _notes(title: str, lines: Sequence[str]) -> list[RenderableType]:
+def notes(title: str, lines: Sequence[str]) -> list[RenderableType]:
+    """Lines under a title; nothing without lines."""
     if not lines:
         return []
     return [Text(), Text(title, style="bold"), *(_bullet(line) for line in lines)]

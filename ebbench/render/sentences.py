@@ -8,9 +8,9 @@ Pure functions from data to lines of text without markup, so that a name cannot 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
+from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.compare.cases import ComparisonCase
 from ebbench.analysis.compare.certainty import (
     ALPHA,
@@ -36,7 +36,6 @@ from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
 
-_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not mentioned."""
 
@@ -331,27 +330,10 @@ def caveats(groups: Sequence[Group]) -> list[str]:
     Warnings that differ only in numbers are merged, with the range of each number.
     """
     summaries = [summary for group in groups for summary in group.summaries]
-    alike: dict[str, list[tuple[str, int]]] = {}
-    for place, summary in enumerate(summaries):
-        for warning in summary.warnings:
-            alike.setdefault(_NUMBER.sub("#", str(warning)), []).append((str(warning), place))
-    lines = []
-    for told in alike.values():
-        places = {place for _, place in told}
-        policies = dict.fromkeys(summaries[place].policy for place in sorted(places))
-        owner = "" if len(places) == len(summaries) else f"{', '.join(policies)}: "
-        lines.append(owner + _ranged([text for text, _ in told]))
+    said = [[str(warning) for warning in summary.warnings] for summary in summaries]
     invalid = [
         f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(summary.reasons)}."
         for summary in summaries
         if not summary.valid
     ]
-    return invalid + lines
-
-
-def _ranged(texts: Sequence[str]) -> str:
-    """One text for several that differ only in numbers: "44 to 49" for 44, 47 and 49."""
-    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
-    ends = [sorted(set(column), key=lambda number: float(number.replace(",", ""))) for column in columns]
-    numbers = iter(found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" for found in ends)
-    return _NUMBER.sub(lambda _: next(numbers), texts[0])
+    return invalid + told_once(said, by_policy([summary.policy for summary in summaries]))

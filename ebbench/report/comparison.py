@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.analysis.compare.certainty import ALPHA
 from ebbench.analysis.compare.paired import (
     REQUEST_TIME,
@@ -21,10 +22,11 @@ from ebbench.analysis.compare.paired import (
 )
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS
+from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS, GateUnit
 from ebbench.analysis.gate.verdict import COPIES, GATED, repeated_until_clear
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
+from ebbench.render.report import notes as titled
 from ebbench.render.sentences import AHEAD, WINS
 from ebbench.report import page_tables
 
@@ -76,17 +78,35 @@ def console(compared: Compared, width: int) -> RenderableType:
                 *([Text()] if alike and len(compared.comparisons) > 1 else []),
                 Text(legend(comparison), style="dim"),
             ]
-    return Group(*parts, *(Text(line) for line in left_out(compared)))
+    parts += [Text(line) for line in left_out(compared)]
+    return Group(*parts, *titled("Keep in mind", caveats(compared.comparisons)))
 
 
 def notes(compared: Compared) -> tuple[str, ...]:
-    """Conclusions, legends and what was left out, as sentences."""
+    """Conclusions, legends, what was left out, and caveats, as sentences."""
     found = []
     for comparison in compared.comparisons:
         before = f"{comparison.title}: " if comparison.title else ""
         found += [before + verdict_sentence(comparison, other) for other in comparison.others]
         found.append(before + legend(comparison))
-    return (*found, *left_out(compared))
+    return (*found, *left_out(compared), *caveats(compared.comparisons))
+
+
+def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
+    """The caveats of the devices, each once, with the cases and policies of the runs that have it unless all do."""
+    runs = [
+        ({"case": each.title, "policy": label}, unit.caveats)
+        for each in comparisons
+        for label, units in _compared_runs(each).items()
+        for unit in units
+    ]
+    return told_once([said for _, said in runs], by_settings([one for one, _ in runs], lambda _, value: value, "runs"))
+
+
+def _compared_runs(comparison: PairedComparison) -> dict[str, list[GateUnit]]:
+    """The runs of the baseline and of the other policies, by the policy's label."""
+    others = {other.label: [pair.candidate for pair in other.pairs] for other in comparison.others}
+    return {comparison.baseline: list(comparison.units), **others}
 
 
 def left_out(compared: Compared) -> list[str]:
@@ -243,9 +263,12 @@ def tables(compared: Compared) -> list[page_tables.Table]:
 
 
 def to_json(compared: Compared) -> dict[str, Any]:
-    """One JSON object: ``cases`` with one comparison each; for a single case also its keys at the top level."""
+    """One JSON object: ``cases`` with one comparison each; for a single case also its keys at the top level.
+
+    Each case has the ``warnings`` of its devices; at the top level are those of all cases.
+    """
     cases = [_case_json(comparison) for comparison in compared.comparisons]
-    only = cases[0] if len(cases) == 1 else {}
+    only = cases[0] if len(cases) == 1 else {"warnings": caveats(compared.comparisons)}
     return {**only, "cases": cases, "not_compared": list(compared.alone)}
 
 
@@ -255,6 +278,7 @@ def _case_json(comparison: PairedComparison) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "environment": dict(comparison.units[0].environment),
         "load": comparison.units[0].load,
+        "warnings": caveats([comparison]),
         "policies": [_other_json(other) for other in comparison.others],
     }
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from ebbench.analysis.caveats import of_device
 from ebbench.analysis.conclude import RunContext, begin, conclude_with_summary
 from ebbench.analysis.pools import pool_figures
 from ebbench.analysis.slo import parse_slo
@@ -64,10 +65,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Made:
-    """The result of a cell: figures under the keys of a summary, and those of each phase if it has several."""
+    """The result of a cell: figures under the keys of a summary, and those of each phase if it has several.
+
+    ``caveats``: those of the device, which are among the figures' ``warnings`` too, there without their codes.
+    """
 
     figures: Mapping[str, Any]
     phases: tuple[Mapping[str, Any], ...] = ()
+    caveats: tuple[str, ...] = ()
 
 
 def make(task: Task, engine: Engine | None = None) -> Made:
@@ -119,7 +124,7 @@ def _measured(cell: Cell, plan: Plan, policy: PolicySpec, device: Device, engine
     if "topology" in result.facts and isinstance(engine, SimEngine) and engine.topology is not None:
         figures |= pool_figures(result, engine.topology, cell.options.max_num_batched_tokens)
     parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
-    return Made(figures, tuple(parts))
+    return Made(figures, tuple(parts), of_device(run.manifest.engine, run.manifest.warnings))
 
 
 def _several_phases(plan: Plan) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
 from ebbench.errors import DataError, RunError
@@ -37,7 +38,7 @@ _TEMPORARY, _LEFT_BEHIND_S = ".cell-", 3600.0
 class Measured:
     """Figures of a finished cell under the keys of a summary, those of its phases, and the path of its run.
 
-    ``seconds``: wall time of the run; ``worker``: host and process id.
+    ``seconds``: wall time of the run; ``worker``: host and process id; ``caveats``: those of the device.
     """
 
     figures: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Measured:
     path: Path
     seconds: float = 0.0
     worker: str = ""
+    caveats: tuple[str, ...] = ()
 
     def get(self, key: str, scale: float = 1.0) -> float | None:
         """One figure times ``scale``; None if it is undefined."""
@@ -124,12 +126,12 @@ class RunStore:
         assert made is not None
         final = self.root / cell.directory_name()
         figures = dict(made.figures) | ({"run_dir": str(final)} if directory is not None else {})
-        found = Measured(figures, made.phases, final, outcome.seconds, outcome.worker)
+        found = Measured(figures, made.phases, final, outcome.seconds, outcome.worker, made.caveats)
         try:
             working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
             content = {
                 "key": cell.key(), "cell": _stored(cell), "figures": figures, "phases": list(made.phases),
-                "seconds": outcome.seconds, "worker": outcome.worker,
+                "caveats": list(made.caveats), "seconds": outcome.seconds, "worker": outcome.worker,
             }  # fmt: skip
             try:
                 files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
@@ -158,7 +160,8 @@ def measured_from_run(path: Path) -> Measured:
     run = Run.load(path)
     phases = summarise_phases(run)
     parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
-    return Measured(summarise(run).to_dict(), tuple(parts), path)
+    caveats = of_device(run.manifest.engine, run.manifest.warnings)
+    return Measured(summarise(run).to_dict(), tuple(parts), path, caveats=caveats)
 
 
 def _stored(cell: Cell) -> Any:
@@ -185,7 +188,8 @@ def _read(directory: Path) -> Measured | None:
     path = directory / CELL
     try:
         content = msgspec.json.decode(path.read_bytes())
-        return Measured(content["figures"], tuple(content["phases"]), directory, content["seconds"], content["worker"])
+        parts, caveats = tuple(content["phases"]), tuple(content["caveats"])
+        return Measured(content["figures"], parts, directory, content["seconds"], content["worker"], caveats)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:

@@ -16,8 +16,10 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.render import numbers
+from ebbench.render.report import notes
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import plain, settings_of
 from ebbench.sweep.checks import problem_of
@@ -132,9 +134,19 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
         parts += [Text(), Text("INVALID, left out above", style="bold red"), *_invalid_lines(result)]
     if note := _api_server_note(result.sweep):
         parts += [Text(), Text(note)]
+    parts += notes("Keep in mind", caveats(result))
     timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
     parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
     return Stack(*parts)
+
+
+def caveats(result: Result) -> list[str]:
+    """The caveats of the devices whose figures are shown, each once, with the cells that have it unless all do."""
+    valid = [entry for entry in result.finished if entry.measured.valid]
+    settings = [settings_of(entry.cell) for entry in valid]
+    axes = [{name: str(plain(each[name])) for name in result.sweep.axes} for each in settings]
+    said = [entry.measured.caveats for entry in valid]
+    return told_once(said, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
 
 
 SHOWN_INVALID = 20
@@ -218,6 +230,7 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
             {"key": entry.cell.key(), "cell": where, "reasons": why}
             for entry, (where, why) in zip(result.invalid, named(result.invalid, result.sweep.axes), strict=True)
         ],
+        "warnings": caveats(result),
         "elapsed_s": result.progress.elapsed_s,
         "cells_per_s": result.progress.cells_per_s,
         "interrupted": result.interrupted,

@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
     [pa.field("key", pa.string(), nullable=False)]
     + [pa.field(one.name, _TYPES[plain_type(one.kind)]) for one in known_settings().values()]
     + [pa.field(name, pa.float64()) for name in FIGURES]
-    + [pa.field("valid", pa.bool_()), pa.field("reasons", pa.string())]
+    + [pa.field("valid", pa.bool_()), pa.field("reasons", pa.string()), pa.field("warnings", pa.string())]
     + [pa.field("plan_hash", pa.string()), pa.field("git_commit", pa.string())]
     + [pa.field("seconds", pa.float64()), pa.field("worker", pa.string())]
 )
@@ -106,7 +106,7 @@ def row_of(entry: Finished) -> dict[str, Any]:
         | {name: plain(value) for name, value in _shown(entry.cell).items()}
         | {name: _real(figures.get(name)) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}
-        | {"reasons": "; ".join(figures.get("reasons") or ())}
+        | {"reasons": "; ".join(figures.get("reasons") or ()), "warnings": "; ".join(entry.measured.caveats)}
     )
 
 

@@ -138,3 +138,22 @@ def test_a_workload_without_requests_is_refused_in_one_line(
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.stderr
     assert workload in done.stderr
     assert not Path("out").exists()
+
+
+def test_the_caveats_of_the_device_are_said_once(tmp_path: Path) -> None:
+    """The host of the L40S was never fitted: each run says so, and so does what is concluded from them all."""
+    found = answer(tmp_path / "search", "--max-probes", "2")
+    manifests = [json.loads((Path(run) / "manifest.json").read_text()) for run in found["run_dirs"]]  # type: ignore[attr-defined]
+    device = {one["message"] for each in manifests for one in each["warnings"] if one["code"] == "device"}
+    assert set(found["warnings"]) == device  # type: ignore[call-overload]
+    assert any("host's time per step on l40s was never fitted" in text for text in device)
+    shown = " ".join(capacity(tmp_path / "search", "--max-probes", "2", "--policy", "eb").stdout.split())
+    _, _, below = shown.partition(" Keep in mind ")
+    assert [below.count(text) for text in device] == [1] * len(device)
+    assert "v1" not in below  # they hold for both policies
+    assert "p99" not in below  # a probe's number of requests is no matter of the device
+
+
+def test_a_server_that_would_not_start_is_said_of_its_capacity_too(tmp_path: Path) -> None:
+    found = answer(tmp_path / "search", "--max-probes", "1", "--max-model-len", "50000")
+    assert any("a real server would not start" in text for text in found["warnings"])  # type: ignore[attr-defined]

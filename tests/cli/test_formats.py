@@ -73,3 +73,22 @@ def test_unknown_and_contradicting_formats_are_refused(
     assert (code, "did you mean 'csv'" in err) == (2, True)
     code, _, err = call(capsys, command, runs, "--format", "csv", "--json")
     assert (code, "--json" in err) == (2, True)
+
+
+def test_compare_says_the_caveats_of_the_device_in_every_format(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The host of the L40S was never fitted; the H200's was."""
+    arguments = ["run", "balanced", "--engine", "sim", "-p", "v1", "-p", "eb", "-n", "20", "--json", "-q"]
+    for device in ("l40s", "h200"):
+        assert call(capsys, *arguments, "--device", device, "-o", tmp_path / device)[0] == 0
+    text = "the host's time per step on l40s was never fitted"
+    for style in ("table", "markdown"):
+        out = " ".join(call(capsys, "compare", tmp_path / "l40s", "-f", style)[1].split())
+        assert out.count(text) == 1, out
+    alone = json.loads(call(capsys, "compare", tmp_path / "l40s", "--json")[1])
+    assert sum(said.startswith(text) for said in alone["warnings"]) == 1
+    assert alone["cases"][0]["warnings"] == alone["warnings"]
+    both = json.loads(call(capsys, "compare", tmp_path / "l40s", tmp_path / "h200", "--json")[1])
+    assert sum(said.startswith(f"l40s: {text}") for said in both["warnings"]) == 1
+    assert [any(text in said for said in case["warnings"]) for case in both["cases"]] == [True, False]

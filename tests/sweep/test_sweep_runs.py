@@ -293,3 +293,18 @@ def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...], message: str) -> 
     done = invoke("sweep", spec_file(tmp_path, TINY), "-o", tmp_path / "out", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr
+
+
+def test_the_caveats_of_a_device_are_said_once_of_its_cells(tmp_path: Path) -> None:
+    """The host of the L40S was never fitted; the H200's was."""
+    spec = spec_file(tmp_path, TINY.replace('"v1", "eb"]', '"v1", "eb"]\ndevice = ["l40s", "h200"]'))
+    first = invoke("sweep", spec, "-o", tmp_path / "out", "-q", "--workers", 1).stdout
+    again = invoke("sweep", spec, "-o", tmp_path / "out", "-q").stdout  # from what is stored
+    for shown in (first, again):
+        assert " ".join(shown.split()).count("device=l40s: the host's time per step on l40s was never fitted") == 1
+        assert "p99" not in shown
+    document = json.loads(invoke("sweep", spec, "-o", tmp_path / "out", "-q", "--json").stdout)
+    unfitted = [text for text in document["warnings"] if "never fitted" in text]
+    assert [text.partition(":")[0] for text in unfitted] == ["device=l40s"]
+    rows = pq.read_table(tmp_path / "out" / "results.parquet").to_pylist()
+    assert {(row["device"], "never fitted" in row["warnings"]) for row in rows} == {("l40s", True), ("h200", False)}

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
+from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
@@ -58,7 +59,7 @@ class GateUnit:
     determine a run in virtual time; empty in real time. A stored baseline may have neither. ``conditions``: what the
     figures depend on besides policy and seed, by name; only runs just read have it. ``until_clear``: one of several
     repeats that were tested after each. ``steady_rate``: output tokens/s in the steady window; only of runs just read
-    whose requests arrive at fixed times.
+    whose requests arrive at fixed times. ``caveats``: those of the device; only runs just read have them.
     """
 
     environment: Mapping[str, str]
@@ -75,6 +76,7 @@ class GateUnit:
     conditions: Mapping[str, str] = field(default_factory=dict)
     until_clear: bool = False
     steady_rate: float | None = None
+    caveats: tuple[str, ...] = ()
 
     @property
     def configuration_hash(self) -> str:
@@ -115,6 +117,7 @@ def unit_of(run: Run) -> GateUnit:
         conditions=summary.conditions,
         until_clear=summary.until_clear,
         steady_rate=steady.output_throughput if summary.open_loop and steady else None,
+        caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
     )
 
