@@ -37,14 +37,16 @@ def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
         for index, requirement in enumerate(search.requirements)
         if (crossing := crossing_of(requirement, index, probes, middle)) is not None
     ]
-    if not found and _blame(search, probes) == "queue":
-        return _overloaded(probes, low, high)
     known = Estimate(middle, *_undisputed(search, probes), _blame(search, probes), fitted=False)
-    if not found:
-        return known
-    best = min(found, key=lambda crossing: crossing.capacity or math.inf)
-    if best.half_width > known.half_width and _beyond_doubt(search, probes, low, high):
-        return known
+    best = min(found, key=lambda crossing: crossing.capacity or math.inf, default=None)
+    if best is not None and best.half_width > known.half_width:
+        if _beyond_doubt(search, probes, low, high):
+            return known
+        reached = best.capacity or math.inf
+        if reached > high and any(probe.runaway and probe.load <= reached for probe in probes):
+            best = None  # a vague fit, beyond loads at which the queue grew
+    if best is None:
+        return _overloaded(probes, low, high) if known.limited_by == "queue" else known
     return best
 
 
@@ -130,10 +132,15 @@ def _blame(search: SearchSettings, probes: Sequence[Probe]) -> str:
 def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
     """The rate at which overloaded probes completed sessions, with a t interval.
 
-    With fewer than three such probes the interval is the bracket.
+    With fewer than three such probes the interval is the bracket. Rates far below the load ``low``, which was carried,
+    are those of runs that were too short.
     """
     runaway = [probe for probe in probes if probe.runaway and probe.served_per_s]
-    rates = [p.served_per_s for p in runaway if p.served_per_s and p.load >= SURELY_OVER * p.served_per_s]
+    rates = [
+        p.served_per_s
+        for p in runaway
+        if p.served_per_s and p.load >= SURELY_OVER * p.served_per_s and p.served_per_s >= low / SURELY_OVER
+    ]
     if not rates:
         return Estimate(math.sqrt(low * high), low, high, "queue", fitted=False)
     mean = float(np.mean(rates))

@@ -19,7 +19,7 @@ from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.metrics import meets
 from ebbench.analysis.slo import METRICS, slo_from_limits
-from ebbench.analysis.steady import Window, completed_sessions_per_s, steady_windows
+from ebbench.analysis.steady import Window, completed_sessions_per_s, session_ends_ns, steady_windows
 from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.crossing import Floats
 from ebbench.capacity.limits import LatencyLimits
@@ -36,6 +36,9 @@ _CORRELATED = 0.4
 _UNCLEAR = 0.5
 """A share below this is too low for any length of the run."""
 _GROWTH = 0.01
+_FEWEST_ENDED, _FASTER = 20, 1.25
+"""Sessions that end in the second half of the arrivals, and the ratio of its two halves, by which a run is long enough
+to show that the queue grows."""
 _FULL = 0.98
 _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
 
@@ -44,7 +47,8 @@ _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
 class ProbeReading:
     """A probe and further results of its run. Latencies in ms.
 
-    ``short``: too few sessions for the number that were open; the probe is not used. ``correlated``: neighbouring parts
+    ``short``: too few sessions for the number that were open, or so few that the queue may have grown only because the
+    batch was filling; the probe is not used. ``correlated``: neighbouring parts
     of the run had so similar shares within the limits that the queue changed more slowly than the run lasted.
     ``sessions``: those of the whole run. ``invalid``: reasons why the run is INVALID although its requests did not
     fail, such as a late client; the probe is not used, since it does not describe the server. ``attainment``: share of
@@ -133,7 +137,7 @@ def read_measured(
     return ProbeReading(
         probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns)),
         run_dir=run.run_dir,
-        short=not failed and not runaway and sessions < per_open * mean_open,
+        short=not failed and (_still_filling(columns) if runaway else sessions < per_open * mean_open),
         correlated=not failed and not runaway and any(_correlated(each) for each in counts),
         sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,
@@ -216,15 +220,29 @@ def _queue_grows(columns: RequestColumns, windows: tuple[Window, ...]) -> bool:
     return last - second > _GROWTH * between + 3 * math.sqrt(max(second, 1.0))
 
 
+def _still_filling(columns: RequestColumns) -> bool:
+    """Whether completions still become more frequent in the second half of the arrivals, or are too few to tell.
+
+    An overloaded system completes as many sessions in the last quarter as in the one before. In a run of few sessions
+    the number of open ones grows at any load, since the first ones have hardly ended when the last ones are sent.
+    """
+    before, last = (_ended_between(columns, *edges) for edges in ((0.5, 0.75), (0.75, 1.0)))
+    return before + last < _FEWEST_ENDED or last > _FASTER * before + 2 * math.sqrt(before + last)
+
+
 def _served_per_s(columns: RequestColumns) -> float:
     """Sessions completed per second in the second half of the arrivals, when an overloaded system is full."""
-    sent = columns.intended != MISSING
-    arrivals = columns.intended[sent]
+    arrivals = columns.intended[columns.intended != MISSING]
     start, end = int(np.quantile(arrivals, 0.5)), int(arrivals.max())
-    _, which = np.unique(columns.session[sent], return_inverse=True)
-    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
-    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end)[sent])
-    return float(((last > start) & (last <= end)).sum() / max(1, end - start) * 1e9)
+    return _ended_between(columns, 0.5, 1.0) / max(1, end - start) * 1e9
+
+
+def _ended_between(columns: RequestColumns, after: float, until: float) -> int:
+    """Number of sessions that ended between two quantiles of the arrivals."""
+    sent = columns.intended != MISSING
+    start, end = np.quantile(columns.intended[sent], [after, until]).astype(np.int64)
+    last = session_ends_ns(columns)
+    return int(((last > start) & (last <= end)).sum())
 
 
 def _mean_open(arrivals: Ints, ends: Ints, start: int, end: int) -> float:

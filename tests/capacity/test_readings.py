@@ -8,8 +8,15 @@ from dataclasses import replace
 import pytest
 
 from ebbench.capacity.drive import SearchOutcome
-from ebbench.capacity.probe import ProbeReading
+from ebbench.capacity.limits import parse_limits
+from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.capacity.search_types import Estimate, MetCounts, Probe
+from ebbench.devices import load_device
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.sim import SimEngine
+from ebbench.records.manifest import phase_facts
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
 
 READING = ProbeReading(
     probe=Probe(10.0, 0, (MetCounts(99, 100),)), run_dir="", short=False, correlated=False, sessions=100, invalid="",
@@ -70,3 +77,16 @@ def test_a_search_has_decided_once_it_has_a_capacity_or_an_upper_bound() -> None
     assert outcome(at(1.0)).decided
     assert SearchOutcome(Estimate(None, 0.0, 4.0, "ttft", False), (), READING).decided
     assert not SearchOutcome(Estimate(None, 0.0, math.inf, "not reached", False), (), READING).decided
+
+
+@pytest.mark.parametrize(("rate", "requests", "short"), [(60.0, 200, True), (30.0, 200, True), (30.0, 3200, False)])
+def test_a_queue_that_grows_while_the_batch_fills_does_not_decide(rate: float, requests: int, short: bool) -> None:
+    """An RTX PRO 6000 carries 21.7 requests/s here; 200 are sent before more than a few have ended."""
+    lengths = {"input_len": 512, "output_len": 128, "length_distribution": "fixed"}
+    plan = build_plan("balanced", "poisson", seed=0, num_prompts=requests, request_rate=rate, **lengths)
+    device = load_device("rtx-pro-6000", "qwen3-8b")
+    result = SimEngine().run(plan, parse_policy("v1"), device, EngineOptions())
+    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), 0)
+    found = read_measured(tables, rate, parse_limits(["ttft:2000 tpot:80"], 0.95))
+    assert found.probe.runaway
+    assert found.short == short

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,31 @@ def test_capacity_is_the_overloaded_completion_rate_where_only_the_queue_limits(
     assert found.limited_by == "queue"
     assert found.capacity == pytest.approx(20, rel=0.03)
     assert found.low <= 20 <= found.high
+
+
+def test_completions_of_runs_that_were_too_short_do_not_contradict_loads_that_were_carried() -> None:
+    """13/s were carried; at 26/s hardly a request had ended when the last one was sent."""
+    search = SearchSettings((Requirement("tpot", SHARE),), start=3.0)
+    carried = [Probe(load, 0, (MetCounts(200, 200),)) for load in (3.3, 6.6, 13.3)]
+    short = [Probe(load, 0, (MetCounts(190, 200),), runaway=True, served_per_s=0.5) for load in (26.6, 18.8, 18.8)]
+    for count in (1, 2, 3):
+        found = estimate(search, [*carried, *short[:count]])
+        assert found.low == 13.3
+        assert found.capacity is not None
+        assert 13.3 <= found.capacity <= found.high == min(probe.load for probe in short[:count])
+
+
+def test_a_vague_fit_does_not_reach_beyond_a_load_at_which_the_queue_grew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of 100 and 99.8 % cross 95 % far above them, if anywhere."""
+    search = SearchSettings((Requirement("tpot", SHARE),), start=3.0)
+    carried = [Probe(load, 0, (MetCounts(1000, 1000),)) for load in (5.5, 10.9, 20.6, 21.1, 21.6)]
+    over = [Probe(load, 0, (MetCounts(940, 1000),), runaway=True, served_per_s=21.5) for load in (21.6, 22.3, 25.7)]
+    vague = Estimate(24.0, 15.1, 38.1, "tpot", fitted=True)
+    monkeypatch.setattr("ebbench.capacity.estimate.crossing_of", lambda *_: vague)
+    found = estimate(search, [*carried, *over])
+    assert found.capacity is not None
+    assert 21 <= found.low <= found.capacity <= found.high <= 22.3
+    assert estimate(search, [*carried, replace(over[0], runaway=False, load=25.0)]) == vague, "no queue grew"
 
 
 def test_after_a_failed_probe_no_higher_load_is_tried() -> None:
