@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
 MOST = 0.5
 """From this share of the best policy's gain on, a tuned token budget gives most of it."""
+FEW_TURNS = 10
+"""Requests per open one below which filling and draining are said to count."""
 FAR_APART = 0.1
 """From this difference between the two gains on (a share), a sentence explains it."""
 
@@ -228,6 +230,19 @@ def _probe_table(what: str, probe: GainCurve, x_format: str) -> Table:
     return table
 
 
+def _few_requests(asked: int, concurrency: int) -> str:
+    enough = f"Use --num-prompts {FEW_TURNS * concurrency}, or set --max-concurrency."
+    if asked < concurrency:
+        return (
+            f"{asked:,} requests do not fill the {concurrency:,} that the load allows: the candidates ran while the batch "
+            f"filled and drained, which hides their differences. {enough}"
+        )
+    return (
+        f"{asked:,} requests are {asked / concurrency:.1f} per open one: the batch fills and drains during much of each "
+        f"run, which counts against exclusive batches and can turn the sign of a gain. {enough}"
+    )
+
+
 def limits_of_it(advice: Advice) -> list[str]:
     """Assumptions and limits of the advice."""
     question, load = advice.question, advice.load
@@ -238,12 +253,8 @@ def limits_of_it(advice: Advice) -> list[str]:
             "once: there is no interval, and chance is not ruled out."
         )
     asked = question.plan.get("num_prompts")
-    if isinstance(asked, int) and asked < load.concurrency:
-        lines.append(
-            f"{asked:,} requests do not fill the {load.concurrency:,} that the load allows: the candidates ran "
-            "while the batch filled and drained, which hides their differences. Use --num-prompts "
-            f"{3 * load.concurrency}, or set --max-concurrency."
-        )
+    if isinstance(asked, int) and asked < FEW_TURNS * load.concurrency:
+        lines.append(_few_requests(asked, load.concurrency))
     options = _as_options(_of_device(question))
     shown = f"ebbench devices show {question.device} --model {question.model} {options}".rstrip()
     lines.append(

@@ -69,7 +69,7 @@ def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
             joint.append(part)
     slo = parse_slo(joint)
     if not slo and not tails:
-        raise UsageError("capacity needs limits: give --goodput, for example --goodput ttft:2000 tpot:50")
+        raise UsageError("latency limits are missing: give --goodput, for example --goodput ttft:2000 tpot:50")
     if repeated := {str(tail) for tail in tails if tails.count(tail) > 1}:
         raise UsageError(f"--goodput: {', '.join(sorted(repeated))} is given twice")
     return LatencyLimits(slo, attainment, tuple(tails))

@@ -86,6 +86,7 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
         assert word in done.output
     assert "2 seeds" in done.output
     assert "do not fill" not in done.output
+    assert "150 requests are 2.3 per open one" in " ".join(done.output.split())
 
 
 def test_advice_names_the_vllm_option_that_does_what_the_policy_does() -> None:
@@ -101,7 +102,7 @@ def test_too_few_requests_to_fill_the_load_are_said(runs: Path) -> None:
     few[few.index("-n") + 1] = "40"
     said = " ".join(invoke("advise", *few, "--runs", str(runs)).output.split())
     assert "40 requests do not fill the 64 that the load allows" in said
-    assert "--num-prompts 192" in said
+    assert "--num-prompts 640" in said
 
 
 def test_the_tables_fit_80_columns(runs: Path) -> None:

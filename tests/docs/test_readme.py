@@ -49,7 +49,7 @@ def test_figures_are_those_of_the_reports() -> None:
     assert f"median error of throughput is {error.replace('%', ' %')}" in prose
     assert f"the same in {winner.replace('%', ' %')} of cases" in prose
     pairs, right = re.search(r"^\| predicted rows \| 2% \| (\d+) \| (\d+) \|", fidelity, re.MULTILINE).groups()  # type: ignore[union-attr]
-    assert f"agrees in {right} of {pairs} cases" in prose
+    assert f"same sign in {right} of {pairs} cases" in prose
     per_token = [
         (float(ours), float(theirs))
         for table in re.findall(r"\| ebbench \|.*?\| guidellm[^\n]*", client_report(), re.DOTALL)
