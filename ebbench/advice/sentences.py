@@ -234,12 +234,12 @@ def _few_requests(asked: int, concurrency: int) -> str:
     enough = f"Use --num-prompts {FEW_TURNS * concurrency}, or set --max-concurrency."
     if asked < concurrency:
         return (
-            f"{asked:,} requests do not fill the {concurrency:,} that the load allows: the candidates ran while the batch "
-            f"filled and drained, which hides their differences. {enough}"
+            f"{asked:,} requests do not fill the {concurrency:,} that the load allows: the candidates ran while the "
+            f"batch filled and drained, which hides their differences. {enough}"
         )
     return (
-        f"{asked:,} requests are {asked / concurrency:.1f} per open one: the batch fills and drains during much of each "
-        f"run, which counts against exclusive batches and can turn the sign of a gain. {enough}"
+        f"{asked:,} requests are {asked / concurrency:.1f} per open one: the batch fills and drains during much of "
+        f"each run, which counts against exclusive batches and can turn the sign of a gain. {enough}"
     )
 
 

@@ -20,15 +20,19 @@ from ebbench.render import numbers
 from ebbench.render.tables import framed
 
 
-def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[Table | str]:
-    """The printed tables and sentences, in order."""
+def parts(
+    found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float], priced_in: str = ""
+) -> list[Table | str]:
+    """The printed tables and sentences, in order. ``priced_in``: currency and date of the prices."""
     lines: list[Table | str] = [
         f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models "
         f"that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
-        lines += [_table(found, prices), _efficiency(found, task, prices), *_remarks(found, task, prices)]
+        lines += [_table(found, prices), _efficiency(found, task, prices)]
+        lines += [f"Prices in {priced_in}."] if priced_in else []
+        lines += _remarks(found, task, prices)
     else:
         lines.append("No candidate carries this rate within the limits.")
     lines += _experts(found, task)
@@ -201,7 +205,9 @@ def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
     return each.cost / 3600 / tokens * 1e6 if prices and tokens else None
 
 
-def as_dict(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
+def as_dict(
+    found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float], priced_in: str = ""
+) -> dict[str, Any]:
     """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
     reasons."""
     return {
@@ -215,6 +221,7 @@ def as_dict(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]
         "request_rate": task.rate,
         "limits": str(task.limits),
         "prices_per_gpu_hour": dict(prices) or None,
+        "priced_in": priced_in or None,
         "deployments": [_deployment(each, task, prices) for each in found.found],
         "refused": [{**vars(candidate), "reason": reason} for candidate, reason in found.refused],
         "left_out": [vars(candidate) for candidate in found.pruned],

@@ -19,7 +19,7 @@ PRICE = Setting("price per GPU-hour", unit="per GPU-hour", above=0, example=3.5)
 
 
 class PriceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of prices: ``gpu_hour`` by device. ``currency`` and ``as_of`` (a date) are only for its readers."""
+    """A file of prices: ``gpu_hour`` by device. ``currency`` and ``as_of`` (a date) are printed with the costs."""
 
     gpu_hour: dict[str, float]
     currency: str = ""
@@ -59,6 +59,13 @@ def check_prices(texts: Iterable[str], devices: Iterable[str]) -> dict[str, floa
     if prices and lacking:
         raise UsageError(f"no price for {', '.join(lacking)}; give --price {lacking[0]}=..., or choose with --device")
     return {name: price for name, price in prices.items() if name in searched}
+
+
+def sources(texts: Iterable[str]) -> str:
+    """Currencies and dates that the price files in ``texts`` state, such as "USD as of 2026-11-01"; "" if none does."""
+    files = [load_toml(Path(text), PriceFile) for text in texts if not _pair(text)[0]]
+    stated = [" ".join(filter(None, (each.currency, each.as_of and f"as of {each.as_of}"))) for each in files]
+    return " and ".join(dict.fromkeys(filter(None, stated)))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -90,6 +90,8 @@ def plan(
     """Find the devices, GPUs per replica, replicas and policy that serve a rate within limits, by simulation.
 
     Costs use your prices per GPU-hour; without --price the number of GPUs decides.
+
+    Exit code 2 if no candidate carries the rate within the limits.
     """
     import json
     import sys
@@ -100,7 +102,7 @@ def plan(
     from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
     from ebbench.capacity.deployments import MISSED_ALONE, check_plan
-    from ebbench.capacity.prices import check_prices
+    from ebbench.capacity.prices import check_prices, sources
     from ebbench.cli.plan_tasks import tasks_of, with_api_server
     from ebbench.devices.apiserver import only_if_busy
     from ebbench.errors import UsageError
@@ -127,12 +129,16 @@ def plan(
         raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {reason}")
     if output.plot is not None and found.found:
         chart.save_frontier(found, bool(prices), output.plot)
+    priced_in = sources(choice.price or ())
     if output.as_json:
-        sys.stdout.write(json.dumps(plan_sentences.as_dict(found, tasks[0], prices), indent=2, allow_nan=False) + "\n")
-        return
-    console = Console(highlight=False)
-    for part in plan_sentences.parts(found, tasks[0], prices):
-        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        result = plan_sentences.as_dict(found, tasks[0], prices, priced_in)
+        sys.stdout.write(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    else:
+        console = Console(highlight=False)
+        for part in plan_sentences.parts(found, tasks[0], prices, priced_in):
+            console.print(part, markup=False, soft_wrap=isinstance(part, str))
+    if not found.found:
+        sys.exit(UsageError.exit_code)
 
 
 plan.command_class = GoodputCommand  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ def test_joint_limits_and_percentiles_become_requirements() -> None:
 @pytest.mark.parametrize(
     ("texts", "attainment", "words"),
     [
-        ([], 0.95, "needs limits"),
+        ([], 0.95, "latency limits are missing: give --goodput"),
         (["ttft:2000"], 1.0, "between 0 and 1"),
         (["ttft:2000"], 0.0, "between 0 and 1"),
         (["ttf:p99:2000"], 0.95, "did you mean 'ttft'"),

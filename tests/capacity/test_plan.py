@@ -30,7 +30,7 @@ from ebbench.capacity.deployments import (
 )
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.plan_sentences import parts
-from ebbench.capacity.prices import check_prices, parse_prices
+from ebbench.capacity.prices import check_prices, parse_prices, sources
 from ebbench.capacity.probe import ProbeReading
 from ebbench.capacity.search_types import Probe
 from ebbench.cli.main import app
@@ -176,6 +176,9 @@ def test_prices_come_from_files_and_options(tmp_path: Path) -> None:
     path = tmp_path / "prices.toml"
     path.write_text('currency = "EUR"\nas_of = "2026-11-01"\n[gpu_hour]\nh200 = 3.5\nl40s = 0.9\n')
     assert parse_prices([str(path), "l40s=1.1"]) == {"h200": 3.5, "l40s": 1.1}
+    assert sources([str(path), "l40s=1.1"]) == "EUR as of 2026-11-01"
+    path.write_text("[gpu_hour]\nh200 = 3.5\n")
+    assert sources([str(path)]) == sources(["l40s=1.1"]) == ""
     path.write_text("[gpu_hour]\nh200 = -3.5\n")
     with pytest.raises(InputFileError, match="h200"):
         parse_prices([str(path)])

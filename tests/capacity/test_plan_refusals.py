@@ -26,3 +26,13 @@ def test_a_plan_that_no_candidate_can_serve_is_refused_in_one_line(
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
     assert done.stdout == ""
+
+
+def test_a_rate_that_no_candidate_carries_is_no_success() -> None:
+    """A script sees it as it sees limits that are missed one request at a time."""
+    load = "--source profile --request-rate 100000 --goodput ttft:4000 tpot:200"
+    options = f"{load} --device l40s --tp 1 --policy v1 --max-num-seqs 8 --workers 1 -q"
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split()])
+    assert done.exit_code == 2, done.output
+    assert "No candidate carries this rate within the limits." in done.stdout
+    assert "needs more than 512 replicas" in " ".join(done.stdout.split())
