@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rich.table import Table
-
 from ebbench.analysis.api_server_load import left_out
 from ebbench.analysis.caveats import by_policy, told_once
+from ebbench.analysis.documents import Column, Section
 from ebbench.capacity.drive import SearchOutcome
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading
 from ebbench.capacity.search_types import Estimate
 from ebbench.records.manifest import RunWarning
 from ebbench.render import numbers
-from ebbench.render.tables import framed
 
 _LIMITED = {
     "memory": "the KV cache is full for most of the time: more memory would carry more",
@@ -49,34 +47,38 @@ def progress(policy: str, reading: ProbeReading, estimate: Estimate, by_concurre
     return f"{policy}: {_load(reading.probe.load, by_concurrency)}: {verdict}; so far {_interval(estimate)}"
 
 
-def table(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Table:
+def table(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section:
     """One row per policy."""
-    shown = framed()
-    shown.add_column("policy", overflow="fold", min_width=6)
-    for header in (f"highest\n{_unit(by_concurrency)}", "95 %\ninterval"):
-        shown.add_column(header, justify="right", no_wrap=True)
-    shown.add_column("limited\nby", no_wrap=True)
-    for header in ("limits\nmet", "TTFT\nmedian", "TPOT\nmedian", "goodput\nreq/s", "\ntok/s"):
-        shown.add_column(header, justify="right", no_wrap=True)
-    best = max((o.estimate.capacity or 0.0 for o in found.values()), default=0.0)
-    for policy, outcome in found.items():
-        estimate, near = outcome.estimate, outcome.nearest
-        if not outcome.readings:
-            shown.add_row(policy, numbers.DASH, numbers.DASH, outcome.limited_by, *[numbers.DASH] * 5)
-            continue
-        shown.add_row(
-            policy,
-            _number(estimate.capacity, by_concurrency),
-            _range(estimate, by_concurrency),
-            outcome.limited_by,
-            numbers.percent(near.attainment),
-            numbers.duration_ms(near.ttft_ms),
-            numbers.duration_ms(near.tpot_ms),
-            numbers.rate(near.goodput_requests_per_s),
-            numbers.rate(near.goodput_tokens_per_s),
-            style="bold" if len(found) > 1 and estimate.capacity == best else None,
-        )
-    return shown
+    columns = (
+        Column("policy", "label", fold=True),
+        Column(_unit(by_concurrency), group="highest"),
+        Column("interval", group="95 %"),
+        Column("by", "label", group="limited"),
+        Column("met", group="limits"),
+        Column("median", group="TTFT"),
+        Column("median", group="TPOT"),
+        *(Column(unit, group="goodput") for unit in ("req/s", "tok/s")),
+    )
+    capacities = [outcome.estimate.capacity or 0.0 for outcome in found.values()]
+    best = capacities.index(max(capacities)) if len(found) > 1 and any(capacities) else None
+    return Section("", columns, tuple(_row(*item, by_concurrency) for item in found.items()), best)
+
+
+def _row(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> tuple[str, ...]:
+    estimate, near = outcome.estimate, outcome.nearest
+    if not outcome.readings:
+        return policy, numbers.DASH, numbers.DASH, outcome.limited_by, *[numbers.DASH] * 5
+    return (
+        policy,
+        _number(estimate.capacity, by_concurrency),
+        _range(estimate, by_concurrency),
+        outcome.limited_by,
+        numbers.percent(near.attainment),
+        numbers.duration_ms(near.ttft_ms),
+        numbers.duration_ms(near.tpot_ms),
+        numbers.rate(near.goodput_requests_per_s),
+        numbers.rate(near.goodput_tokens_per_s),
+    )
 
 
 def remarks(

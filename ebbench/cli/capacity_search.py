@@ -287,6 +287,7 @@ def _show(
     from rich.console import Console
 
     from ebbench.capacity import result_rows, sentences
+    from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
 
     rows = result_rows.rows_of(found, question.by_concurrency, limits)
@@ -300,7 +301,8 @@ def _show(
         sys.stdout.write(json.dumps(rows, indent=2, allow_nan=False) + "\n")
     elif found:
         console = Console(highlight=False)
-        console.print(sentences.table(found, question.by_concurrency))
+        for piece in section_tables(sentences.table(found, question.by_concurrency), console.width):
+            console.print(piece)
         for line in sentences.remarks(found, limits, question.by_concurrency, api_servers_left_out):
             console.print(line, markup=False, soft_wrap=True)
         for part in notes("Keep in mind", sentences.caveats(found)):

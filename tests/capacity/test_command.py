@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from ebbench.capacity.result_rows import load
 from ebbench.cli.main import app
+from ebbench.render import numbers
 
 WORKLOAD = (
     "capacity balanced --device l40s --model qwen3-8b --policy v1 --max-num-seqs 8 -n 150 --input-len 200 "
@@ -38,6 +39,20 @@ def test_the_json_interface(tmp_path: Path) -> None:
     assert found["probes"] == len(found["run_dirs"])  # type: ignore[arg-type]
     assert all((Path(run) / "manifest.json").is_file() for run in found["run_dirs"])  # type: ignore[attr-defined]
     assert load(tmp_path / "search") == [found]
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_no_number_of_the_table_is_cut_off(tmp_path: Path, width: int) -> None:
+    """At 80 columns 371 tok/s were printed as 37, beside a long name and "not reached"."""
+    search = [*WORKLOAD.split(), "-p", "marginal:ttft=2,tpot=0.05", "-q", "-o", str(tmp_path), "--goodput", "ttft:2000"]
+    done = CliRunner().invoke(app, [*search, "--max-probes", "1"], env={"COLUMNS": str(width)})
+    assert done.exit_code == 0, done.output
+    words = done.stdout.split()
+    for row in load(tmp_path):
+        for key in ("goodput_requests_per_s", "goodput_tokens_per_s"):
+            assert numbers.rate(row[key]) in words
+        assert numbers.percent(row["attainment"]).split()[0] in words
+    assert all(len(line) <= width for line in done.stdout.split("Latencies and goodput")[0].splitlines())
 
 
 def test_a_killed_search_goes_on_and_ends_with_the_same_answer(tmp_path: Path) -> None:
