@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ebbench.advice.results import PolicyScore
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.statistics import PairedInterval, paired_t
+from ebbench.render.numbers import change, listed
 from vllm_eb.policy import policy_class
 
 BASELINE = "v1"
@@ -47,12 +48,12 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
         return _simplest(scores), f"{reason}; loosen --goodput or reduce the traffic"
     equal = [one for one in scores if one is best or _ties(one, best)]
     if all(one.name != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
-        unsure = [one.name for one in equal if one not in sure]
-        if unsure:
-            reason = f"it is surely ahead of {BASELINE}; {_listed(unsure)} may be as good, less certainly"
-            return _simplest(sure), reason
+        if unsure := [one for one in equal if one not in sure]:
+            chosen = _simplest(sure)
+            named = _with_gains(unsure, chosen)
+            return chosen, f"it is surely ahead of {BASELINE}; {named} may be as good, less certainly"
     chosen = _simplest(equal)
-    return chosen, _winner(scores) if len(equal) == 1 else _among([one for one in equal if one is not chosen])
+    return chosen, _winner(scores) if len(equal) == 1 else _among(chosen, [one for one in equal if one is not chosen])
 
 
 def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | None:
@@ -82,19 +83,67 @@ def _winner(scores: Sequence[PolicyScore]) -> str:
     return f"it is ahead of every other candidate by {100 * (best.objective / second - 1):.1f} % or more ({doubt})"
 
 
-def _among(others: Sequence[PolicyScore]) -> str:
-    """The reason for the simplest of several equal policies."""
-    verb = "are" if len(others) > 1 else "is"
-    within = "chance or half a per cent" if len(others[0].values) > 1 else "half a per cent (one seed)"
-    return f"{_listed([one.name for one in others])} {verb} equal to it within {within}, and it is the simplest"
+def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
+    """The reason for the simplest of several policies that may be as good as the best.
+
+    Those that are surely behind the chosen one are left out.
+    """
+    found = [(one, _against(one, chosen)) for one in others]
+    equal = [one for one, gain in found if _is_equal(gain)]
+    ahead = [one for one, gain in found if gain.low > 0 and one not in equal]
+    unsure = [one for one, gain in found if gain.low <= 0 <= gain.high and one not in equal]
+    seeds = len(chosen.values)
+    parts = []
+    if equal:
+        names, doubt = _some(equal, lambda one: one.name), " (one seed)" if seeds == 1 else ""
+        parts.append(f"{names} {_are(equal)} equal to it within half a per cent{doubt}")
+    if ahead:
+        parts.append(f"{_with_gains(ahead, chosen)} {_are(ahead)} ahead of it")
+    if unsure:
+        parts.append(f"{_with_gains(unsure, chosen)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}")
+    return f"{'; '.join(parts)}, and it is the simplest" if parts else "it is the simplest that may be the best"
+
+
+MOST_NAMED = 3
+"""Of more candidates only the number is given: token budgets make dozens."""
+
+
+def _with_gains(scores: Sequence[PolicyScore], over: PolicyScore) -> str:
+    """``eb -19.9 % (-48.6 to +24.9) and marginal +0.1 % (-0.3 to +0.6)``."""
+    return _some(scores, lambda one: f"{one.name} {_shown(_against(one, over))}")
+
+
+def _some(scores: Sequence[PolicyScore], text: Callable[[PolicyScore], str]) -> str:
+    """Some of the candidates, first the best of each policy, and the number of the others."""
+    best = {one.policy: one for one in reversed(scores)}
+    order = sorted(scores, key=lambda one: best[one.policy] is not one)
+    left = len(order) - MOST_NAMED
+    return listed([text(one) for one in order] if left < 2 else [*map(text, order[:MOST_NAMED]), f"{left} others"])
+
+
+def _are(scores: Sequence[PolicyScore]) -> str:
+    return "are" if len(scores) > 1 else "is"
+
+
+def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:
+    """The gain of one candidate over another; without an interval if in some run no request met the targets."""
+    gain = relative_gain(one.values, other.values)
+    return gain or PairedInterval(one.objective / other.objective - 1, -math.inf, math.inf)
+
+
+def _is_equal(gain: PairedInterval) -> bool:
+    """Whether the gain surely is no more than TIE; of one seed, whether what it shows is."""
+    known = math.isfinite(gain.high)
+    return -TIE <= gain.low and gain.high <= TIE if known else abs(gain.mean) <= TIE
+
+
+def _shown(gain: PairedInterval) -> str:
+    bounds = f" ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})" if math.isfinite(gain.high) else ""
+    return f"{change(gain.mean)}{bounds}"
 
 
 def _why_unsure(score: PolicyScore) -> str:
     return "one seed" if len(score.values) == 1 else "in some runs no request met the targets"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _ahead(one: PolicyScore) -> bool:

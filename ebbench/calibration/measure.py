@@ -98,6 +98,7 @@ class ProbeGrid:
 class MeasuredCosts:
     """A calibration with its grid, and how well the linear fits describe the step times (R squared).
 
+    ``steps``: steps that the grid asks for; those that fill and empty the batch between them are not counted.
     ``request_s``: what a request costs beside its steps. ``drift``: time of the slowest round over the fastest's.
     ``start_s``: how long the engine took to start; 0 in virtual time.
     """
@@ -119,7 +120,7 @@ def calibrate(
     plan, shapes = probe_plan(grid)
     result = engine.run(plan, parse_policy("v1"), device, grid.options, observer)
     seconds = step_medians(result.steps, shapes)
-    return fit(cost_grid(grid, seconds), source, result.steps.num_rows)
+    return fit(cost_grid(grid, seconds), source, grid.points)
 
 
 # --- probes ----------------------------------------------------------------------------------------------------

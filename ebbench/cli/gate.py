@@ -193,10 +193,10 @@ class GateQuestion:
     policies: tuple[str | None, str | None] = (None, None)
 
     def judged(self, *, with_detectable: bool = True) -> Verdict:
-        """The verdict on the existing runs. Raises DataError, UnknownNameError."""
+        """The verdict on the existing runs. Raises DataError, UsageError."""
         from ebbench.analysis.environment import check_allowed
         from ebbench.analysis.gate.baselines import stored_units
-        from ebbench.analysis.gate.units import load_units, of_policy
+        from ebbench.analysis.gate.units import load_units, of_policy, require_separate_runs
         from ebbench.analysis.gate.verdict import judge, pair_units
 
         allowed = check_allowed(self.allow)
@@ -208,7 +208,9 @@ class GateQuestion:
         before = stored_units(self.baseline, after, allowed, ours) if stored else load_units([self.baseline])
         if ours is not None:
             before = of_policy(before, ours, "baseline")
-        return judge(pair_units(before, after, allowed), self.rules, with_detectable=with_detectable)
+        pairs = pair_units(before, after, allowed)
+        require_separate_runs(before, after)
+        return judge(pairs, self.rules, with_detectable=with_detectable)
 
 
 def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
@@ -217,6 +219,8 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
 
     rules = question.rules
+    if question.baseline.resolve() == question.candidate.resolve():
+        raise UsageError(f"both sides would store their runs in {question.baseline}; give each a directory of its own")
     least = pairs_needed(rules, len(rules.gated))
 
     def decided(pairs: int) -> bool:

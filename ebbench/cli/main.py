@@ -206,6 +206,8 @@ def _exit_code(call: Callable[[], Any]) -> int:
         return _complain(_encoding_message(error), EbbenchError.exit_code)
     except OSError as error:
         return _complain(_system_message(error), EbbenchError.exit_code)
+    except MemoryError as error:
+        return _complain(_memory_message(error), EbbenchError.exit_code)
     except SystemExit as stop:
         # Typer and rich exit with 1 on a closed pipe, which is the gate's code for a regression.
         raise SystemExit(HUNG_UP if stop.code == 1 else stop.code) from None
@@ -251,6 +253,12 @@ def _system_message(error: OSError) -> str:
     """The operating system's reason, with the file if there is one."""
     why = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {why}" if error.filename else why
+
+
+def _memory_message(error: MemoryError) -> str:
+    """What numpy or Arrow could not allocate, if they say so, and the remedy."""
+    said = f" ({error})" if str(error) else ""
+    return f"not enough memory{said}; ask for fewer requests (--num-prompts) or fewer --workers"
 
 
 def _usage_message(error: Any) -> str:

@@ -326,7 +326,8 @@ def measure(
 def _warnings(config: RunConfig, engine: Engine, spec: PolicySpec, plan: Plan) -> tuple[RunWarning, ...]:
     """Warnings of the policy about this load, or about what is not known of a running server."""
     if is_server(config.engine):
-        return (*policy_label(engine, spec).warnings, *stated_limits(config.options))
+        label = policy_label(engine, spec, stated=not config.default_policies)
+        return (*label.warnings, *stated_limits(config.options))
     open_at_most = max((phase.max_concurrency for phase in plan.phases), default=0)
     found = spec.load_warning(open_at_most, config.options.max_num_seqs)
     return () if found is None else (RunWarning(*found),)

@@ -74,7 +74,7 @@ def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> l
     loads = ", ".join(map(str, question.loads))
     lines = [
         f"validating simulated results for {question.model} on {what}, at most {max_time_s / 60:.0f} min:",
-        f"  1. measure the times of {replace(question.grid, repeats=question.repeats).points} steps"
+        f"  1. measure the times of up to {replace(question.grid, repeats=question.repeats).points} steps"
         + (" in vLLM, after its start" if question.engine == "vllm" else ""),
         f"  2. predict {', '.join(question.policies)} at {loads} requests open",
         f"  3. measure the same runs; up to {question.rounds} rounds of 1. to 3.",

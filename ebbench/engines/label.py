@@ -11,10 +11,11 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import RunWarning
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy
 
-POLICY_IS_A_LABEL = RunWarning(
+_IS_A_LABEL = "The server schedules by its own settings and does not report them; the policy is only the label of this run"
+STATED_LABEL = RunWarning("policy-is-a-label", f"{_IS_A_LABEL}, stated by you and not verified.")
+DEFAULT_LABEL = RunWarning(
     "policy-is-a-label",
-    "The server schedules by its own settings and does not report them; the policy is only the label of this run, "
-    "stated by you and not verified.",
+    f"{_IS_A_LABEL}, taken by default since none was stated.",
     "Give the policy it was started with as --policy.",
 )
 
@@ -39,7 +40,7 @@ def labelled(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> Poli
     except PolicyError:
         reported = None  # of a version of the plugin that we do not know
     if reported is None:
-        return PolicyLabel(policy, (POLICY_IS_A_LABEL,))
+        return PolicyLabel(policy, (STATED_LABEL if stated else DEFAULT_LABEL,))
     if stated and reported != policy:
         raise UsageError(
             f"the server reports policy {reported.name}, not {policy.name}: leave --policy out, or "

@@ -133,7 +133,7 @@ def _seeds(summaries: Sequence[Summary]) -> str:
     seeds = sorted({summary.seed for summary in summaries})
     if len(seeds) == 1:
         return f"seed {seeds[0]}"
-    in_a_row = seeds == list(range(seeds[0], seeds[-1] + 1))
+    in_a_row = seeds[-1] - seeds[0] == len(seeds) - 1  # they are different; a date may be among them: no range of them
     return f"seeds {seeds[0]}–{seeds[-1]}" if in_a_row else f"seeds {', '.join(map(str, seeds))}"
 
 

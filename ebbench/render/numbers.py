@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 DASH = "–"
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -36,6 +38,11 @@ def percent(value: float | None) -> str:
 def change(value: float | None) -> str:
     """A relative change with its sign, ``+36.4 %``."""
     return DASH if value is None else f"{100 * value:+.1f} %"
+
+
+def listed(names: Sequence[str]) -> str:
+    """``v1, eb and ebplus``."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def micros(seconds: float) -> str:

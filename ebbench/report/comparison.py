@@ -30,8 +30,8 @@ from ebbench.render.report import notes as titled
 from ebbench.render.sentences import AHEAD, WINS
 from ebbench.report import page_tables
 
-BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
-"""Words for a significant difference and for one that may be chance."""
+BETTER, WORSE, UNDECIDED, IDENTICAL = "better", "worse", "undecided", "identical"
+"""Words for a significant difference, for one that may be chance, and for none in any pair."""
 
 
 LOAD = ("sessions", "concurrency", "rate", "burstiness", "speed")
@@ -174,9 +174,12 @@ def _interval(contrast: Contrast) -> str:
 
 
 def verdict(contrast: Contrast) -> str:
-    """``better`` or ``worse`` if the difference is significant, ``undecided`` if not; empty without a test."""
+    """``better`` or ``worse`` if the difference is significant, ``undecided`` if not, ``identical`` if there is none in
+    any pair; empty without a test."""
     if contrast.p_adjusted is None:
         return ""
+    if contrast.identical:
+        return IDENTICAL
     if contrast.p_adjusted > ALPHA or contrast.change == 0:
         return UNDECIDED
     return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
@@ -187,6 +190,11 @@ def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> st
     found = next((each for each in other.contrasts if each.figure == other.deciding), None)
     if found is None:
         return f"{other.label} and {comparison.baseline} have no throughput to compare."
+    if other.identical:
+        return (
+            f"No winner: {other.label} and {comparison.baseline} have the same figures in every pair of runs: under this "
+            "load they behave identically."
+        )
     by = f"{numbers.change(found.change)} {_named(found)} of {other.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if found.figure == REQUEST_TIME else ""
     higher = found.change > 0
@@ -228,7 +236,8 @@ def legend(comparison: PairedComparison) -> str:
     text += "".join(f"; {LABELS[figure]} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
-    return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.others)}."
+    detectable = "; ".join(_detectable_of(other) for other in comparison.others if not other.identical)
+    return f"{text}. Minimum detectable change: {detectable}." if detectable else f"{text}."
 
 
 def _skipped(comparison: PairedComparison) -> list[str]:

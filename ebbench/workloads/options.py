@@ -105,8 +105,7 @@ class PlanOptions:
             if problem := not_positive(key.removesuffix("_s").replace("_", " "), getattr(self, key)):
                 raise UsageError(problem)
         _ = self.prefixes  # raises UsageError for values that cannot be used
-        if self.seed < 0:
-            raise UsageError(f"seed must be 0 or more, not {self.seed}")
+        _require_storable(self.seed, self.num_prompts)
         if self.time_unit is not None and self.time_unit not in TIME_UNITS:
             raise UnknownNameError("time unit", self.time_unit, TIME_UNITS)
 
@@ -139,6 +138,22 @@ class PlanOptions:
             self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s,
             self.rate_scale or 1.0,
         )  # fmt: skip
+
+
+MOST_SEED = 2**63 - 1
+"""Stored tables hold seeds as 64-bit integers."""
+MOST_SESSIONS = 2**31 - 1
+"""A plan names its rows by 32-bit integers (column ``after``)."""
+
+
+def _require_storable(seed: int, sessions: int | None) -> None:
+    """Raise UsageError for a seed or a number of sessions that tables of runs cannot hold."""
+    if seed < 0:
+        raise UsageError(f"seed must be 0 or more, not {seed}")
+    if seed > MOST_SEED:
+        raise UsageError(f"seed must be at most {MOST_SEED}, not {seed}")
+    if sessions is not None and sessions > MOST_SESSIONS:
+        raise UsageError(f"num prompts must be at most {MOST_SESSIONS:,}, not {sessions:,}")
 
 
 _POSITIVE = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.fakeserver.process import FakeServerProcess
-from tests.gate.gate_data import invoke
+from tests.gate.gate_data import SMALL, invoke
 
 
 @pytest.fixture
@@ -30,6 +30,17 @@ def test_a_replayed_trace_says_its_rate_and_how_its_times_were_read(replayed: Pa
     assert entry["request_rate"] == pytest.approx(2.0)
     asked = invoke("query", "select request_rate from runs", "--runs", replayed, "--format", "json")
     assert json.loads(asked.stdout) == [{"request_rate": pytest.approx(2.0)}]
+
+
+def test_seeds_far_apart_are_named_and_not_counted_through(tmp_path: Path) -> None:
+    """A date as seed took a gigabyte, and the largest one ended in an OverflowError."""
+    for seed in (0, 1, 2**63 - 1):
+        done = invoke(*SMALL, "-p", "v1", "--seed", seed, "-o", tmp_path / "runs" / f"{seed}")
+        assert done.exit_code == 0, done.output
+    shown = invoke("show", tmp_path / "runs")
+    assert shown.exit_code == 0, shown.output
+    assert "seeds 0, 1, 9223372036854775807." in " ".join(shown.stdout.split())
+    assert "seeds 0–1." in " ".join(invoke("show", tmp_path / "runs" / "0", tmp_path / "runs" / "1").stdout.split())
 
 
 def test_more_samples_need_more_sessions_where_a_closed_loop_has_a_duration(tmp_path: Path) -> None:

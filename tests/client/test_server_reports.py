@@ -79,6 +79,15 @@ def test_another_policy_than_the_reported_one_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_policy_is_asked_for_only_where_none_was_stated(tmp_path: Path) -> None:
+    with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
+        code, shown, _ = run(server, tmp_path / "run", "-c", "4")
+    assert code == 0
+    words = " ".join(shown.split())
+    assert "taken by default since none was stated. Give the policy it was started with as --policy." in words
+    assert "stated by you" not in words
+
+
 def test_the_policy_of_a_server_that_reports_none_is_a_label(tmp_path: Path) -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
         code, shown, _ = run(server, tmp_path / "run", "-c", "4", "-p", "eb", "--device", "h100")
@@ -89,6 +98,7 @@ def test_the_policy_of_a_server_that_reports_none_is_a_label(tmp_path: Path) -> 
     words = " ".join(shown.split())
     assert "h100 (device as stated, not verified)" in words
     assert "stated by you and not verified" in words
+    assert "Give the policy" not in words, "it was given"
     assert "Settings of eb" not in words, "settings of a label say nothing about the server"
     assert json.loads(run_json(tmp_path / "run"))[0]["policy"] == "eb"
 

@@ -37,6 +37,27 @@ def test_a_worse_scheduler_fails(measured: Path) -> None:
     assert "the sides differ in policy: v1 against v0" in " ".join(done.stdout.split())
 
 
+def test_a_run_on_both_sides_is_refused(measured: Path, tmp_path: Path) -> None:
+    """It never differs from itself: a wrong variable in a CI script would give a green gate."""
+    shutil.copytree(measured / "v1", tmp_path / "moved")
+    invoke("gate", "--save-baseline", tmp_path / "stored.parquet", measured / "v1")
+    sides = [(measured / "v1", measured / "v1" / ".." / "v1"), (measured / "v1", tmp_path / "moved")]
+    for baseline, candidate in [*sides, (tmp_path / "stored.parquet", measured / "v1")]:
+        done = invoke("gate", baseline, candidate)
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"6 runs are on both sides, {candidate / 'v1-seed0'} first: a run never differs" in done.stderr
+    one = measured / "v1" / "v1-seed0"
+    done = invoke("gate", one, one)
+    assert (done.exit_code, f"{one} is on both sides: a run never" in done.stderr) == (2, True)
+
+
+def test_sides_that_store_in_one_directory_are_refused_before_they_are_measured(tmp_path: Path) -> None:
+    commands = ("--baseline-command", "no-such-program {out}", "--candidate-command", "no-such-program {out}")
+    done = invoke("gate", tmp_path / "a", tmp_path / "b" / ".." / "a", *commands)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "both sides would store their runs in" in done.stderr
+
+
 def test_too_few_pairs_are_inconclusive(measured: Path) -> None:
     done = invoke("gate", measured / "v1" / "v1-seed0", measured / "copy" / "v1-seed0")
     assert done.exit_code == 5
@@ -65,8 +86,8 @@ def test_junit_xml(measured: Path, tmp_path: Path, other: str, failures: int, er
 
 
 def test_junit_of_an_inconclusive_gate_has_no_case_that_passes(measured: Path, tmp_path: Path) -> None:
-    one = measured / "v1" / "v1-seed0"
-    invoke("gate", one, one, "--junit", tmp_path / "gate.xml")
+    one, other = (measured / side / "v1-seed0" for side in ("v1", "copy"))
+    invoke("gate", one, other, "--junit", tmp_path / "gate.xml")
     cases = Xml.parse(tmp_path / "gate.xml").getroot().findall("testsuite/testcase")
     assert cases
     assert all(case.find("error") is not None for case in cases)
@@ -264,9 +285,9 @@ def test_a_baseline_may_have_any_name(measured: Path, tmp_path: Path) -> None:
 
 
 def test_a_pair_measured_after_one_was_cut_off_is_not_measured_again(measured: Path, tmp_path: Path) -> None:
-    for name in "ab":
+    for name, source in (("a", "v1"), ("b", "copy")):
         (tmp_path / name / "pair-000").mkdir(parents=True)
-        shutil.copytree(measured / "v1" / "v1-seed0", tmp_path / name / "pair-000-2")
+        shutil.copytree(measured / source / "v1-seed0", tmp_path / name / "pair-000-2")
     command = "no-such-program {out}"
     done = invoke(
         "gate", tmp_path / "a", tmp_path / "b", "--pairs", 1, "--baseline-command", command, "--candidate-command",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -41,6 +42,31 @@ def test_policies_that_do_the_same_are_not_to_be_repeated_and_cases_are_named(tm
         sides = ("-p", "v1", "-p", other)
         output_of(*RUN, "-n", 60, "--request-rate", rate, *sides, "--repeats", 2, "-o", tmp_path / str(rate))
     both = output_of("show", tmp_path)
-    assert "rate 4/s: The policies have the same figures in every pair" in both
-    assert re.search(r"rate 16/s: 2 pairs of runs do not tell", both)
+    assert "rate 4/s: v1 and ebplus have the same figures in every pair" in both
+    assert "rate 16/s: v0 against v1: 2 pairs of runs do not tell" in both
     assert "do not tell" not in output_of("show", tmp_path / "4")
+
+
+def test_every_policy_is_told_from_the_baseline_on_its_own(tmp_path: Path) -> None:
+    """One that is shown to be worse and one that does the same: repeats can change neither."""
+    sides = ("-p", "v1", "-p", "eb", "-p", "ebplus")
+    shown = output_of(*RUN, "-n", 60, "-c", 16, *sides, "--repeats", 8, "-o", tmp_path / "runs")
+    assert "v1 and ebplus have the same figures in every pair of runs: under this load they behave" in shown
+    assert "do not tell" not in shown
+    found = json.loads(output_of("compare", tmp_path / "runs", "--json"))
+    words = {
+        each["policy"]: {entry["verdict"] for entry in each["figures"] if entry["verdict"]}
+        for each in found["policies"]
+    }
+    assert words == {"eb": {"worse", "better"}, "ebplus": {"identical"}}
+    compared = output_of("compare", tmp_path / "runs")
+    assert "No winner: ebplus and v1 have the same figures in every pair of runs" in compared
+    assert "Minimum detectable change: eb tokens/s" in compared
+    assert "ebplus tokens/s 0.0 %" not in compared
+
+
+def test_a_policy_that_chance_may_explain_is_named_beside_one_that_does_the_same(tmp_path: Path) -> None:
+    sides = ("-p", "v1", "-p", "v0", "-p", "ebplus")
+    shown = output_of(*RUN, "-n", 60, "-c", 16, *sides, "--repeats", 2, "-o", tmp_path / "runs")
+    assert "v1 and ebplus have the same figures" in shown
+    assert "v0 against v1: 2 pairs of runs do not tell the difference from chance; at its size" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def test_every_setting_is_predicted_and_measured(done: tuple[Result, Path]) -> N
     assert max(abs(one["error"]) for one in found["errors"] if one["metric"] == "output_throughput") < 0.1
     assert json.loads((folder / "result.json").read_bytes()) == found
     assert found["sentence"] in (folder / "result.md").read_text()
+
+
+def test_as_many_steps_are_measured_as_were_announced(done: tuple[Result, Path]) -> None:
+    """The simulated engine counted those that fill and empty the batch, too: 405 where 76 had been announced."""
+    result, folder = done
+    (asked,) = re.findall(r"measure the times of up to (\d+) steps", result.stderr)
+    assert re.findall(r"step times: (\d+) steps in", result.stderr) == [asked] * 2
+    assert {one["steps"] for one in json.loads((folder / "result.json").read_bytes())["step_times"]} == {int(asked)}
 
 
 def test_every_measurement_is_an_ordinary_run_directory(done: tuple[Result, Path]) -> None:

@@ -108,14 +108,15 @@ def stop_reason(groups: Sequence[Group]) -> StopReason:
     of it ("equal"), or the runs are "copies" of each other."""
     if any(group.copies for group in groups):
         return "copies"
-    figure, baseline = deciding_figure(groups), baseline_of(groups)
-    reasons = {_stop_reason_of(groups, group, figure) for group in _others(groups) if group is not baseline}
+    reasons = {stop_reason_of(groups, group) for group in _others(groups)}
     if not reasons or "" in reasons:
         return ""
     return "shown" if "shown" in reasons else "equal"
 
 
-def _stop_reason_of(groups: Sequence[Group], group: Group, figure: Figure) -> StopReason:
+def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
+    """Why more pairs would not help one policy: its difference to the baseline is "shown" or it is "equal" to it."""
+    figure = deciding_figure(groups)
     logs = log_ratios(group, baseline_of(groups), figure)
     if logs is None or len(logs) < 2:
         return ""
@@ -124,6 +125,12 @@ def _stop_reason_of(groups: Sequence[Group], group: Group, figure: Figure) -> St
         return "shown"
     bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
     return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
+
+
+def identical(group: Group, baseline: Group) -> bool:
+    """Whether every pair of runs agrees in every tested figure: the two policies behaved identically."""
+    logs = [log_ratios(group, baseline, figure) for figure in TESTED.values()]
+    return all(found is not None and not any(found) for found in logs)
 
 
 def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | None:

@@ -32,7 +32,8 @@ class Contrast:
     """One figure of one policy against the baseline. ``change``, ``low``, ``high`` and ``detectable`` are shares.
 
     ``p_adjusted`` is two-sided and Holm-adjusted over throughput and medians of all policies (goodput and request time
-    count as one more test if they decide); None for advisory figures and for a single pair.
+    count as one more test if they decide); None for advisory figures and for a single pair. ``identical``: both
+    sides have the same value in every pair.
     """
 
     figure: str
@@ -44,6 +45,7 @@ class Contrast:
     p: float | None
     p_adjusted: float | None
     detectable: float | None
+    identical: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class PolicyContrasts:
     contrasts: tuple[Contrast, ...]
     skipped: Mapping[str, str]
     deciding: str = THROUGHPUT
+
+    @property
+    def identical(self) -> bool:
+        """Whether the policy has the baseline's throughput and median latencies in every pair."""
+        tested = [contrast for contrast in self.contrasts if contrast.figure in GATED]
+        return len(tested) == len(GATED) and all(contrast.identical for contrast in tested)
 
 
 @dataclass(frozen=True)
@@ -208,6 +216,7 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
         p=two_sided_p(logs, sequential=sequential),
         p_adjusted=None,
         detectable=None,
+        identical=not any(logs),
     )
 
 

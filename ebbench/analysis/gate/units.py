@@ -19,7 +19,7 @@ from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
-from ebbench.errors import DataError, UnknownNameError
+from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.run import Run, find_runs
 
 FIGURES = (
@@ -77,6 +77,14 @@ class GateUnit:
     until_clear: bool = False
     steady_rate: float | None = None
     caveats: tuple[str, ...] = ()
+
+    @property
+    def measurement(self) -> tuple[object, ...]:
+        """What tells one run from another wherever it is stored: no two of a plan and policy begin in one nanosecond.
+
+        The directory does not: it may be copied, and a later run may have its name.
+        """
+        return self.anchor_unix_ns, self.plan_hash, self.seed, self.policy
 
     @property
     def configuration_hash(self) -> str:
@@ -163,3 +171,15 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
             raise DataError(f"{side}: {first.run} and {unit.run} are not comparable ({'; '.join(found)})")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
+
+
+def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> None:
+    """Raise UsageError if a run, or its copy, is on both sides: it would never differ from itself."""
+    before = {unit.measurement for unit in baseline}
+    shared = [unit.run for unit in candidate if unit.measurement in before]
+    if shared:
+        which = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
+        first = "" if len(shared) == 1 else f", {shared[0]} first"
+        raise UsageError(
+            f"{which} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
+        )
