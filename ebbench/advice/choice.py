@@ -47,11 +47,12 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
         reason = "no request met the targets under any candidate, so they do not decide, and it is the simplest"
         return _simplest(scores), f"{reason}; loosen --goodput or reduce the traffic"
     equal = [one for one in scores if one is best or _ties(one, best)]
-    if all(one.name != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
-        if unsure := [one for one in equal if one not in sure]:
-            chosen = _simplest(sure)
-            named = _with_gains(unsure, chosen)
-            return chosen, f"it is surely ahead of {BASELINE}; {named} may be as good, less certainly"
+    sure = [one for one in equal if _ahead(one)] if all(one.name != BASELINE for one in equal) else []
+    unsure = [one for one in equal if one not in sure]
+    if sure and unsure:
+        chosen = _simplest(sure)
+        named = _with_gains(unsure, chosen)
+        return chosen, f"it is surely ahead of {BASELINE}; {named} may be as good, less certainly"
     chosen = _simplest(equal)
     return chosen, _winner(scores) if len(equal) == 1 else _among(chosen, [one for one in equal if one is not chosen])
 
@@ -100,7 +101,9 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
     if ahead:
         parts.append(f"{_with_gains(ahead, chosen)} {_are(ahead)} ahead of it")
     if unsure:
-        parts.append(f"{_with_gains(unsure, chosen)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}")
+        parts.append(
+            f"{_with_gains(unsure, chosen)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}"
+        )
     return f"{'; '.join(parts)}, and it is the simplest" if parts else "it is the simplest that may be the best"
 
 
@@ -134,7 +137,7 @@ def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:
 def _is_equal(gain: PairedInterval) -> bool:
     """Whether the gain surely is no more than TIE; of one seed, whether what it shows is."""
     known = math.isfinite(gain.high)
-    return -TIE <= gain.low and gain.high <= TIE if known else abs(gain.mean) <= TIE
+    return max(-gain.low, gain.high) <= TIE if known else abs(gain.mean) <= TIE
 
 
 def _shown(gain: PairedInterval) -> str:

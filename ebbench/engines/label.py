@@ -11,7 +11,9 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import RunWarning
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy
 
-_IS_A_LABEL = "The server schedules by its own settings and does not report them; the policy is only the label of this run"
+_IS_A_LABEL = (
+    "The server schedules by its own settings and does not report them; the policy is only the label of this run"
+)
 STATED_LABEL = RunWarning("policy-is-a-label", f"{_IS_A_LABEL}, stated by you and not verified.")
 DEFAULT_LABEL = RunWarning(
     "policy-is-a-label",

@@ -192,8 +192,8 @@ def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> st
         return f"{other.label} and {comparison.baseline} have no throughput to compare."
     if other.identical:
         return (
-            f"No winner: {other.label} and {comparison.baseline} have the same figures in every pair of runs: under this "
-            "load they behave identically."
+            f"No winner: {other.label} and {comparison.baseline} have the same figures in every pair of runs: under "
+            "this load they behave identically."
         )
     by = f"{numbers.change(found.change)} {_named(found)} of {other.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if found.figure == REQUEST_TIME else ""
