@@ -22,7 +22,7 @@ from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import Manifest, RunWarning, decode_manifest
-from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, Run, RunWriter
+from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
 
 NOT_RECORDED = "not_recorded"
@@ -47,8 +47,7 @@ def cut_off_runs(paths: Sequence[Path]) -> list[Path]:
     """Interrupted runs among ``paths`` and in directories among them. Raises DataError for a missing path."""
     found = []
     for path in paths:
-        if not path.is_dir():
-            raise DataError(f"{path}: no such run directory")
+        require_directory(path)
         inside = sorted(child.parent for child in path.glob(f"*/{PARTIAL}"))
         found += [each for each in [path, *inside] if is_cut_off(each)]
     return found

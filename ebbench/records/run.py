@@ -208,6 +208,14 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
+def require_directory(path: Path) -> None:
+    """Raise DataError, saying why, for what is no directory and hence no run."""
+    if path.is_file():
+        raise DataError(f"{path} is a file; give the directory of the run")
+    if not path.is_dir():
+        raise DataError(f"{path}: no such run directory")
+
+
 def slug(text: str) -> str:
     """A short name that is safe as a path component: only letters, digits, ``.``, ``_`` and ``-``, no leading dot."""
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
@@ -252,8 +260,7 @@ def _conform(table: pa.Table, name: str) -> pa.Table:
 
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
-    if not directory.is_dir():
-        raise DataError(f"{directory}: no such run directory")
+    require_directory(directory)
     try:
         return decode_manifest(path.read_bytes(), path)
     except FileNotFoundError:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbench.analysis.rebuild import cut_off_runs
 from ebbench.analysis.slo import METRICS
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.errors import DataError, RunError, UsageError
@@ -246,6 +247,14 @@ def test_manifests_round_trip(warning: RunWarning, name: str, seed: int) -> None
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere: no such run directory"):
         Run.load(tmp_path / "nowhere")
+
+
+def test_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text("{}")
+    for read in (Run.load, lambda path: cut_off_runs([path])):
+        with pytest.raises(DataError, match="manifest.json is a file; give the directory of the run"):
+            read(path)
 
 
 def test_a_run_that_begins_leaves_what_recovery_needs(tmp_path: Path, result: EngineResult) -> None:
