@@ -253,7 +253,7 @@ def test_a_file_is_said_to_be_one(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text("{}")
     for read in (Run.load, lambda path: cut_off_runs([path])):
-        with pytest.raises(DataError, match="manifest.json is a file; give the directory of the run"):
+        with pytest.raises(DataError, match=r"manifest\.json is a file; give the directory of the run"):
             read(path)
 
 
