@@ -13,6 +13,8 @@ from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 
 SURELY_OVER = 1.08
 """With less overload a queue may have grown by chance."""
+_CARRIED = 2.0
+"""An overloaded system that completed less than the highest carried load over this was not full: its run was short."""
 _GROWING = 1.02
 """If twice the open sessions complete less than this factor more sessions/s, the additional ones only wait."""
 _SURE_DEVIATIONS = 4.0
@@ -139,7 +141,7 @@ def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
     rates = [
         p.served_per_s
         for p in runaway
-        if p.served_per_s and p.load >= SURELY_OVER * p.served_per_s and p.served_per_s >= low / SURELY_OVER
+        if p.served_per_s and p.load >= SURELY_OVER * p.served_per_s and p.served_per_s >= low / _CARRIED
     ]
     if not rates:
         return Estimate(math.sqrt(low * high), low, high, "queue", fitted=False)

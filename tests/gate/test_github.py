@@ -98,11 +98,11 @@ def test_the_action_fails_on_a_regression(measured: Path, tmp_path: Path) -> Non
 
 
 def test_inconclusive_fails_or_warns_as_asked(measured: Path, tmp_path: Path) -> None:
-    one = measured / "v1" / "v1-seed0"
-    code, output, _ = gate_step(tmp_path, one, one)
+    sides = [measured / name / "v1-seed0" for name in ("v1", "copy")]
+    code, output, _ = gate_step(tmp_path, *sides)
     assert (code, output) == (5, "outcome=inconclusive\n")
     (tmp_path / "output").unlink()
-    code, output, shown = gate_step(tmp_path, one, one, inconclusive="warn")
+    code, output, shown = gate_step(tmp_path, *sides, inconclusive="warn")
     assert (code, output) == (0, "outcome=inconclusive\n")
     assert "::warning" in shown
 
