@@ -59,12 +59,14 @@ class Costed:
 class DeploymentChoice:
     """Deployments, cheapest first; ``refused``: candidates that cannot run or meet the limits, with the reason.
 
-    ``pruned``: candidates left out because they cost at least ``WITHIN`` times the cheapest deployment.
+    ``pruned``: candidates left out because they cost at least ``WITHIN`` times the cheapest deployment. ``unbounded``:
+    candidates whose saturated rate is unknown.
     """
 
     found: tuple[Costed, ...]
     refused: tuple[tuple[Candidate, str], ...] = ()
     pruned: tuple[Candidate, ...] = ()
+    unbounded: tuple[Candidate, ...] = ()
 
 
 @dataclass
@@ -90,7 +92,7 @@ def choose(
         advance(f"saturated rate of {len(bounds)} of {len(tasks)}")
     rate = tasks[0].rate
     state.refused += [(each.candidate, each.refused) for each in bounds if each.refused]
-    waiting = [each for each in bounds if not each.refused and each.saturated_per_s > 0]
+    waiting = [each for each in bounds if not each.refused]
     waiting.sort(key=lambda each: (_least(each, rate, prices), each.candidate.gpus))
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
@@ -106,7 +108,8 @@ def choose(
             advance(f"sized {len(state.found) + len(state.refused)}, left out {len(state.pruned)} of {len(tasks)}")
     kept = sorted(_kept(state), key=_rank)
     found = tuple(on_frontiers(_stressed(kept, by_candidate, prices, pool)))
-    return DeploymentChoice(found, tuple(state.refused), tuple(state.pruned))
+    unbounded = tuple(each.candidate for each in bounds if math.isinf(each.saturated_per_s))
+    return DeploymentChoice(found, tuple(state.refused), tuple(state.pruned), unbounded)
 
 
 def _rank(each: Costed) -> tuple[float, int, float]:

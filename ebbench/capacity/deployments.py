@@ -108,7 +108,8 @@ class PlanTask:
 
 @dataclass(frozen=True)
 class Bound:
-    """``saturated_per_s``: sessions/s of one instance that is never idle. ``refused``: why it cannot run."""
+    """``saturated_per_s``: sessions/s of one instance that is never idle; infinite where the workload has too few
+    sessions to fill a batch. ``refused``: why it cannot run."""
 
     candidate: Candidate
     saturated_per_s: float = 0.0
@@ -177,7 +178,8 @@ def bound(task: PlanTask) -> Bound:
         return completed_once_full(_simulated(task, plan).requests, plan, concurrency), shares_prefixes(plan)
 
     try:
-        return Bound(task.candidate, saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs).per_s)
+        found = saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs)
+        return Bound(task.candidate, found.per_s or math.inf)
     except UsageError as error:
         return Bound(task.candidate, refused=str(error))
 

@@ -36,6 +36,11 @@ def parts(
     else:
         lines.append("No candidate carries this rate within the limits.")
     lines += _experts(found, task)
+    if found.unbounded:
+        lines.append(
+            "The workload has too few sessions to fill a batch, so no saturated rate bounds the number of replicas: "
+            "near saturation a queue may grow too slowly for runs of this length to show it."
+        )
     reasons = Counter(reason for _, reason in found.refused)
     lines += [
         f"{count} candidate{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.most_common(6)
@@ -143,7 +148,7 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT. +: none has as many output "
         "tokens/s both per user and per GPU. met: % of the requests within the "
         "limits, at the rate, at 120 % of it and at the rate with one replica lost; "
-        "of the best three, with all replicas simulated behind a least-outstanding dispatcher, else of one "
+        "of the best ones, with all replicas simulated behind a least-outstanding dispatcher, else of one "
         "replica. over: the queue grows for as long as requests come.",
         f"Cheapest: {best.deployment.replicas} x {candidate.device} {candidate.shape} under {candidate.policy}"
         f"{_varied(found)(candidate)}, "

@@ -48,15 +48,14 @@ class ProbeReading:
     """A probe and further results of its run. Latencies in ms.
 
     ``short``: too few sessions for the number that were open, or so few that the queue may have grown only because the
-    batch was filling; the probe is not used. ``correlated``: neighbouring parts
-    of the run had so similar shares within the limits that the queue changed more slowly than the run lasted.
-    ``sessions``: those of the whole run. ``invalid``: reasons why the run is INVALID although its requests did not
-    fail, such as a late client; the probe is not used, since it does not describe the server. ``attainment``: share of
-    counted requests that met the joint limits (1 if only percentiles are limited). ``completed_sessions_per_s``:
-    sessions that ended in the steady window. ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``:
-    medians; ``ttft_high_ms``, ``tpot_high_ms``: percentiles at the required attainment. ``memory_full``: share of the
-    time with a full KV cache. ``api_servers``: processes of vLLM's API server that the counted requests keep busy.
-    ``caveats``: those of the device.
+    batch was filling; the probe is not used. ``correlated``: neighbouring parts of the run had so similar shares within
+    the limits that the queue changed more slowly than the run lasted. ``sessions``: those of the whole run.
+    ``invalid``: reasons why the run is INVALID although its requests did not fail, such as a late client; the probe is
+    not used, since it does not describe the server. ``attainment``: share of counted requests that met the joint limits
+    (1 if only percentiles are limited). ``completed_sessions_per_s``: sessions that ended in the steady window.
+    ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``: medians; ``ttft_high_ms``, ``tpot_high_ms``:
+    percentiles at the required attainment. ``memory_full``: share of the time with a full KV cache. ``api_servers``:
+    processes of vLLM's API server that the counted requests keep busy. ``caveats``: those of the device.
     """
 
     probe: Probe

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbench.errors import InterruptedRunError, RunError
+from ebbench.errors import InterruptedRunError, RunError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,9 +34,9 @@ _OF_LOAD = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "s
 
 @dataclass(frozen=True)
 class Saturation:
-    """``rate`` in sessions/s, None if nothing was completed; ``sentence``: how it was measured."""
+    """``rate`` in sessions/s; ``sentence``: how it was measured."""
 
-    rate: float | None
+    rate: float
     sentence: str
 
 
@@ -103,9 +103,14 @@ def _simulated(config: RunConfig, engine: Engine, device: Device) -> Saturation:
 
     units = _units(simulator.topology) if simulator.topology is not None else 1
     found = saturated_rate(loop, units * config.options.max_num_seqs)
+    if not found.per_s:
+        raise UsageError(
+            f"saturation could not be measured: {config.workload} has too few sessions to fill a batch; give "
+            "--saturation-rate, or a smaller --max-num-seqs"
+        )
     where = "" if simulator is engine else " in the simulator, which makes the same steps,"
     return Saturation(
-        _rounded(found.per_s) or None,
+        _rounded(found.per_s),
         f"saturation measured{where}: {_rounded(found.per_s):g} sessions/s under {config.policies[0].name} (closed "
         f"loop of {found.concurrency:,} sessions); --saturation-rate sets another",
     )

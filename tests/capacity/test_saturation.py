@@ -52,6 +52,16 @@ def test_a_given_rate_is_taken(tmp_path: Path) -> None:
     assert facts["saturation_rate"] == 5
 
 
+def test_a_log_of_fewer_requests_than_a_batch_holds_has_no_saturated_rate(tmp_path: Path) -> None:
+    """It was 0 sessions/s."""
+    log = tmp_path / "own.csv"
+    log.write_text("when,fed,made\n" + "".join(f"{second},100,20\n" for second in range(40)))
+    options = f"run log:{log} --columns input=fed,output=made,time=when --scenario ramp --policy v1 -q"
+    done = CliRunner().invoke(app, [*options.split(), "-o", str(tmp_path / "run")])
+    assert done.exit_code == 2, done.output
+    assert "has too few sessions to fill a batch; give --saturation-rate" in done.output
+
+
 def test_the_emulated_engine_takes_the_rate_that_the_simulator_measures(tmp_path: Path) -> None:
     """Both make the same steps, and the simulator takes seconds."""
     config = configured(tmp_path, "sim")

@@ -77,8 +77,16 @@ def test_prompts_that_an_engine_does_not_use_are_refused(data: Path) -> None:
 )  # fmt: skip
 def test_searches_take_a_log(log: str, words: tuple[str, ...]) -> None:
     command, *options = words
-    assert call(command, log, *COLUMNS, *options, code=2 if command == "plan" else 0)  # no candidate carries this log
+    assert call(command, log, *COLUMNS, *options)
     assert "no column with prompt tokens" in CliRunner().invoke(app, [command, log, *options]).output
+
+
+def test_a_plan_for_a_log_of_fewer_requests_than_a_batch_holds_has_a_deployment(log: str) -> None:
+    """Its saturated rate is unknown: no number of open requests fills the batch of 1,024."""
+    load = "--goodput ttft:4000 tpot:200 --request-rate 4 --policy v1 --device h200 --tp 1 --model qwen3-8b"
+    said = call("plan", log, *COLUMNS, *load.split())
+    assert "Cheapest: 1 x h200" in said
+    assert "too few sessions to fill a batch" in said
 
 
 def test_a_sweep_takes_a_log(log: str, tmp_path: Path) -> None:
