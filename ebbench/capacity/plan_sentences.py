@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -140,16 +140,24 @@ def _level(level: Level | None) -> str:
     return "over" if level.overloaded else f"{100 * level.attainment:.0f}"
 
 
+def _overloads(found: DeploymentChoice) -> Iterator[str]:
+    """What "over" means, where the table has it."""
+    stressed = [each.stress for each in found.found if each.stress is not None]
+    levels = [level for each in stressed for level in (each.at_rate, each.at_120_percent, each.one_lost)]
+    if any(level is not None and level.overloaded for level in levels):
+        yield "over: the queue grows for as long as requests come."
+
+
 def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
     best = found.found[0]
     candidate = best.deployment.candidate
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     lines = [
-        "*: no other deployment shown costs no more and has as low a TTFT and TPOT. +: none has as many output "
-        "tokens/s both per user and per GPU. met: % of the requests within the "
-        "limits, at the rate, at 120 % of it and at the rate with one replica lost; "
-        "of the best ones, with all replicas simulated behind a least-outstanding dispatcher, else of one "
-        "replica. over: the queue grows for as long as requests come.",
+        "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
+        "+: none has as many output tokens/s both per user and per GPU.",
+        "met: % of the requests within the limits, at the rate, at 120 % of it and at the rate with one replica lost. "
+        "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
+        *_overloads(found),
         f"Cheapest: {best.deployment.replicas} x {candidate.device} {candidate.shape} under {candidate.policy}"
         f"{_varied(found)(candidate)}, "
         f"{best.deployment.gpus} {'GPU' if best.deployment.gpus == 1 else 'GPUs'}"

@@ -258,6 +258,14 @@ def test_the_tables_fit_80_columns() -> None:
         assert words in text.getvalue()
 
 
+@pytest.mark.parametrize("lost", [Level(0.5, True), Level(0.5, False), None])
+def test_over_is_explained_where_the_table_has_it(lost: Level | None) -> None:
+    stress = Stress(Level(1.0, False), Level(0.99, False), lost, 451.0, 24.4)
+    found = DeploymentChoice((replace(costed("h200", 1.0, 20.0, 10.0, 100.0), stress=stress),))
+    explained = any(isinstance(part, str) and part.startswith("over:") for part in parts(found, TASKS[0], {}))
+    assert explained is (lost is not None and lost.overloaded)
+
+
 @pytest.mark.parametrize(("budget", "seqs", "named"), [(8192, 64, False), (8192, 32, True), (2048, 64, True)])
 def test_deployments_that_differ_in_budget_or_sequences_are_named_with_both(
     budget: int, seqs: int, named: bool
