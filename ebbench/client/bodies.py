@@ -60,7 +60,7 @@ class RequestBodies:
             self._fixed["ignore_eos"] = True
         self._fixed |= options.extra_body
         self._table = PromptTable.of_words(_WORDS) if self._chat else PromptTable.of_ids(options.vocab_size)
-        self.path = "/v1/chat/completions" if self._chat else "/v1/completions"
+        self.path = "chat/completions" if self._chat else "completions"
 
     def build(self, turn: Turn, history: Sequence[tuple[str, str]] = (), *, may_hang_up: bool = False) -> bytes:
         """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session.

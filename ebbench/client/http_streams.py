@@ -10,6 +10,7 @@ httpx's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import Awaitable
@@ -21,7 +22,17 @@ import httpx
 from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections
 
 _CONNECTS_AT_ONCE = 64
+_OVERHEAD_BYTES = 256 << 10  # of headers, or of framing between two pieces of a body; servers send a few kB
+BODY_BYTES = 64 << 10
+"""How much of a body is read that is no event stream."""
+BODY_S = 10.0
+"""How long such a body is waited for."""
 _RESERVE = 16  # idle connections; a request that must first open a connection is sent up to 20 ms later in a busy loop
+
+
+def is_event_stream(content_type: str) -> bool:
+    """Whether a content type is that of server-sent events, whatever its case and parameters."""
+    return content_type.partition(";")[0].strip().lower() == "text/event-stream"
 
 
 class AnswerReceiver(Protocol):
@@ -145,7 +156,7 @@ class HttpExchange(asyncio.Protocol):
         self._connection, self._receiver, self._feed = connection, receiver, receiver.feed
         self._parser = httptools.HttpResponseParser(self)
         self._tapped = False
-        self._now_ns = 0
+        self._now_ns = self._overhead_bytes = self._kept_bytes = 0
 
     @property
     def streaming(self) -> bool:
@@ -153,9 +164,17 @@ class HttpExchange(asyncio.Protocol):
         return self._tapped
 
     async def body(self) -> bytes:
-        """The complete body, unless the receiver got it. Raises httpx's transport errors."""
-        await self._end
-        return b"".join(self._parts)
+        """The body, unless the receiver got it. Raises httpx's transport errors.
+
+        A body that is no event stream is read up to BODY_BYTES and for BODY_S; the rest is left.
+        """
+        if self._tapped:
+            await self._end
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BODY_S):
+                    await self._end
+        return b"".join(self._parts)[:BODY_BYTES]
 
     def close(self) -> None:
         """Abort the exchange if it is incomplete, and close its connection: the server then stops generating.
@@ -168,19 +187,25 @@ class HttpExchange(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
         self._now_ns = time.monotonic_ns()
+        self._overhead_bytes += len(data)
         try:
             self._parser.feed_data(data)
+            if self._overhead_bytes > _OVERHEAD_BYTES:
+                self._refuse(f"more than {_OVERHEAD_BYTES >> 10} kB of headers or framing")
         except httptools.HttpParserError as error:
-            why = error.__context__ or error  # the exception raised in a callback, if there was one
-            self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why!r}"))
-            self.close()
+            self._refuse(repr(error.__context__ or error))  # the exception raised in a callback, if there was one
+
+    def _refuse(self, why: str) -> None:
+        self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why}"))
+        self._connection.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop when the connection closes before the exchange is complete."""
         self._connection.detach()
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if exc is None and self._start.done() and not framed:
-            self._end.set_result(None)  # the end of the connection ends a body that has neither length nor chunks
+            if not self._end.done():  # cancelled when the client gave up
+                self._end.set_result(None)  # the end of the connection ends a body that has neither length nor chunks
             return
         where = "in the middle of the response" if self._start.done() else "before any response"
         if exc is None:
@@ -198,17 +223,22 @@ class HttpExchange(asyncio.Protocol):
         if self.status < 200:  # an interim response; the final one follows
             self.headers = {}
             return
-        self._tapped = self.status == 200 and self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._tapped = self.status == 200 and is_event_stream(self.headers.get(b"content-type", b"").decode("latin-1"))
         self._receiver.head(self.status, self._now_ns)
         if not self._start.done():
             self._start.set_result(None)
 
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
+        self._overhead_bytes = 0
         if self._tapped:
             self._feed(data, self._now_ns)
-        else:
-            self._parts.append(data)
+            return
+        self._parts.append(data)
+        self._kept_bytes += len(data)
+        if self._kept_bytes >= BODY_BYTES and not self._end.done():
+            self._end.set_result(None)
+            self._connection.abort()
 
     def on_message_complete(self) -> None:
         """Called by the parser."""

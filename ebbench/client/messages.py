@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ebbench.client.options import ClientOptions
+from ebbench.config.server_url import ServerUrl
 from ebbench.records.plan import ClosedPhase
 
 
@@ -53,7 +54,7 @@ class Assignment(msgspec.Struct, tag="assignment"):
 
     worker: int
     workers: int
-    url: str
+    url: ServerUrl
     model: str
     options: ClientOptions
     id_prefix: str
@@ -94,7 +95,7 @@ class WorkerDone(msgspec.Struct, tag="done"):
 class NodeTask(msgspec.Struct):
     """What a client node sends, beside the requests themselves. ``rows``: their rows in the whole plan."""
 
-    url: str
+    url: ServerUrl
     model: str
     options: ClientOptions
     id_prefix: str

@@ -23,6 +23,7 @@ from ebbench.client.nodes import CallFailedError, ClientNode, result_of
 from ebbench.client.options import KEY_VARIABLES, ClientOptions
 from ebbench.client.plan_parts import PlanPart, split
 from ebbench.client.senders import Findings, OnBatch, Seen, missing_records
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError
 
 NODE_LOST = "node_lost"
@@ -84,7 +85,7 @@ class NodeSenders:
     """The workers of several machines; see :class:`~ebbench.client.senders.Senders`."""
 
     sending: list[Sending]
-    url: str
+    url: ServerUrl
     model: str
     options: ClientOptions
     id_prefix: str
@@ -239,7 +240,7 @@ class NodeSenders:
 async def node_senders(
     nodes: Sequence[ClientNode],
     plan: PlanPart,
-    url: str,
+    url: ServerUrl,
     model: str,
     options: ClientOptions,
     id_prefix: str,

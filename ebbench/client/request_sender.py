@@ -12,6 +12,7 @@ from ebbench.client.classify import BODY_LIMIT, HUNG_UP, transport_failure
 from ebbench.client.http_streams import ConnectionPool
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.response import StreamedResponse
+from ebbench.config.server_url import ServerUrl
 from ebbench.connections import IDLE_LIMIT_S, tls_context
 
 
@@ -35,11 +36,11 @@ class _OpenRequest:
 class RequestSender:
     """Sends requests to one server. Use as an asynchronous context manager."""
 
-    def __init__(self, url: str, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
+    def __init__(self, url: ServerUrl, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._options = options
         self._key = api_key(environ)
-        self._target = url.rstrip("/") + path
-        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.startswith("https:") else None
+        self._target = url.endpoint(path)
+        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.secure else None
         self._client = httpx.AsyncClient(
             verify=tls if tls is not None else False,
             headers=_headers(options, self._key),

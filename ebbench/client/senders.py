@@ -19,6 +19,7 @@ from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.session_plan import SessionPlan
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.worker_pool import WorkerPool, worker_pool, workers_for
+from ebbench.config.server_url import ServerUrl
 
 LEAD_NS = 100_000_000
 """Time between "all workers are ready" and the start: the message must reach every worker in time."""
@@ -115,7 +116,7 @@ class LocalSenders:
 
 @contextlib.asynccontextmanager
 async def local_senders(
-    part: PlanPart, url: str, model: str, options: ClientOptions, id_prefix: str, environ: Mapping[str, str]
+    part: PlanPart, url: ServerUrl, model: str, options: ClientOptions, id_prefix: str, environ: Mapping[str, str]
 ) -> AsyncIterator[LocalSenders]:
     """Start this machine's workers with ``part``; on exit, end them in every case."""
     with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
