@@ -1,4 +1,4 @@
-"""Which rows of a log are failed requests: by a status, an error or a flag of success, under the names that logs use."""
+"""Which rows of a log are failed requests: by a status, an error or a flag of success, under usual names."""
 
 from __future__ import annotations
 
