@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from ebbench.client import prefix_cache
 from ebbench.client.blocking import run_to_end
+from ebbench.client.connection_use import connection_totals, slow_first_uses
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.node_senders import node_senders
@@ -142,6 +143,7 @@ async def _drive(
         warnings=(
             *client_warnings(requests, table, renamed, len(dropped), rate),
             *server.notes,
+            *slow_first_uses(requests, tally.first_on_connection),
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,
@@ -187,6 +189,7 @@ def _client_facts(
         "send_lag_p99_ms": send_lag_p99_ms(requests),
         "loop_lag_p99_ms": loop_lag_p99_ms(workers.values()),
         "lag_limit_ms": lag_limit_ms,
+        "client_connections": connection_totals(workers.values()),
         "start_monotonic_ns": start_ns,
     }
     if power is not None:

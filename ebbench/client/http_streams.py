@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
+from ebbench.client.options import Connecting
 from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections
 
 _CONNECTS_AT_ONCE = 64
@@ -36,7 +37,12 @@ def is_event_stream(content_type: str) -> bool:
 
 
 class AnswerReceiver(Protocol):
-    """Receives the events of one exchange with their times (monotonic ns), inside the read callback."""
+    """Receives the events of one exchange with their times (monotonic ns), inside the read callback.
+
+    ``first_on_connection`` is set when the request is sent: no response has come on its connection before.
+    """
+
+    first_on_connection: bool
 
     def sent(self, now_ns: int) -> None:
         """The request is being sent; a new connection, if needed, is opened now."""
@@ -57,13 +63,21 @@ class ConnectionPool:
     ``template``: a request built by httpx whose method, target and headers every request gets.
     """
 
-    def __init__(self, template: httpx.Request, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
-        self._connections = Connections(
+    def __init__(
+        self,
+        template: httpx.Request,
+        tls: ssl.SSLContext | None,
+        connect_timeout_s: float,
+        connecting: Connecting = "ahead",
+    ) -> None:
+        self._connecting = connecting
+        self.connections: Connections[_Connection] = Connections(
             Address.of(template.url),
             _Connection,
             tls=tls,
             connect_timeout_s=connect_timeout_s,
             idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
+            reuse=connecting != "per-request",
         )
         lines = [b"%b %b HTTP/1.1" % (template.method.encode(), template.url.raw_path)]
         lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
@@ -71,10 +85,11 @@ class ConnectionPool:
 
     async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> HttpExchange:
         """Send one request; returns once the response headers are complete. Raises httpx's transport errors."""
-        connection = self._connections.take()
+        connection = self.connections.take()
         receiver.sent(time.monotonic_ns())
+        receiver.first_on_connection = connection is None or not connection.answered
         if connection is None:
-            connection = await self._connections.connect()
+            connection = await self.connections.open_for_use()
         try:
             data = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
                 self._head, request_id.encode(), len(body), body,
@@ -88,27 +103,25 @@ class ConnectionPool:
 
     async def prepare(self, connections: int, *, reserve: bool) -> None:
         """Open connections before the start, as many as the server accepts; ``reserve`` keeps some idle ones open
-        later."""
-        self._connections.reserve = _RESERVE if reserve else 0
+        later. Does nothing unless connections are opened ahead of need."""
+        if self._connecting != "ahead":
+            return
+        self.connections.reserve = _RESERVE if reserve else 0
         gate = asyncio.Semaphore(_CONNECTS_AT_ONCE)
 
         async def one() -> None:
             async with gate:
-                self._connections.give(await self._connections.connect())
+                self.connections.give(await self.connections.connect())
 
         await asyncio.gather(*(one() for _ in range(connections)), return_exceptions=True)
 
     def close(self) -> None:
         """Close the idle connections."""
-        self._connections.close()
+        self.connections.close()
 
 
 class _Connection(BaseConnection):
     """One connection with at most one open exchange."""
-
-    def __init__(self, connections: Connections[_Connection]) -> None:
-        super().__init__()
-        self._connections = connections
 
     def begin(self, data: bytes, receiver: AnswerReceiver) -> HttpExchange:
         """Send a request and return its exchange."""
@@ -121,25 +134,14 @@ class _Connection(BaseConnection):
         return exchange
 
     def complete(self, keep_alive: bool) -> None:
-        """Return the connection to the pool, if the server keeps it open."""
+        """See BaseConnection; the exchange receives no further bytes."""
         if self.transport is not None:
             self.transport.set_protocol(self)
-        if keep_alive and self.usable:
-            self._connections.give(self)
-        else:
-            self.abort()
+        super().complete(keep_alive)
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop. Bytes outside an exchange break the protocol: close the connection."""
         self.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop."""
-        self.detach()
-
-    def detach(self) -> None:
-        """Remove the connection from the pool."""
-        self.transport = None
 
 
 class HttpExchange(asyncio.Protocol):
@@ -154,7 +156,8 @@ class HttpExchange(asyncio.Protocol):
         self._start = cast("asyncio.Future[None]", self.headers_complete)
         self._parts: list[bytes] = []
         self._connection, self._receiver, self._feed = connection, receiver, receiver.feed
-        self._parser = httptools.HttpResponseParser(self)
+        # The parser refers to the exchange: dropped at the end, since no full collection runs during a measurement.
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._tapped = False
         self._now_ns = self._overhead_bytes = self._kept_bytes = 0
 
@@ -187,9 +190,12 @@ class HttpExchange(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
         self._now_ns = time.monotonic_ns()
+        parser = self._parser
+        if parser is None:
+            return
         self._overhead_bytes += len(data)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
             if self._overhead_bytes > _OVERHEAD_BYTES:
                 self._refuse(f"more than {_OVERHEAD_BYTES >> 10} kB of headers or framing")
         except httptools.HttpParserError as error:
@@ -201,6 +207,7 @@ class HttpExchange(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop when the connection closes before the exchange is complete."""
+        self._parser = None
         self._connection.detach()
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if exc is None and self._start.done() and not framed:
@@ -213,17 +220,25 @@ class HttpExchange(asyncio.Protocol):
         else:
             self._fail(httpx.ReadError(f"{exc}, {where}"))
 
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        if self._parser is None:  # a second response in the same read belongs to no request
+            self._connection.abort()
+            raise httpx.RemoteProtocolError("the server sent more than one response")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser."""
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
+        assert self._parser is not None
         self.status = self._parser.get_status_code()
         if self.status < 200:  # an interim response; the final one follows
             self.headers = {}
             return
         self._tapped = self.status == 200 and is_event_stream(self.headers.get(b"content-type", b"").decode("latin-1"))
+        self._connection.begun()
         self._receiver.head(self.status, self._now_ns)
         if not self._start.done():
             self._start.set_result(None)
@@ -242,9 +257,11 @@ class HttpExchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
-        if self.status >= 200 and not self._end.done():
+        parser = self._parser
+        if self.status >= 200 and parser is not None and not self._end.done():
+            self._parser = None
             self._end.set_result(None)
-            self._connection.complete(self._parser.should_keep_alive())
+            self._connection.complete(parser.should_keep_alive())
 
     def _fail(self, error: Exception) -> None:
         for future in (self._start, self._end):

@@ -35,6 +35,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     text: str | None = None
     thinking_tokens: int | None = None
     first_answer_ns: int = 0
+    first_on_connection: bool = False
 
 
 class Batch(msgspec.Struct, tag="batch"):
@@ -80,6 +81,14 @@ class Stop(msgspec.Struct, tag="stop"):
     finish_sessions: bool = False
 
 
+class ConnectionCounts(msgspec.Struct, frozen=True):
+    """Connections that a worker opened, the most that were open at a time, and the most of them in use at a time."""
+
+    opened: int = 0
+    most_held: int = 0
+    most_used: int = 0
+
+
 class WorkerDone(msgspec.Struct, tag="done"):
     """The worker has finished.
 
@@ -90,6 +99,7 @@ class WorkerDone(msgspec.Struct, tag="done"):
     late_ns: bytes
     cpu_s: float
     error: str | None = None
+    connections: ConnectionCounts = ConnectionCounts()
 
 
 class NodeTask(msgspec.Struct):
