@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of
+from ebbench.analysis.load import machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError, UnknownNameError, UsageError
@@ -167,9 +168,8 @@ def _unit_of(run: Run) -> GateUnit:
 
 
 def _warm_server(manifest: Manifest) -> str:
-    facts = manifest.facts
-    emptied = facts.get("prefix_cache_reset", True)
-    return "" if emptied or facts.get("prefix_hit_rate") is not None else str(facts.get("server", ""))
+    known = manifest.facts.get("prefix_hit_rate") is not None
+    return str(manifest.facts.get("server", "")) if machine_of_run(manifest).cache_kept and not known else ""
 
 
 def lengths_hash(run: Run) -> str:

@@ -209,7 +209,7 @@ def judge(
 ) -> Verdict:
     """Judge paired units. Raises UsageError for invalid rules.
 
-    ``further_notes`` precede those on the pairs. ``with_detectable`` False skips the minimum detectable effects, which do
+    ``further_notes`` precede those on the pairs. ``with_detectable`` False skips the least detectable effects, which do
     not influence the verdict. Pairs with a run of ``--repeats auto`` are judged by the sequential rules.
     """
     _check(rules)
