@@ -35,14 +35,24 @@ def one_off_limits() -> httpx.Limits:
     return httpx.Limits(max_keepalive_connections=0, keepalive_expiry=IDLE_LIMIT_S)
 
 
-async def ask(client: httpx.AsyncClient, method: str, url: str, *, timeout_s: float, limit_bytes: int | None) -> Answer:
-    """Send one request and read the response: all of it within ``timeout_s``, at most ``limit_bytes`` of a body.
+async def ask(
+    client: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    timeout_s: float,
+    limit_bytes: int | None,
+    json: bytes | None = None,
+) -> Answer:
+    """Send one request, with ``json`` as its body, and read the response within ``timeout_s``.
 
-    ``limit_bytes`` counts decoded bytes; None reads no body. Redirects are not followed. Raises httpx.HTTPError.
+    At most ``limit_bytes`` of its body are read, counted decoded; None reads none. Redirects are not followed. Raises
+    httpx.HTTPError.
     """
+    headers = {"accept-encoding": "identity"} | ({} if json is None else {"content-type": "application/json"})
     try:
         async with asyncio.timeout(timeout_s):
-            async with client.stream(method, url, headers={"accept-encoding": "identity"}) as response:
+            async with client.stream(method, url, headers=headers, content=json) as response:
                 body = b"" if limit_bytes is None else await _body(response, limit_bytes)
                 return Answer(response.status_code, response.headers, body)
     except TimeoutError:

@@ -14,7 +14,10 @@ from ebbench.records.plan import ClosedPhase
 
 
 class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
-    """Measurements of one request. Times are monotonic ns, 0 for "never"; ``token_ns`` holds int64 values as bytes."""
+    """Measurements of one request. Times are monotonic ns, 0 for "never"; ``token_ns`` holds int64 values as bytes.
+
+    ``other_model``: the model that the server named in the response, if it is not the one asked for.
+    """
 
     row: int
     worker: int
@@ -36,6 +39,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     thinking_tokens: int | None = None
     first_answer_ns: int = 0
     first_on_connection: bool = False
+    other_model: str | None = None
 
 
 class Batch(msgspec.Struct, tag="batch"):

@@ -23,6 +23,8 @@ _SHORTEST_ASK_S = 1.0  # for a server that is asked when the time to be ready is
 _MODELS_BYTES, _METRICS_BYTES, _OTHER_BYTES = 4 << 20, 16 << 20, 64 << 10
 _REASON_CHARACTERS, _NAMES_SHOWN = 300, 20
 _FORBIDDEN, _NO_SUCH_PAGE = (401, 403), (404, 405, 501)
+RESET_PATHS = ("reset_prefix_cache", "flush_cache")
+"""Paths that empty a prefix cache: of vLLM, which needs VLLM_SERVER_DEV_MODE=1, and of SGLang."""
 MADE_UP = "ebbench-fake-server"
 """What ebbench's fake server names as the owner of its models."""
 
@@ -55,7 +57,7 @@ def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
 class _Ready(NamedTuple):
     """What one round of questions found. ``waiting``: why the server is not ready, None if it is.
 
-    ``despite``: what /health says although the server lists its models; waiting for it is given up at the deadline.
+    ``despite``: what /health says although the server lists its models: a request decides at the deadline.
     """
 
     waiting: str | None = None
@@ -98,8 +100,8 @@ class ServerQueries:
             if state.waiting is None:
                 return
             if time.monotonic() >= deadline_s:
-                if state.despite is not None:
-                    self.notes.append(f"{state.despite}; the server lists its models, so the run went on.")
+                if state.despite is not None and await self._completes():
+                    self.notes.append(f"{state.despite}; a request for one token was answered, so the run went on.")
                     return
                 cause = await self._cause() or "is the server running there?"
                 after = f"is not ready after {self._options.ready_timeout_s:g} s"
@@ -127,11 +129,14 @@ class ServerQueries:
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the server's prefix cache. Returns False if the server cannot."""
-        try:
-            answer = await self._ask("POST", self._server.page("reset_prefix_cache"), _OTHER_BYTES)
-        except httpx.HTTPError:
-            return False
-        return answer.status == 200
+        for path in RESET_PATHS:
+            try:
+                answer = await self._ask("POST", self._server.page(path), _OTHER_BYTES)
+            except httpx.HTTPError:
+                return False
+            if answer.status == 200:
+                return True
+        return False
 
     async def metrics(self) -> str | None:
         """The text of /metrics, or None if the server has none that can be read."""
@@ -148,8 +153,15 @@ class ServerQueries:
         if sentence not in self.notes:
             self.notes.append(sentence)
 
-    async def _ask(self, method: str, url: str, limit_bytes: int | None, timeout_s: float = _ASK_TIMEOUT_S) -> Answer:
-        return await ask(self._client, method, url, timeout_s=timeout_s, limit_bytes=limit_bytes)
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        limit_bytes: int | None,
+        timeout_s: float = _ASK_TIMEOUT_S,
+        body: bytes | None = None,
+    ) -> Answer:
+        return await ask(self._client, method, url, timeout_s=timeout_s, limit_bytes=limit_bytes, json=body)
 
     async def _models(self, timeout_s: float) -> Answer:
         """The answer of /v1/models. Raises _NoModelsError, with the reason, if there is none."""
@@ -190,6 +202,19 @@ class ServerQueries:
         if status >= 500 or status in (408, 429):
             return _Ready(f"{found}, /v1/models {status}")
         return _Ready()
+
+    async def _completes(self) -> bool:
+        """Whether a request for one token is answered, in a form that every server takes."""
+        try:
+            model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
+            chat = self._options.endpoint == "chat"
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+            body = msgspec.json.encode({"model": model, "max_tokens": 1, **asked})
+            where = self._server.endpoint("chat/completions" if chat else "completions")
+            answer = await self._ask("POST", where, None, body=body)
+        except (httpx.HTTPError, _NoModelsError):
+            return False
+        return answer.status == 200
 
     def _key_remedy(self) -> str:
         if self._key is None:

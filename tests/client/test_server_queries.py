@@ -65,7 +65,9 @@ def test_a_health_that_stays_bad_is_said_and_does_not_decide(status: str) -> Non
     with running(OddServer({"/health": reply(status)})) as server:
         served, notes = asked(server)
     assert served.model == "m"
-    assert notes == [f"The server's /health answers {status[:3]}; the server lists its models, so the run went on."]
+    assert notes == [
+        f"The server's /health answers {status[:3]}; a request for one token was answered, so the run went on."
+    ]
 
 
 def test_a_health_that_never_answers_does_not_decide() -> None:
