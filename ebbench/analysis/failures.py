@@ -82,6 +82,7 @@ _CAUSES = (
         f"try --no-ignore-eos (ignore_eos is no field of OpenAI's); leave another out with {_LEAVE_OUT.format('NAME')}",
     ),
     _Cause("http_4.*", "", "the server refuses the request: check --endpoint, --extra-body and --temperature"),
+    _Cause("http_3.*", r"completions/\)", "a proxy wants a slash at the end, which the API has not: change its rule"),
     _Cause("http_3.*", "", "the server points to another URL: give that one as --engine"),
     _Cause("http_5.*", "", _SERVER_LOG),
     _Cause("connect_.*", r"certificate", "give the certificate authority with --ca-file, or in SSL_CERT_FILE"),
