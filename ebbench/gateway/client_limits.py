@@ -50,7 +50,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Called by the loop."""
         if self._refusal is not None:
             return
-        if self._arrival is None:
+        if not self._unparsed and not self._in_body:
             self._expect(HEAD_LIMIT_S)
         self._unparsed += len(data)
         super().data_received(data)
@@ -61,7 +61,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse the request; a response that has begun ends with its connection instead."""
         status, reason = self._refusal = self._refusal or (400, msg)
-        if self.cycle is not None and not self.cycle.response_complete:
+        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if begun or self.pipeline:
             self.transport.abort()
             return
         body = error_body(reason, status)
@@ -90,6 +91,9 @@ class LimitedProtocol(HttpToolsProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
             self._refuse(400, f"{hosts} Host headers; HTTP/1.1 wants one")
+        for name, value in self.headers:
+            if name == b"transfer-encoding" and value.lower() != b"chunked":
+                self._refuse(501, "transfer-encoding other than chunked")
         if len(self.pipeline) >= _PIPELINED:
             self._refuse(400, f"more than {_PIPELINED} requests wait on one connection")
         super().on_headers_complete()

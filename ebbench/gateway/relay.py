@@ -204,6 +204,8 @@ class Relay:
             raise RefusedError(f"upstream {upstream.url}: {fault}", 502)
         if all(name != ID_HEADER for name, _ in headers):
             headers.append((ID_HEADER, request.request_id))
+        if response.status_code in (204, 304):  # no body follows, whatever length is declared
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         outcome = "ok" if response.status_code < 400 else f"http_{response.status_code}"
         lines = LineBuffer() if _carries_events(response) else None

@@ -69,7 +69,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
         """Fail the requests to a server that have no answer yet, with ReadTimeout."""
         address = Address.of(httpx.URL(url))
         for response in [r for r in self.unanswered if r.address == address]:
-            response.give_up(reason)
+            response.give_up(httpx.ReadTimeout(reason))
 
     async def aclose(self) -> None:
         """Close the idle connections."""
@@ -204,9 +204,10 @@ class _UpstreamResponse(httpx.AsyncByteStream):
             parser.feed_data(data)
             if self._unparsed > MAX_HEAD_BYTES:
                 raise _too_large()
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade, httpx.RemoteProtocolError) as error:
-            self._fail(httpx.RemoteProtocolError(f"cannot read the response: {error.__context__ or error}"))
-            self._connection.abort()
+        except httptools.HttpParserUpgrade:
+            self.give_up(httpx.RemoteProtocolError("it switched protocols unasked"))
+        except (httptools.HttpParserError, httpx.RemoteProtocolError) as error:
+            self.give_up(httpx.RemoteProtocolError(f"cannot read the response: {error.__context__ or error}"))
         if self._size > _PAUSE_BYTES and not self._paused and not self._complete:
             self._paused = True
             self._connection.reading(False)
@@ -223,9 +224,9 @@ class _UpstreamResponse(httpx.AsyncByteStream):
             self._fail(httpx.RemoteProtocolError(f"connection closed {where}" if exc is None else f"{exc}, {where}"))
         self._wake()
 
-    def give_up(self, reason: str) -> None:
-        """Fail the response with ReadTimeout and close its connection."""
-        self._fail(httpx.ReadTimeout(reason))
+    def give_up(self, error: httpx.TransportError) -> None:
+        """Fail the response and close its connection."""
+        self._fail(error)
         self._connection.abort()
         self._wake()
 
@@ -247,7 +248,7 @@ class _UpstreamResponse(httpx.AsyncByteStream):
         """Called by the parser."""
         assert self._parser is not None
         self.status = self._parser.get_status_code()
-        if self.status < 200:  # an interim response; the final one follows
+        if 100 <= self.status < 200:  # an interim response; the final one follows
             self.headers = []
         elif not self.head.done():
             self.head.set_result(None)
@@ -269,7 +270,8 @@ class _UpstreamResponse(httpx.AsyncByteStream):
     def on_message_complete(self) -> None:
         """Called by the parser."""
         parser = self._parser
-        if self.status >= 200 and not self._complete and parser is not None:
+        interim = 100 <= self.status < 200
+        if not interim and not self._complete and parser is not None:
             self._complete = True
             self._end()
             if self._paused:
@@ -286,7 +288,7 @@ class _UpstreamResponse(httpx.AsyncByteStream):
         """Give up a server that was silent for too long; a client that reads slowly is not the server's fault."""
         quiet_s = 0.0 if self._paused else self._loop.time() - self._heard_s
         if quiet_s >= self._silence_s:
-            self.give_up(f"no byte within {self._silence_s:g} s")
+            self.give_up(httpx.ReadTimeout(f"no byte within {self._silence_s:g} s"))
         else:
             self._timer = self._loop.call_later(self._silence_s - quiet_s, self._check_silence)
 
