@@ -52,9 +52,17 @@ def _decoded(text: bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except UnicodeDecodeError as error:
-        raise BadValueError(f"is not UTF-8 text ({error.reason})", error.start) from None
+        raise BadValueError(f"is not UTF-8 text ({error.reason})", _first_bad_byte(text)) from None
     except msgspec.DecodeError as error:
         return _python_value(text, str(error))
+
+
+def _first_bad_byte(text: bytes) -> int | None:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return None
 
 
 def _python_value(text: bytes, problem: str) -> Any:
@@ -197,12 +205,3 @@ def _yaml_loader(yaml: Any) -> Any:
             return super().construct_mapping(node, deep)
 
     return UniqueKeys
-
-
-def decode_as(path: Path, content: bytes, kind: type[msgspec.Struct]) -> Any:
-    """A JSON file's content as a struct. Raises InputFileError that names the field."""
-    value = json_document(path, content)
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise InputFileError(path, str(error).replace("`", "'").replace("$.", "")) from None

@@ -99,7 +99,7 @@ def parquet_errors(path: Path | str) -> Iterator[None]:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputFileError(path, f"is not readable Parquet: {said[:200]}") from None
+        raise InputFileError(path, f"not a readable Parquet file ({said[:200]})") from None
 
 
 def open_parquet(path: Path | str, stream: Any, columns: Sequence[str] | None = None) -> pq.ParquetFile:

@@ -261,16 +261,13 @@ def _conform(table: pa.Table, name: str) -> pa.Table:
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     require_directory(directory)
-    try:
-        return decode_manifest(path.read_bytes(), path)
-    except FileNotFoundError:
+    if not path.exists():
         kept = any(directory.glob("*.part-*.parquet"))
         remedy = (
             "the run did not finish; `ebbench recover` rebuilds it from its shards" if kept else "not a run directory"
         )
-        raise DataError(f"{path}: missing; {remedy}") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{path}: missing; {remedy}")
+    return decode_manifest(files.read_stored(path), path)
 
 
 def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:

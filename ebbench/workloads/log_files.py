@@ -127,7 +127,7 @@ def _is_json(text: str) -> bool:
     try:
         json_value(text.encode())
     except BadValueError:
-        return text not in ("{", "{ ") and not text.endswith(("{", "[", ","))
+        return text not in ("{", "{ ") and not text.endswith(("{", "[", ",", ":"))
     return True
 
 

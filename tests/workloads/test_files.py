@@ -127,7 +127,7 @@ def test_parquet(tmp_path: Path) -> None:
 def test_truncated_parquet_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     path.write_bytes(b"PAR1 and then nothing of the kind")
-    with pytest.raises(InputFileError, match=r"data.parquet: is not readable Parquet"):
+    with pytest.raises(InputFileError, match=r"data.parquet: not a readable Parquet file"):
         list(read_file(path, ["a"]))
 
 
