@@ -23,6 +23,7 @@ YAML_BYTES = 64 << 20
 """Largest YAML document, whose reader takes 20 s for so much."""
 _YAML_VALUES = 5_000_000
 """Most values of a YAML document: a file of 1 kB can name one list a billion times."""
+_decode = msgspec.json.Decoder().decode
 _WHITE_BEFORE_COLON = re.compile(rb"[ \t\n\r]:")
 _BYTE = re.compile(r"byte (\d+)")
 _TOML_LINE = re.compile(r"at line (\d+)")
@@ -39,7 +40,10 @@ class BadValueError(ValueError):
 def json_value(text: bytes) -> Any:
     """The value of a JSON text; NaN and Infinity are numbers, as Python writes them. Raises BadValueError."""
     try:
-        value = _decoded(text)
+        try:
+            value = _decode(text)
+        except (UnicodeDecodeError, msgspec.DecodeError) as error:
+            value = _python_value(text, str(error))
         if text.count(b"[") + text.count(b"{") > DEPTH and too_deep(value):
             raise RecursionError
         check_keys(text, value)
@@ -48,29 +52,14 @@ def json_value(text: bytes) -> Any:
     return value
 
 
-def _decoded(text: bytes) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except UnicodeDecodeError as error:
-        raise BadValueError(f"is not UTF-8 text ({error.reason})", _first_bad_byte(text)) from None
-    except msgspec.DecodeError as error:
-        return _python_value(text, str(error))
-
-
-def _first_bad_byte(text: bytes) -> int | None:
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        return error.start
-    return None
-
-
 def _python_value(text: bytes, problem: str) -> Any:
     """What Python's own reader makes of a text that msgspec refuses. Raises BadValueError."""
     place = _BYTE.search(problem)
     try:
         value = json.loads(text.decode())
         json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise BadValueError(f"is not UTF-8 text ({error.reason})", error.start) from None
     except UnicodeEncodeError:
         raise BadValueError("has half of a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     except ValueError:

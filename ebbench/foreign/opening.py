@@ -139,7 +139,7 @@ def decoded(path: Path, content: bytes, line: int = 1) -> str:
 
 def not_text(path: Path, error: UnicodeDecodeError, line: int | None = None) -> InputFileError:
     """The error of bytes that are no UTF-8 text. ``line``: the one with which they begin, if it is known."""
-    problem = "is neither Parquet nor text" if b"\0" in error.object else _LATIN.format(error.reason)
+    problem = "is not UTF-8 text, nor Parquet" if b"\0" in error.object else _LATIN.format(error.reason)
     return InputFileError(path, problem, line and line + error.object.count(b"\n", 0, error.start))
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import YAML_BYTES, BadValueError, json_document, json_value, yaml_document
 from ebbench.foreign.opening import DOCUMENT_BYTES, decoded, lines_of, not_text, open_unpacked, read_rest
-from ebbench.foreign.tables import csv_rows
+from ebbench.foreign.tables import COLUMNS, csv_rows
 from ebbench.workloads.files import read_json, read_parquet
 
 Kind = Literal["JSON lines", "JSON", "YAML", "Parquet", "CSV", "access log"]
@@ -88,6 +88,7 @@ def open_log(path: Path) -> LogFile:
     sample = tuple(islice(_READERS[kind](path), _SAMPLE))
     if not sample:
         raise InputFileError(path, "holds no requests, only a header" if kind == "CSV" else "holds no requests")
+    _check_width(path, sample)
     columns = tuple(sample[0].value) if kind in ("CSV", "Parquet") else ()
     return LogFile(path, kind, columns, sample)
 
@@ -99,6 +100,15 @@ def _open_folder(path: Path) -> LogFile:
     first = open_log(parts[0])
     sample = chain.from_iterable(_READERS[_kind_of(part)](part) for part in parts)
     return LogFile(path, first.kind, first.columns, tuple(islice(sample, _SAMPLE)), parts)
+
+
+def _check_width(path: Path, sample: tuple[LogRecord, ...]) -> None:
+    names: set[str] = set()
+    for record in sample:
+        names.update(record.value)
+        if len(names) > COLUMNS:
+            problem = f"has more than {COLUMNS:,} columns; keep those of times and token counts"
+            raise InputFileError(path, problem, record.line)
 
 
 def _kind_of(path: Path) -> Kind:
@@ -198,6 +208,11 @@ _FIELD = re.compile(r"\[[^\[\]]*+\]|\"(?:[^\"\\]|\\.)*+\"|\S++")
 _PAIR = re.compile(r"(?<![\w.@-])-*+([A-Za-z_@][\w.\-]*+)[=:](\"[^\"]*+\"|[^\s,;\"]++)")
 
 
+_MOST_FIELDS = 500
+"""Fields and pairs that are looked at of a line of more than ``_LONG_LINE`` characters."""
+_LONG_LINE = 4000
+
+
 def _access_log(path: Path) -> Iterator[LogRecord]:
     with open_unpacked(path) as stream:
         for number, line in lines_of(path, stream):
@@ -206,15 +221,23 @@ def _access_log(path: Path) -> Iterator[LogRecord]:
 
 def _access_fields(line: str) -> dict[str, Any]:
     """Fields of a line: by number, ``name=value`` pairs by name, ``time_local``, ``request`` and ``status``."""
-    fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(_FIELD.findall(line), start=1)}
+    parts = _first(_FIELD, line)
+    fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(parts, start=1)}
     clock, request = _CLOCK.search(line), _REQUEST.search(line)
     if clock is not None and clock[1]:
         fields["time_local"] = clock[1]
     if request is not None:
         fields |= request.groupdict()
         line = line[request.end() :]
-    fields |= {name: value.strip('"') for name, value in _PAIR.findall(line)}
+    fields |= {name: value.strip('"') for name, value in _first(_PAIR, line)}
     return fields
+
+
+def _first(pattern: re.Pattern[str], line: str) -> list[Any]:
+    """What ``findall`` finds in a line, of a very long line only the first."""
+    if len(line) < _LONG_LINE:
+        return pattern.findall(line)
+    return [match.groups() or match[0] for match in islice(pattern.finditer(line), _MOST_FIELDS)]
 
 
 _READERS = {

@@ -56,9 +56,7 @@ def test_a_pipe_a_device_and_a_folder_are_refused_at_once(tmp_path: Path, read: 
 
 
 @pytest.mark.parametrize("read", [a_workload, read_profile, read_config, read_lengths])
-def test_a_file_of_settings_is_read_up_to_a_size(
-    tmp_path: Path, read: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_settings_is_read_up_to_a_size(tmp_path: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "SETTINGS_BYTES", 0)
     path = tmp_path / "large.json"
     with path.open("wb") as file:
@@ -89,7 +87,7 @@ DEEP = 50_000
 def test_values_that_are_nested_too_deeply_are_refused(tmp_path: Path, read: Read, text: str, depth: int) -> None:
     path = tmp_path / "deep"
     path.write_text(text % ("[" * depth + "1" + "]" * depth))
-    with pytest.raises(EbbenchError, match="within each other") as caught:
+    with pytest.raises(EbbenchError, match=r"within each other|maximum nesting") as caught:
         read(path)
     assert "\n" not in str(caught.value)
 
@@ -109,7 +107,7 @@ def test_values_that_are_nested_too_deeply_are_refused(tmp_path: Path, read: Rea
 def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path, read: Read, text: str) -> None:
     path = tmp_path / "long"
     path.write_text(text % ("7" * 5000))
-    with pytest.raises(EbbenchError, match="valid|manifest") as caught:
+    with pytest.raises(EbbenchError, match=r"valid|manifest") as caught:
         read(path)
     assert "\n" not in str(caught.value)
 
@@ -150,7 +148,7 @@ def test_what_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Path, monkeypa
     path.write_bytes(gzip.compress(ROW * 200_000))
     assert len(path.read_bytes()) < 200_000
     monkeypatch.setattr(opening, "UNPACKED_RATIO", 20)
-    with pytest.raises(InputFileError, match="unpacks to more than 20 times its size.*gunzip"):
+    with pytest.raises(InputFileError, match=r"unpacks to more than 20 times its size.*gunzip"):
         read_trace(path)
 
 
