@@ -30,21 +30,38 @@ Runs of a single engine without such options do not have them, so their stored b
 """
 
 UNKNOWN = ""
+UNKNOWN_DEVICE = "unknown"
+"""Device name stored for a server that ebbench did not start, if nobody stated it."""
 
 
 def environment_of(manifest: Manifest) -> dict[str, str]:
     """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
     return {
         "engine": manifest.engine,
-        "device": manifest.device,
+        "device": _device(manifest),
         "driver": _recorded(manifest, "driver"),
         "vllm": _recorded(manifest, "vllm"),
-        "model": manifest.model,
+        "model": _model(manifest),
         "workload": manifest.workload,
         "scenario": manifest.scenario,
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
     }
+
+
+def _device(manifest: Manifest) -> str:
+    """The device as recorded or stated; of a server whose device nobody stated, what is known of its machine.
+
+    Two such servers on different machines are not comparable, however alike their addresses are.
+    """
+    machine = manifest.facts.get("server_machine")
+    return f"{manifest.device} ({machine})" if machine and manifest.device == UNKNOWN_DEVICE else manifest.device
+
+
+def _model(manifest: Manifest) -> str:
+    """The model, and those that answered in its place."""
+    others = manifest.facts.get("other_models")
+    return f"{manifest.model} (answers of {', '.join(sorted(others))})" if others else manifest.model
 
 
 def _compared(manifest: Manifest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ebbench.analysis.caveats import by_policy, told_once
-from ebbench.analysis.compare.cases import ComparisonCase
+from ebbench.analysis.compare.cases import MEASUREMENT, ComparisonCase
 from ebbench.analysis.compare.certainty import (
     ALPHA,
     p_of,
@@ -40,12 +40,20 @@ NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not mentioned."""
 
 
+SEVERAL_MEASUREMENTS = (
+    "Several measurements of the same plan and policy: shown apart, not averaged. `ebbench compare` of their "
+    "directories says whether they differ."
+)
+
+
 def verdicts(cases: Sequence[ComparisonCase]) -> list[tuple[str, list[str], bool]]:
     """For each case its title, its verdict, and whether the difference is shown.
 
     A single sentence if no case has a second policy.
     """
     if len(cases) > 1 and all(len(case.groups) == 1 for case in cases):
+        if cases[0].apart == (MEASUREMENT,):
+            return [("", [SEVERAL_MEASUREMENTS], False)]
         named = ", ".join(cases[0].apart)
         return [("", [f"No winner: these runs differ in {named}, so their figures do not compare."], False)]
     return [(case.title, verdict(case.groups), certain(case.groups)) for case in cases]
