@@ -50,18 +50,21 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
 
 
 def _device(manifest: Manifest) -> str:
-    """The device as recorded or stated; of a server whose device nobody stated, what is known of its machine.
+    """The device with what tells it from others of its name: an own profile's numbers, or the machine of a server.
 
-    Two such servers on different machines are not comparable, however alike their addresses are.
+    Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
     """
-    machine = manifest.facts.get("server_machine")
-    return f"{manifest.device} ({machine})" if machine and manifest.device == UNKNOWN_DEVICE else manifest.device
+    machine = manifest.facts.get("server_machine") if manifest.device == UNKNOWN_DEVICE else None
+    apart = machine or manifest.facts.get("device_profile")
+    return f"{manifest.device} ({apart})" if apart else manifest.device
 
 
 def _model(manifest: Manifest) -> str:
-    """The model, and those that answered in its place."""
+    """The model with what tells it from others of its name: an own shape, and the models that answered in its place."""
     others = manifest.facts.get("other_models")
-    return f"{manifest.model} (answers of {', '.join(sorted(others))})" if others else manifest.model
+    answers = f"answers of {', '.join(sorted(others))}" if others else ""
+    apart = ", ".join(filter(None, [manifest.facts.get("model_shape"), answers]))
+    return f"{manifest.model} ({apart})" if apart else manifest.model
 
 
 def _compared(manifest: Manifest) -> dict[str, Any]:

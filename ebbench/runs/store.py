@@ -201,6 +201,8 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
     found = {}
     for path in find_runs(paths):
         manifest = Run.load(path).manifest
+        if {"model_shape", "device_profile"} & manifest.facts.keys():  # cells name bundled models and devices
+            continue
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
         how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
         found[
