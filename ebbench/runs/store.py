@@ -97,6 +97,11 @@ class RunStore:
             return False
         return not whole or (found.path / MANIFEST).exists()
 
+    def stored_since(self, cells: Iterable[Cell]) -> float | None:
+        """When the oldest of these cells was stored, in seconds since 1970; None without any."""
+        files = (self.root / cell.directory_name() / CELL for cell in cells)
+        return min((path.stat().st_mtime for path in files if path.exists()), default=None)
+
     def open(self) -> None:
         """Create the directory, and remove what killed processes left in it. Raises RunError if that fails."""
         try:
