@@ -255,7 +255,7 @@ def _legend(metric: str, found: Sequence[Finding]) -> str:
         f"equal: within the noise between seeds ({' to '.join(dict.fromkeys([known[0], known[-1]]))}; Tukey's test at "
         "5 %); "
         if known
-        else f"equal: within {numbers.percent(TIE)}, since the noise between runs is not known (it takes repeats = 2 "
+        else f"equal: within {numbers.percent(TIE)}, since the noise between runs is not known (it takes two repeats "
         "or more, and no figure of 0); "
     )
     unknown = any(one.sensitivity.best_budget is None for one in found)
