@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from ebbench.client.options import KEY_VARIABLES, ClientOptions, api_key, redacted, secrets
+from ebbench.client.options import ClientOptions, redacted, secrets
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
 from ebbench.connections import tls_context
+from ebbench.credentials import KEY_VARIABLES, api_key
 from ebbench.errors import RunError, UsageError
 from ebbench.queries import Answer, AnswerTooLargeError, ask, one_off_limits
 
@@ -25,6 +26,8 @@ _REASON_CHARACTERS, _NAMES_SHOWN = 300, 20
 _FORBIDDEN, _NO_SUCH_PAGE = (401, 403), (404, 405, 501)
 RESET_PATHS = ("reset_prefix_cache", "flush_cache")
 """Paths that empty a prefix cache: of vLLM, which needs VLLM_SERVER_DEV_MODE=1, and of SGLang."""
+LONGEST_VERSION = 80
+"""Characters of a server's version that are kept."""
 MADE_UP = "ebbench-fake-server"
 """What ebbench's fake server names as the owner of its models."""
 
@@ -137,6 +140,15 @@ class ServerQueries:
             if answer.status == 200:
                 return True
         return False
+
+    async def version(self) -> str | None:
+        """The version that the server names at /version, as vLLM does; None if it names none."""
+        try:
+            answer = await self._ask("GET", self._server.page("version"), _OTHER_BYTES)
+            found = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return self._redacted(found)[:LONGEST_VERSION] if isinstance(found, str) and found else None
 
     async def metrics(self) -> str | None:
         """The text of /metrics, or None if the server has none that can be read."""
