@@ -141,7 +141,7 @@ async def _drive(
     return DriveResult(
         requests=requests,
         warnings=(
-            *client_warnings(requests, table, renamed, len(dropped), rate),
+            *client_warnings(requests, table, renamed, len(dropped), rate, tally.odd_numbers),
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,

@@ -198,7 +198,9 @@ class HttpExchange(asyncio.Protocol):
         if self.status < 200:  # an interim response; the final one follows
             self.headers = {}
             return
-        self._tapped = self.status == 200 and self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        plain = self.headers.get(b"content-encoding", b"identity") == b"identity"
+        streamed = self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._tapped = self.status == 200 and streamed and plain
         self._receiver.head(self.status, self._now_ns)
         if not self._start.done():
             self._start.set_result(None)

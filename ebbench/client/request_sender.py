@@ -14,16 +14,34 @@ from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.response import StreamedResponse
 from ebbench.connections import IDLE_LIMIT_S, tls_context
 
+_ANSWERED, _BODY_END_S = "answered", 0.1
+"""Why the client ends a request whose body goes on after the answer, and the seconds that it waits for its end."""
+
+_NO_COMPRESSION = "compression buffers tokens: switch it off for text/event-stream, ask for none in accept-encoding"
+
 
 class _OpenRequest:
     """An open request, and why the client ended it, if it did."""
 
-    __slots__ = ("patience", "streamed", "task", "verdict")
+    __slots__ = ("body_end", "patience", "streamed", "task", "verdict")
 
     def __init__(self, streamed: StreamedResponse, task: asyncio.Task[object]) -> None:
         self.streamed, self.task = streamed, task
         self.verdict: tuple[str, str] | None = None
         self.patience: asyncio.TimerHandle | None = None
+        self.body_end: asyncio.TimerHandle | None = None
+
+    def answered(self) -> None:
+        """The answer is whole: wait a moment for the end of its body, which keeps the connection, and no longer."""
+        if self.body_end is None:
+            self.body_end = asyncio.get_running_loop().call_later(_BODY_END_S, self.end, _ANSWERED, "")
+
+    def close(self) -> None:
+        """Stop the timers and let go of the response."""
+        self.streamed.on_answered = None  # a cycle of references would wait for the garbage collector
+        for timer in (self.patience, self.body_end):
+            if timer is not None:
+                timer.cancel()
 
     def end(self, error_class: str, message: str) -> None:
         """Abort the request with this error."""
@@ -90,6 +108,7 @@ class RequestSender:
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         request = _OpenRequest(streamed, task)
+        streamed.on_answered = request.answered
         self._requests.add(request)
         if hang_up_ns is not None:
             self._hang_up_later(request, hang_up_ns)
@@ -98,19 +117,20 @@ class RequestSender:
                 await self._direct(self._pool, request_id, body, streamed)
             else:
                 await self._httpx(request_id, body, streamed)
+            streamed.ended()
         except asyncio.CancelledError:
             if request.verdict is None:
                 raise
             task.uncancel()
-            streamed.fail(*request.verdict)
+            if request.verdict[0] != _ANSWERED:
+                streamed.fail(*request.verdict)
         except httpx.HTTPError as error:
             streamed.fail(transport_failure(error), str(error) or type(error).__name__)
         finally:
-            if request.patience is not None:
-                request.patience.cancel()
+            request.close()
             self._requests.discard(request)
             # A complete response ends with its last byte, a broken one when the client noticed it.
-            complete = streamed.error_class is None and streamed.last_ns
+            complete = request.verdict is None and streamed.error_class is None and streamed.last_ns
             streamed.end_ns = streamed.last_ns if complete else time.monotonic_ns()
 
     def _hang_up_later(self, request: _OpenRequest, hang_up_ns: int) -> None:
@@ -130,8 +150,8 @@ class RequestSender:
         finally:
             exchange.close()
         if not exchange.streaming:
-            advice = exchange.headers.get(b"retry-after")
-            _refused(streamed, exchange.status, rest, advice.decode("latin-1") if advice else None)
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
+            _refused(streamed, exchange.status, rest, headers)
 
     async def _httpx(self, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
         headers = {"x-request-id": request_id}
@@ -141,12 +161,12 @@ class RequestSender:
         try:
             streamed.head(response.status_code, time.monotonic_ns())
             content_type = response.headers.get("content-type", "")
-            if response.status_code == 200 and content_type.startswith("text/event-stream"):
+            plain = response.headers.get("content-encoding", "identity") == "identity"
+            if response.status_code == 200 and content_type.startswith("text/event-stream") and plain:
                 async for data in response.aiter_raw():
                     streamed.feed(data, time.monotonic_ns())
             else:
-                rest = await response.aread()
-                _refused(streamed, response.status_code, rest, response.headers.get("retry-after"))
+                _refused(streamed, response.status_code, await response.aread(), response.headers)
         finally:
             await response.aclose()
 
@@ -169,15 +189,23 @@ class RequestSender:
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
-def _refused(streamed: StreamedResponse, status: int, body: bytes, retry_after: str | None) -> None:
+def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapping[str, str]) -> None:
     """Record a response that is not an event stream as an error, with the server's Retry-After if there is one."""
+    encoding, retry_after = headers.get("content-encoding", "identity"), headers.get("retry-after")
+    if status == 200 and encoding != "identity":
+        streamed.fail(
+            "compressed_stream", f"the server sent its stream with content-encoding {encoding}; {_NO_COMPRESSION}"
+        )
+        return
     text = body[:BODY_LIMIT].decode("utf-8", "backslashreplace")
     advice = f" (Retry-After: {retry_after})" if retry_after else ""
     streamed.fail("not_a_stream" if status == 200 else f"http_{status}", text + advice)
 
 
-def _headers(options: ClientOptions, key: str | None) -> dict[str, str]:
-    headers = {"content-type": "application/json", "accept": "text/event-stream", **options.headers}
+def _headers(options: ClientOptions, key: str | None) -> httpx.Headers:
+    headers = httpx.Headers({"content-type": "application/json", "accept": "text/event-stream"})
+    headers["accept-encoding"] = "identity"  # a compressed stream is buffered, which changes its times
+    headers.update(options.headers)
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     return headers

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from ebbench.client.options import ClientOptions, api_key, redacted, secrets
+from ebbench.client.server_numbers import whole_number
 from ebbench.connections import IDLE_LIMIT_S, tls_context
 from ebbench.errors import RunError, UsageError
 
@@ -40,9 +41,18 @@ def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """
     first: dict[Any, str] = {}
     for name, model in models.items():
-        if (parent := model.get("parent")) == name or parent not in models:
-            first.setdefault(model.get("root") or name, name)
+        if (parent := _text(model.get("parent"))) == name or parent not in models:
+            first.setdefault(_text(model.get("root")) or name, name)
     return list(first.values())
+
+
+def _models(listed: Any) -> dict[str, Mapping[str, Any]]:
+    """The models of a /v1/models document by name; entries without a name are left out."""
+    return {model["id"]: model for model in listed if isinstance(model, Mapping) and _text(model.get("id"))}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 class ServerQueries:
@@ -85,8 +95,8 @@ class ServerQueries:
         asked = self._options.model
         try:
             response = await self._client.get(f"{self._url}/v1/models")
-            models = {m["id"]: m for m in response.raise_for_status().json()["data"]}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            models = _models(response.raise_for_status().json()["data"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
             if asked is not None:
                 return Served(asked, self._options.max_model_len)
             raise RunError(self._redacted(f"{self._url}/v1/models: {error}; name the model that is served")) from None
@@ -98,10 +108,8 @@ class ServerQueries:
         if asked is None and len(different) > 1:
             raise UsageError(f"{self._url} serves several models: {', '.join(different)}; say which with --model")
         name = asked or different[0]
-        limit = self._options.max_model_len or models[name].get("max_model_len")
-        return Served(
-            name, limit if isinstance(limit, int) else None, models[name].get("owned_by") == MADE_UP, frozenset(models)
-        )
+        limit = self._options.max_model_len or whole_number(models[name].get("max_model_len"), at_least=1)
+        return Served(name, limit, models[name].get("owned_by") == MADE_UP, frozenset(models))
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the server's prefix cache. Returns False if the server cannot."""

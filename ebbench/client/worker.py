@@ -217,9 +217,8 @@ class Worker:
 
     def _record_of(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> RequestRecord:
         verdict = classify(streamed, turn.output_tokens, self._assignment.options.ignore_eos)
-        usage = streamed.usage
-        details = usage.prompt_tokens_details or {} if usage is not None else {}
-        body = verdict.error_body
+        counts, body, tokens = streamed.counts(), verdict.error_body, verdict.tokens
+        odd = {name: redacted(value, self._secrets) for name, value in counts.odd.items()}
         return RequestRecord(
             row=turn.row,
             worker=self._assignment.worker,
@@ -228,18 +227,20 @@ class Worker:
             sent_ns=streamed.sent_ns,
             first_byte_ns=streamed.first_byte_ns,
             end_ns=streamed.end_ns,
-            token_ns=verdict.tokens.times_ns.tobytes(),
-            bundled=verdict.tokens.bundled,
+            token_ns=tokens.times_ns.tobytes(),
+            bundled=tokens.bundled,
+            first_tokens=tokens.first,
             output_tokens=verdict.output_tokens,
-            prompt_tokens=usage.prompt_tokens if usage is not None else None,
-            cached_tokens=details.get("cached_tokens"),
+            prompt_tokens=counts.prompt,
+            cached_tokens=counts.cached,
             finish_reason=streamed.finish_reason,
             error_class=verdict.error_class,
             error_body=redacted(body, self._secrets) if body is not None else None,
             http_status=streamed.status,
             text=streamed.text if self._assignment.options.keep_text else None,
-            thinking_tokens=streamed.thinking_tokens,
-            first_answer_ns=streamed.first_answer_ns,
+            thinking_tokens=verdict.hidden_tokens or streamed.thinking_tokens,
+            first_answer_ns=tokens.times_ns[0] if verdict.hidden_tokens else streamed.first_answer_ns,
+            odd_numbers=odd or None,
         )
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:

@@ -184,7 +184,11 @@ class RunWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._finished or any(self._rows.get(name) for name in ("requests", "steps", "decisions")):
+        if self._finished:
+            return
+        if any(self._rows.get(name) for name in ("requests", "steps", "decisions")):
+            if error is not None:
+                error.add_note(f"what was measured until then is kept; read it with: ebbench recover {self.path}")
             return
         for path in (*self._shards.get("plan", ()), self.path / PARTIAL):
             path.unlink(missing_ok=True)
