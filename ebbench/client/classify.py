@@ -29,9 +29,9 @@ class TokenTimes(NamedTuple):
 
 
 class FirstMessage(NamedTuple):
-    """What is known of the first message with text. ``count``: its tokens; ``share``: its share of all text."""
+    """What is known of the first message with text: how many ``tokens`` it carried, its ``share`` of all text."""
 
-    count: int | None = None
+    tokens: int | None = None
     share: float | None = None
 
 
@@ -154,7 +154,7 @@ def _first_tokens(messages: int, spare: int, leading: int, first: FirstMessage) 
     if spare <= leading:  # tokens without text came before it, one message each
         return 1 + spare
     share = 1 / messages if first.share is None else first.share
-    return min(max(first.count or round((messages + spare) * share), 1), 1 + spare)
+    return min(max(first.tokens or round((messages + spare) * share), 1), 1 + spare)
 
 
 def transport_failure(error: Exception) -> str:

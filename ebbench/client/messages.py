@@ -17,6 +17,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
 
     ``token_ns``: one time per message with tokens; these carried ``bundled`` tokens more than one each, the first one
     ``first_tokens``. ``odd_numbers``: what the server reported where no number can be, by field.
+    ``other_model``: the model that the server named in the response, if it is not the one asked for.
     """
 
     row: int
@@ -40,6 +41,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     thinking_tokens: int | None = None
     first_answer_ns: int = 0
     odd_numbers: dict[str, str] | None = None
+    other_model: str | None = None
 
 
 class Batch(msgspec.Struct, tag="batch"):

@@ -17,6 +17,8 @@ from ebbench.client.server_numbers import OddNumber
 from ebbench.client.table import requests_table
 from ebbench.records.token_gaps import tokens_after_first_of
 
+MOST_NAMES = 20
+"""Names of other models that are counted one by one."""
 _RECENT = 500  # requests that the running medians cover
 
 
@@ -60,6 +62,8 @@ class Tally:
         self._rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         self._seen = np.zeros(plan.num_rows, dtype=np.bool_)
         self._failures: Counter[str] = Counter()
+        self.other_models: Counter[str] = Counter()
+        """Complete responses by the models that they name, where these are not the one asked for."""
         self._recent: deque[tuple[float, float | None]] = deque(maxlen=_RECENT)
         self._open: dict[int, int] = {}
         self._completed = self._output_tokens = self._input_tokens = 0
@@ -104,13 +108,16 @@ class Tally:
 
     def _count(self, record: RequestRecord, later_tokens: int) -> None:
         self._seen[record.row] = True
-        for name, value in (record.odd_numbers or {}).items():
-            known = self.odd_numbers.get(name, OddNumber(0, value))
-            self.odd_numbers[name] = OddNumber(known.answers + 1, known.first)
+        for field, value in (record.odd_numbers or {}).items():
+            known = self.odd_numbers.get(field, OddNumber(0, value))
+            self.odd_numbers[field] = OddNumber(known.answers + 1, known.first)
         if record.status != "ok":
             self._failures[record.error_class or record.status] += 1
             return
         self._completed += 1
+        if (name := record.other_model) is not None:
+            counted = name in self.other_models or len(self.other_models) < MOST_NAMES
+            self.other_models[name if counted else "others"] += 1
         self._output_tokens += record.output_tokens or 0
         self._input_tokens += record.prompt_tokens or 0
         times = np.frombuffer(record.token_ns, np.int64)

@@ -17,7 +17,7 @@ from ebbench.connections import IDLE_LIMIT_S, tls_context
 _ANSWERED, _BODY_END_S = "answered", 0.1
 """Why the client ends a request whose body goes on after the answer, and the seconds that it waits for its end."""
 
-_NO_COMPRESSION = "compression buffers tokens: switch it off for text/event-stream, ask for none in accept-encoding"
+_NO_COMPRESSION = "compression buffers tokens, so their times are not those of generation"
 
 
 class _OpenRequest:
@@ -126,6 +126,7 @@ class RequestSender:
                 streamed.fail(*request.verdict)
         except httpx.HTTPError as error:
             streamed.fail(transport_failure(error), str(error) or type(error).__name__)
+            error.__traceback__ = None  # its frames hold the exchange, which holds the error: never collected
         finally:
             request.close()
             self._requests.discard(request)

@@ -17,7 +17,10 @@ from ebbench.client.server_numbers import TokenCounts, token_counts, whole_numbe
 from ebbench.client.sse import ERROR, Event, SseSplitter
 from ebbench.client.stream_messages import ChatChoice, Delta
 
+_EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
 _STRAY_LIMIT = 400  # bytes kept of what is no message, to explain a stream that broke off
+MOST_MODELS, LONGEST_MODEL = 4, 200
+"""Names of models that are kept of one response, and characters of each."""
 
 
 class StreamedResponse:
@@ -29,6 +32,7 @@ class StreamedResponse:
     (``delta.reasoning``, vLLM's name, or the older ``delta.reasoning_content``). ``letters``: length of the text of all
     messages, ``first_letters`` of the first one with text; ``first_count``: output tokens up to and with that message,
     where the server reports them there. ``usage`` is as the server sent it; :meth:`counts` has checked numbers.
+    ``models``: the models that the messages name, each change one entry, at most MOST_MODELS.
 
     ``on_answered`` is called once the answer is known to be whole, or failed, although the body has not ended: at
     ``[DONE]`` after finish reason and usage, or after an error.
@@ -53,6 +57,7 @@ class StreamedResponse:
         "first_letters",
         "last_ns",
         "letters",
+        "models",
         "on_answered",
         "sent_ns",
         "status",
@@ -74,6 +79,7 @@ class StreamedResponse:
         self.first_count: int | None = None
         self.sent_ns = self.first_byte_ns = self.first_answer_ns = self.last_ns = self.end_ns = 0
         self.thinking_messages = 0
+        self.models: list[str] = []
         self.finish_reason: str | None = None
         self.usage: Any = None
         self.error_class: str | None = None
@@ -81,6 +87,11 @@ class StreamedResponse:
         self.status: int | None = None
         self.done = False
         self.on_answered: Callable[[], None] | None = None
+
+    @property
+    def model(self) -> str:
+        """The model that the last message named; empty if none did."""
+        return self.models[-1] if self.models else ""
 
     @property
     def text(self) -> str | None:
@@ -128,6 +139,10 @@ class StreamedResponse:
             self._event(event, now_ns)
         if not splitter.pending:
             self._splitter = None
+        elif splitter.held_bytes > _EVENT_LIMIT:
+            self.fail("malformed_frame", f"an event of more than {_EVENT_LIMIT >> 20} MiB")
+            self._splitter = None
+            self._answered()
 
     def ended(self) -> None:
         """Process what is left once the body has ended: a last event may lack its blank line."""
@@ -155,6 +170,8 @@ class StreamedResponse:
         except (msgspec.DecodeError, UnicodeDecodeError):
             if (message := self._unusual(data, now_ns)) is None:
                 return
+        if isinstance(message.model, str) and message.model[:LONGEST_MODEL] != self.model:
+            self.models[MOST_MODELS - 1 :] = [message.model[:LONGEST_MODEL]]
         choices = message.choices
         if choices:
             choice = choices[0]
@@ -213,8 +230,8 @@ class StreamedResponse:
         """A message that is not of the usual form; None if it is none and what it says has been recorded."""
         if data.strip() == stream_messages.DONE:
             self.done = True
-            if self.on_answered is not None and (self.error_class or (self.finish_reason and self.usage)):
-                self.on_answered()
+            if self.error_class or (self.finish_reason and self.usage):
+                self._answered()
         elif (document := stream_messages.document_of(data)) is not None:
             return stream_messages.tolerant(document, self._chat)
         elif b"\n" in data:  # several messages without the blank line between them
@@ -223,6 +240,10 @@ class StreamedResponse:
         elif not stream_messages.is_keep_alive(data):
             self.fail("malformed_frame", _text(data))
         return None
+
+    def _answered(self) -> None:
+        if self.on_answered is not None:
+            self.on_answered()
 
     def _without_choices(self, data: bytes) -> None:
         """Record the failure that a message without choices may report; keep it as an explanation otherwise."""

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 _BOM = b"\xef\xbb\xbf"
 _IGNORED = frozenset({b"", b"id", b"retry"})  # a line without a name before its colon is a comment
+_MANY_LINES = 1000
+"""Lines of data from which on only a blank line ends a message: each new line is checked together with those before."""
 ERROR = b"error"
 """Type of an event that reports an error: of ``event: error``, and of a field ``error:`` (llama.cpp)."""
 
@@ -26,20 +28,25 @@ class Event(NamedTuple):
 class SseSplitter:
     """Yields each complete event and keeps the incomplete rest.
 
-    ``is_message``: tells whether a single line of data is a whole message, which no further line continues.
+    ``is_message``: tells whether data is a whole message, which no further line continues.
     """
 
-    __slots__ = ("_after_cr", "_data", "_is_message", "_kind", "_started", "_tail")
+    __slots__ = ("_after_cr", "_data", "_is_message", "_kind", "_pieces", "_started", "_tail")
 
     def __init__(self, is_message: Callable[[bytes], bool] = lambda _: False) -> None:
         self._is_message = is_message
         self._tail = self._kind = b""
+        self._pieces: list[bytes] = []  # of a long line after _tail, joined once its end has come
         self._data: list[bytes] = []
         self._after_cr = self._started = False
 
     def feed(self, received: bytes) -> Iterator[Event]:
         """Yield the events that ``received`` completes."""
-        buffer = self._tail + received if self._tail else received
+        if self._started and self._tail and b"\n" not in received and b"\r" not in received:
+            self._pieces.append(received)
+            return
+        buffer = b"".join((self._tail, *self._pieces, received)) if self._tail else received
+        self._pieces.clear()
         if not self._started:
             if len(buffer) < len(_BOM) and _BOM.startswith(buffer):
                 self._tail = buffer
@@ -63,7 +70,8 @@ class SseSplitter:
 
         An event that broke off is given out as a line outside the format.
         """
-        tail, self._tail = self._tail, b""
+        tail = b"".join((self._tail, *self._pieces))
+        self._tail, self._pieces = b"", []
         if tail:
             yield from self._line(tail)
         for event in self._end():
@@ -73,6 +81,11 @@ class SseSplitter:
     def pending(self) -> bool:
         """Whether an unfinished event or half a line end is held."""
         return bool(self._tail or self._data or self._kind or self._after_cr)
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of the unfinished event."""
+        return len(self._tail) + sum(map(len, self._pieces)) + sum(map(len, self._data))
 
     def _line(self, line: bytes) -> Iterator[Event]:
         name, _, value = line.partition(b":")
@@ -88,10 +101,11 @@ class SseSplitter:
             yield Event(line, None)
 
     def _add(self, line: bytes) -> Iterator[Event]:
-        if not self._data and self._is_message(line):
-            yield Event(line, self._kind)
-        else:
-            self._data.append(line)
+        self._data.append(line)
+        data = b"\n".join(self._data) if len(self._data) < _MANY_LINES else b""
+        if self._is_message(data):
+            self._data = []
+            yield Event(data, self._kind)
 
     def _end(self) -> Iterator[Event]:
         data, kind = self._data, self._kind

@@ -54,6 +54,7 @@ class Completion(msgspec.Struct, gc=False):
     """A message of the completions endpoint. Its ``usage`` is as the server sent it, unchecked."""
 
     choices: list[Choice] = []
+    model: Any = None
     usage: Any = None
     error: Any = None
 
@@ -62,6 +63,7 @@ class Chat(msgspec.Struct, gc=False):
     """A message of the chat endpoint. Its ``usage`` is as the server sent it, unchecked."""
 
     choices: list[ChatChoice] = []
+    model: Any = None
     usage: Any = None
     error: Any = None
 
@@ -103,12 +105,10 @@ def tolerant(document: Mapping[str, Any], chat: bool) -> Completion | Chat:
     """A message from a JSON object of an unusual form; fields of other types than expected are left out."""
     given = document.get("choices")
     choices = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
-    usage, error = document.get("usage"), document.get("error")
+    rest = (_text(document.get("model")), document.get("usage"), document.get("error"))
     if chat:
-        return Chat([ChatChoice(_delta(each), _finish(each), each.get("error")) for each in choices], usage, error)
-    return Completion(
-        [Choice(_text(each.get("text")), _finish(each), each.get("error")) for each in choices], usage, error
-    )
+        return Chat([ChatChoice(_delta(each), _finish(each), each.get("error")) for each in choices], *rest)
+    return Completion([Choice(_text(each.get("text")), _finish(each), each.get("error")) for each in choices], *rest)
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:

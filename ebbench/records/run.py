@@ -51,7 +51,7 @@ class Run:
         Raises DataError naming the faulty file.
         """
         directory = Path(path)
-        manifest = _read_manifest(directory)
+        manifest = read_manifest(directory)
         for name in dict.fromkeys([*SCHEMAS, *manifest.rows]):
             _check_table(directory / f"{name}.parquet", SCHEMAS.get(name), manifest.rows.get(name))
         return cls(directory, manifest)
@@ -262,7 +262,8 @@ def _conform(table: pa.Table, name: str) -> pa.Table:
         raise RunError(f"{name} table does not fit its schema: {error}") from error
 
 
-def _read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a run directory. Raises DataError if there is none, or it is damaged."""
     path = directory / MANIFEST
     require_directory(directory)
     try:

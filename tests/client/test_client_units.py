@@ -154,10 +154,10 @@ def test_messages_are_reconciled_with_usage(
 @pytest.mark.parametrize(
     ("known", "first"),
     [
-        (FirstMessage(count=2, share=0.9), 2),  # the server's count decides
+        (FirstMessage(tokens=2, share=0.9), 2),  # the server's count decides
         (FirstMessage(share=0.1), 1),  # then the length of the text
         (FirstMessage(share=0.5), 5),
-        (FirstMessage(count=50), 8),  # the other two messages carry one each at least
+        (FirstMessage(tokens=50), 8),  # the other two messages carry one each at least
     ],
 )
 def test_tokens_of_the_first_message_are_counted_or_estimated(known: FirstMessage, first: int) -> None:

@@ -133,6 +133,15 @@ def test_leaving_without_results_leaves_nothing_behind(tmp_path: Path, result: E
     assert (tmp_path / "run" / "requests.part-0000.parquet").exists()
 
 
+def test_an_error_after_measurements_names_the_command_that_reads_them(tmp_path: Path, result: EngineResult) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    writer.append("requests", result.requests)
+    with pytest.raises(ZeroDivisionError) as raised, writer:
+        raise ZeroDivisionError
+    (note,) = raised.value.__notes__
+    assert note.endswith(f"ebbench recover {tmp_path / 'run'}")
+
+
 def test_a_cut_off_run_is_no_run_but_says_how_to_recover(tmp_path: Path, result: EngineResult) -> None:
     writer = RunWriter.create(tmp_path / "run")
     writer.append("requests", result.requests)
