@@ -113,7 +113,7 @@ async def _drive(
         nodes = await stack.enter_async_context(client_nodes(url, options, environ)) if wants_nodes(options) else None
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         await server.ready()
-        served = await server.served()
+        served, version = await server.served(), await server.version()
         check_attachments(table, options.endpoint, served.names)
         dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
         await warm_up(url, served.model, plan, options, environ)
@@ -148,6 +148,7 @@ async def _drive(
         "prefix_hit_rate": rate,
         "prefix_hit_source": rate_source,
         "server_reports": reports,
+        **({"server_version": version} if version else {}),
         **({"other_models": others} if others else {}),
     }
     return DriveResult(

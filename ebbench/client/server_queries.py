@@ -18,6 +18,8 @@ from ebbench.errors import RunError, UsageError
 _ASK_TIMEOUT_S = 10.0
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 """Paths that empty a prefix cache: of vLLM, which needs VLLM_SERVER_DEV_MODE=1, and of SGLang."""
+LONGEST_VERSION = 80
+"""Characters of a server's version that are kept."""
 MADE_UP = "ebbench-fake-server"
 """What ebbench's fake server names as the owner of its models."""
 _UNTRUSTED = "give its certificate authority with --ca-file FILE or in SSL_CERT_FILE, or do not verify: --insecure"
@@ -123,6 +125,15 @@ class ServerQueries:
             if response.status_code == 200:
                 return True
         return False
+
+    async def version(self) -> str | None:
+        """The version that the server names at /version, as vLLM does; None if it names none."""
+        try:
+            response = await self._client.get(f"{self._url}/version")
+            found = response.raise_for_status().json()["version"]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
+        return self._redacted(found)[:LONGEST_VERSION] if isinstance(found, str) and found else None
 
     async def metrics(self) -> str | None:
         """The text of /metrics, or None if the server has none."""

@@ -266,16 +266,13 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a run directory. Raises DataError if there is none, or it is damaged."""
     path = directory / MANIFEST
     require_directory(directory)
-    try:
-        return decode_manifest(path.read_bytes(), path)
-    except FileNotFoundError:
+    if not path.exists():
         kept = any(directory.glob("*.part-*.parquet"))
         remedy = (
             "the run did not finish; `ebbench recover` rebuilds it from its shards" if kept else "not a run directory"
         )
-        raise DataError(f"{path}: missing; {remedy}") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{path}: missing; {remedy}")
+    return decode_manifest(files.read_stored(path), path)
 
 
 def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:

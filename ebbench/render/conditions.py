@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.load import policy_settings
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import count, percent
@@ -24,10 +25,6 @@ def machine(summaries: Sequence[Summary]) -> str:
     clock = "" if len(times) > 1 else " in virtual time" if times == {True} else ", real time"
     served = "" if engine == "endpoint" else f", engine {engine}{clock}"
     return f"{where}{served}"
-
-
-UNKNOWN_DEVICE = "unknown"
-"""Device name stored for a server that ebbench did not start."""
 
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:

@@ -146,11 +146,15 @@ def names_in(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(found)
 
 
+_MOST_NESTED, _MOST_NAMES = 200, 5_000
+"""Keys of a nested object, and names in all, from which on nested ones are data, such as probabilities by token."""
+
+
 def _collect(value: Mapping[str, Any], prefix: str, found: dict[str, None], depth: int) -> None:
     for key, inner in value.items():
         name = f"{prefix}{key}"
         found.setdefault(name)
-        if isinstance(inner, Mapping) and depth < 5:
+        if isinstance(inner, Mapping) and depth < 5 and len(inner) <= _MOST_NESTED and len(found) < _MOST_NAMES:
             _collect(inner, f"{name}.", found, depth + 1)
 
 

@@ -214,12 +214,12 @@ def test_an_effect_of_the_order_within_pairs_is_named_with_its_cause() -> None:
 
 def test_candidates_that_always_met_a_warm_prefix_cache_are_pointed_out() -> None:
     """With one order throughout, nothing tells the candidate from a cache that holds the pair's prompts already."""
-    before = [replace(u, warm_server="http://gpu:8000") for u in side(SAME)]
+    before = [replace(u, server="http://gpu:8000", cache_unknown=True) for u in side(SAME)]
     after = [replace(u, anchor_unix_ns=u.anchor_unix_ns + 100) for u in before]
     assert any("whose prefix cache" in note for note in judge(pair_units(before, after)).notes)
-    elsewhere = [replace(u, warm_server="http://other:8000") for u in after]
+    elsewhere = [replace(u, server="http://other:8000") for u in after]
     assert not any("whose prefix cache" in note for note in judge(pair_units(before, elsewhere)).notes)
-    emptied = [replace(u, warm_server="") for u in after]
+    emptied = [replace(u, cache_unknown=False) for u in after]
     assert not any("whose prefix cache" in note for note in judge(pair_units(before, emptied)).notes)
 
 

@@ -50,7 +50,7 @@ def shim(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     program = "from ebbench.cli.main import run; run()"
-    patient = 'case "$*" in run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
+    patient = 'case "$*" in *--lag-limit-ms*) ;; run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
     path.write_text(f'#!/bin/sh\n{patient}\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
     path.chmod(0o755)
 

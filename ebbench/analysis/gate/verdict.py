@@ -407,7 +407,9 @@ def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], r
 def _warm_server(pairs: Sequence[Pair]) -> str:
     """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
     found = {
-        pair.candidate.warm_server if pair.candidate.warm_server == pair.baseline.warm_server else "" for pair in pairs
+        pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
+        for pair in pairs
+        if pair.candidate.cache_unknown and pair.baseline.cache_unknown
     }
     orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
     return found.pop() if len(found) == len(orders) == 1 else ""
