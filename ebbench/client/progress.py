@@ -70,6 +70,8 @@ class Tally:
         self.followers: list[Callable[[pa.Table, int], None]] = []
         """Called with finished requests and the run's start (monotonic ns)."""
         self.odd_numbers: dict[str, OddNumber] = {}
+        self.first_on_connection: list[int] = []
+        """Rows of the requests before which no response had come on their connection."""
         self.start_ns = 0
         self.interrupted = False
 
@@ -111,6 +113,8 @@ class Tally:
         for field, value in (record.odd_numbers or {}).items():
             known = self.odd_numbers.get(field, OddNumber(0, value))
             self.odd_numbers[field] = OddNumber(known.answers + 1, known.first)
+        if record.first_on_connection:
+            self.first_on_connection.append(record.row)
         if record.status != "ok":
             self._failures[record.error_class or record.status] += 1
             return

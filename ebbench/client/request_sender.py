@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 
 import httpx
 
-from ebbench.client.classify import BODY_LIMIT, HUNG_UP, transport_failure
-from ebbench.client.http_streams import ConnectionPool
-from ebbench.client.options import ClientOptions, api_key
+from ebbench.client.classify import HUNG_UP, transport_failure
+from ebbench.client.http_streams import BODY_BYTES, BODY_S, ConnectionPool, is_event_stream
+from ebbench.client.messages import ConnectionCounts
+from ebbench.client.options import ClientOptions
 from ebbench.client.response import StreamedResponse
+from ebbench.config.server_url import ServerUrl
 from ebbench.connections import IDLE_LIMIT_S, tls_context
+from ebbench.credentials import api_key
+
+_HEADER_CHARACTERS = 200  # of a header that is kept with an error
 
 _ANSWERED, _BODY_END_S = "answered", 0.1
 """Why the client ends a request whose body goes on after the answer, and the seconds that it waits for its end."""
@@ -53,11 +59,11 @@ class _OpenRequest:
 class RequestSender:
     """Sends requests to one server. Use as an asynchronous context manager."""
 
-    def __init__(self, url: str, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
+    def __init__(self, url: ServerUrl, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._options = options
         self._key = api_key(environ)
-        self._target = url.rstrip("/") + path
-        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.startswith("https:") else None
+        self._target = url.endpoint(path)
+        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.secure else None
         self._client = httpx.AsyncClient(
             verify=tls if tls is not None else False,
             headers=_headers(options, self._key),
@@ -68,7 +74,7 @@ class RequestSender:
         self._pool: ConnectionPool | None = None
         if options.transport == "direct":
             template = self._client.build_request("POST", self._target)
-            self._pool = ConnectionPool(template, tls, options.connect_timeout_s)
+            self._pool = ConnectionPool(template, tls, options.connect_timeout_s, options.connections)
         self._requests: set[_OpenRequest] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -87,6 +93,14 @@ class RequestSender:
     def in_flight(self) -> int:
         """Number of open requests."""
         return len(self._requests)
+
+    @property
+    def connections(self) -> ConnectionCounts:
+        """The connections so far (direct transport only)."""
+        if self._pool is None:
+            return ConnectionCounts()
+        pool = self._pool.connections
+        return ConnectionCounts(pool.opened, pool.most_held, pool.most_open)
 
     async def prepare(self, connections: int, *, reserve: bool) -> None:
         """Open connections before the start; ``reserve`` also keeps idle ones open later (direct transport only)."""
@@ -161,13 +175,13 @@ class RequestSender:
         response = await self._client.send(request, stream=True)
         try:
             streamed.head(response.status_code, time.monotonic_ns())
-            content_type = response.headers.get("content-type", "")
             plain = response.headers.get("content-encoding", "identity") == "identity"
-            if response.status_code == 200 and content_type.startswith("text/event-stream") and plain:
+            stream = is_event_stream(response.headers.get("content-type", ""))
+            if response.status_code == 200 and stream and plain:
                 async for data in response.aiter_raw():
                     streamed.feed(data, time.monotonic_ns())
             else:
-                _refused(streamed, response.status_code, await response.aread(), response.headers)
+                _refused(streamed, response.status_code, await _bounded_body(response), response.headers)
         finally:
             await response.aclose()
 
@@ -190,23 +204,38 @@ class RequestSender:
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
+async def _bounded_body(response: httpx.Response) -> bytes:
+    """What is kept of a body that is no event stream."""
+    body = bytearray()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_S):
+            async for data in response.aiter_raw():
+                body += data
+                if len(body) >= BODY_BYTES:
+                    break
+    return bytes(body[:BODY_BYTES])
+
+
 def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-    """Record a response that is not an event stream as an error, with the server's Retry-After if there is one."""
-    encoding, retry_after = headers.get("content-encoding", "identity"), headers.get("retry-after")
+    """Record a response that is not an event stream as an error, with those headers that say what to do."""
+    encoding = headers.get("content-encoding", "identity")
     if status == 200 and encoding != "identity":
-        streamed.fail(
-            "compressed_stream", f"the server sent its stream with content-encoding {encoding}; {_NO_COMPRESSION}"
-        )
+        message = f"the server sent its stream with content-encoding {encoding[:_HEADER_CHARACTERS]}; {_NO_COMPRESSION}"
+        streamed.fail("compressed_stream", message)
         return
-    text = body[:BODY_LIMIT].decode("utf-8", "backslashreplace")
-    advice = f" (Retry-After: {retry_after})" if retry_after else ""
-    streamed.fail("not_a_stream" if status == 200 else f"http_{status}", text + advice)
+    text = body.decode("utf-8", "backslashreplace")
+    wanted = ("Content-Type",) if status == 200 else ("Retry-After", "Location")
+    advice = [f"{name}: {headers[name.lower()][:_HEADER_CHARACTERS]}" for name in wanted if headers.get(name.lower())]
+    error_class = "not_a_stream" if status == 200 else f"http_{status}"
+    streamed.fail(error_class, (f"({'; '.join(advice)}) " if advice else "") + text)
 
 
 def _headers(options: ClientOptions, key: str | None) -> httpx.Headers:
     headers = httpx.Headers({"content-type": "application/json", "accept": "text/event-stream"})
     headers["accept-encoding"] = "identity"  # a compressed stream is buffered, which changes its times
     headers.update(options.headers)
+    if options.connections == "per-request":
+        headers["connection"] = "close"
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     return headers

@@ -18,7 +18,7 @@ from ebbench.client.sse import ERROR, Event, SseSplitter
 from ebbench.client.stream_messages import ChatChoice, Delta
 
 _EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
-_STRAY_LIMIT = 400  # bytes kept of what is no message, to explain a stream that broke off
+_STRAY_LIMIT = 64 << 10  # bytes kept of what is no message, to explain a stream that broke off
 MOST_MODELS, LONGEST_MODEL = 4, 200
 """Names of models that are kept of one response, and characters of each."""
 
@@ -55,6 +55,7 @@ class StreamedResponse:
         "first_byte_ns",
         "first_count",
         "first_letters",
+        "first_on_connection",
         "last_ns",
         "letters",
         "models",
@@ -85,7 +86,7 @@ class StreamedResponse:
         self.error_class: str | None = None
         self.error_body = ""
         self.status: int | None = None
-        self.done = False
+        self.done = self.first_on_connection = False
         self.on_answered: Callable[[], None] | None = None
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 LARGEST_COUNT = 2**31 - 1
 """The tables store counts of tokens as int32."""
-_SHOWN = 40  # characters of an odd value that a message repeats
+_KEPT = 64 << 10  # characters of an odd value that are kept until secrets are taken out
 
 
 class TokenCounts(NamedTuple):
@@ -55,9 +55,8 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """An odd value as a server sent it, on one line of printable ASCII, cut to a readable length."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    """An odd value as a server sent it, on one line of printable ASCII."""
+    return json.dumps(value, default=str)[:_KEPT]
 
 
 def token_counts(usage: Any) -> TokenCounts:
