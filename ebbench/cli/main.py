@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ebbench.cli.options import Command, ShownWhole
 from ebbench.errors import EbbenchError
+from ebbench.termination import finish, held, was_signalled
 
 
 class CommandEntry(NamedTuple):
@@ -149,7 +150,10 @@ def _about(
 def run() -> None:
     """Run the command line of this process."""
     _open_standard_streams()
-    app(prog_name="ebbench")
+    try:
+        app(prog_name="ebbench")
+    finally:
+        finish()
 
 
 def _open_standard_streams() -> None:
@@ -166,7 +170,8 @@ def load_command(name: str) -> Any:
     """Import a command of the table and convert it to a click command."""
     entry = COMMANDS[name]
     module, _, attribute = entry.target.partition(":")
-    found = getattr(importlib.import_module(module), attribute)
+    with held():  # an import that is broken off may raise anything
+        found = getattr(importlib.import_module(module), attribute)
     command: Any = typer.main.get_command(found if isinstance(found, typer.Typer) else _single(found, name))
     _flow(command)
     command.name, command.short_help = name, entry.help
@@ -225,7 +230,8 @@ def _exit_code_of(error: Exception) -> int:
     if isinstance(error, GivenValueError):
         return _complain(str(error), 2)
     if not isinstance(error, CLICK_ERROR):
-        return _crashed()
+        # A library that was interrupted while it was imported raises errors of its own.
+        return _complain("interrupted", INTERRUPTED) if was_signalled() else _crashed()
     if isinstance(error, sys.modules[CLICK_ERROR.__module__].NoArgsIsHelpError):
         error.show()
         return 2

@@ -33,6 +33,7 @@ from ebbench.engines.emulated_clients import VirtualClients
 from ebbench.errors import RunError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
+from ebbench.termination import interruptible
 from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups
@@ -162,16 +163,17 @@ class _EmulatedRun:
         core, clients, clock = self.core, self._clients, self._clock
         next_report = 0.0
         try:
-            while self._completed + self._clients.lost < len(self._plan):
-                for row in clients.due(clock.now_ns):
-                    core.add_request(self._request(row))
-                self._abort(clients.left())
-                if not self._step():
-                    self._jump()
-                if observer is not None and time.monotonic() >= next_report:
-                    next_report = time.monotonic() + PROGRESS_EVERY_S
-                    observer.update(self._progress())
-            clients.catch_up(AFTER_ALL_NS)  # clients may still hang up on answers that leave the API server
+            with interruptible():
+                while self._completed + self._clients.lost < len(self._plan):
+                    for row in clients.due(clock.now_ns):
+                        core.add_request(self._request(row))
+                    self._abort(clients.left())
+                    if not self._step():
+                        self._jump()
+                    if observer is not None and time.monotonic() >= next_report:
+                        next_report = time.monotonic() + PROGRESS_EVERY_S
+                        observer.update(self._progress())
+                clients.catch_up(AFTER_ALL_NS)  # clients may still hang up on answers that leave the API server
         except KeyboardInterrupt:
             return True
         finally:
