@@ -5,8 +5,8 @@ parent has ended become children of this process (Linux: PR_SET_CHILD_SUBREAPER)
 
 It ends the program when its own standard input closes (the process that started it has ended), or on SIGTERM, SIGINT or
 SIGHUP: the program gets SIGTERM and GRACE_S seconds, then all descendants are killed. A further signal is passed on as
-another SIGTERM, and leaves the program at most ten seconds: it may be storing what it measured. When the program ends by itself, remaining descendants are killed. Exit status: the program's, or 128 plus the number of
-the signal that ended it.
+another SIGTERM and leaves the program ten seconds at most: it may be storing what it measured. When the program ends
+by itself, remaining descendants are killed. Exit status: the program's, or 128 plus the number of its signal.
 
 Standard library only, no import from ebbench: it starts in milliseconds and needs no import path.
 """

@@ -6,9 +6,9 @@ The handler counts a signal and calls the current *reaction*; blocks of code cho
 - in :func:`on_signal` each signal calls a function, which asks an event loop or a child process to stop;
 - in :func:`held` a signal waits: nothing is raised while a run is measured and stored.
 
-A signal that no reaction has taken up reaches the next one that can: at the latest it is raised when the outermost block
-ends. A further signal asks for haste and undoes nothing: after one was taken up, none is raised for ``QUIET_S``, in which
-a command stores and shows what it has.
+A signal that no reaction has taken up reaches the next one that can; at the latest it is raised when the outermost
+block ends. A further signal asks for haste and undoes nothing: after one was taken up, none is raised for ``QUIET_S``,
+in which a command stores and shows what it has.
 """
 
 from __future__ import annotations

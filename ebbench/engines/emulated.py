@@ -33,7 +33,6 @@ from ebbench.engines.emulated_clients import VirtualClients
 from ebbench.errors import RunError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
-from ebbench.termination import interruptible
 from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups
@@ -43,6 +42,7 @@ from ebbench.simulation.step import Step
 from ebbench.simulation.step_log import StepLog
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
+from ebbench.termination import interruptible
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 

@@ -84,6 +84,18 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         raise _unreadable(path, error) from None
 
 
+def read_stream(path: Path) -> pa.Table | None:
+    """The complete batches of a file in Arrow's stream format, which may break off anywhere. None if there is none."""
+    batches: list[pa.RecordBatch] = []
+    try:
+        with pa.OSFile(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            while True:
+                batches.append(stream.read_next_batch())
+    except (pa.ArrowException, OSError, StopIteration):
+        pass
+    return pa.Table.from_batches(batches) if batches else None
+
+
 def read_footer(path: Path) -> tuple[pa.Schema, int]:
     """Schema and number of rows of a Parquet file. Raises DataError like :func:`read_table`."""
     try:
@@ -111,7 +123,7 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         with temporary.open("rb+") as file:
