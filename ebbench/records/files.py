@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 from ebbench.errors import DataError, RunError
 
 _NAMED = 3
+_NAME_LETTERS = 50  # of a file's name in that of its temporary file: four bytes each in UTF-8, and at most 255 bytes
 ROW_GROUP_ROWS = 1 << 15
 """A row group is encoded in memory as a whole; rows of steps and requests hold lists of hundreds of values."""
 # Columns with few distinct values. The others are stored without dictionary, which is faster to write.
@@ -58,6 +61,23 @@ def write_parts(parts: Iterable[pa.Table], path: Path) -> None:
 def write_bytes(content: bytes, path: Path) -> None:
     """Write a file through a temporary file, fsync and rename. Raises RunError."""
     _replace(path, lambda temporary: temporary.write_bytes(content) and None)
+
+
+def write_text(text: str, path: Path) -> None:
+    """What :func:`write_bytes` does, of text in UTF-8, in a directory that is made if it does not exist."""
+    write_with(path, lambda temporary: temporary.write_bytes(text.encode()) and None)
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace ``path`` by the file that ``write`` writes to the path that it is given, whole or not at all.
+
+    The directory is made if it does not exist. Raises RunError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error.strerror or error}") from error
+    _replace(path, write)
 
 
 def merge_tables(shards: Sequence[Path], path: Path) -> None:
@@ -122,18 +142,40 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{path}: not a readable Parquet file ({first_line})")
 
 
-def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside ``path`` and rename it. A link keeps what it points to; a device gets the content."""
     try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        if _is_special(path):
+            _copy_to(path, write)
+            return
+        final = Path(os.path.realpath(path)) if path.is_symlink() else path
+        temporary = final.with_name(f".{final.name[:_NAME_LETTERS]}.{os.getpid()}.tmp")
+        try:
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(final)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise RunError(f"could not write {path}: {error.strerror or error}") from error
-    sync_directory(path.parent)
+    sync_directory(final.parent)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that a file must not replace: a device, a pipe, an open descriptor."""
+    absolute = path.absolute()
+    return path.exists() and not path.is_dir() and (not path.is_file() or absolute.parts[1] in ("dev", "proc"))
+
+
+def _copy_to(path: Path, write: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder, path.open("wb") as target:
+        written = Path(folder) / "written"
+        write(written)
+        with written.open("rb") as source:
+            shutil.copyfileobj(source, target)
 
 
 def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:

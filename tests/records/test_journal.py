@@ -14,7 +14,8 @@ from ebbench.errors import RunError
 from ebbench.records import files
 from ebbench.records.journal import Journal
 from ebbench.records.run import NotStoredError, Run, RunWriter
-from tests.records.test_run_directory import manifest, plan_of, result, tables
+from tests.analysis.made_runs import plan_of
+from tests.records.test_run_directory import manifest, result, tables
 
 __all__ = ["result"]
 
