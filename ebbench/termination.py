@@ -149,9 +149,9 @@ def hastened(react: Callable[[], None]) -> Reaction:
     return Reaction(react)
 
 
-def was_signalled() -> bool:
-    """Whether this process got a signal to end."""
-    return _signals.received > 0
+def received() -> int:
+    """How many signals to end this process has got."""
+    return _signals.received
 
 
 def handle_signals() -> None:

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ebbench.cli.options import Command, ShownWhole
 from ebbench.errors import EbbenchError
-from ebbench.termination import finish, held, was_signalled
+from ebbench.termination import finish, held, received
 
 
 class CommandEntry(NamedTuple):
@@ -201,10 +201,11 @@ def _installed(entry: CommandEntry) -> bool:
 
 def _exit_code(call: Callable[[], Any]) -> int:
     """Run ``call`` and convert an exception to an exit code; writes the message to stderr."""
+    signals_before = received()
     try:
         result = call()
     except EbbenchError as error:
-        return _complain(str(error), error.exit_code)
+        return _complain(". ".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
     except UnicodeEncodeError as error:
@@ -217,21 +218,24 @@ def _exit_code(call: Callable[[], Any]) -> int:
         # Typer and rich exit with 1 on a closed pipe, which is the gate's code for a regression.
         raise SystemExit(HUNG_UP if stop.code == 1 else stop.code) from None
     except Exception as error:
-        return _exit_code_of(error)
+        return _exit_code_of(error, interrupted=received() > signals_before)
     if result == INTERRUPTED:  # typer converts Ctrl-C to this code without a message
         return _complain("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
-def _exit_code_of(error: Exception) -> int:
-    """The exit code of an error from outside ebbench; writes the message to stderr."""
+def _exit_code_of(error: Exception, *, interrupted: bool) -> int:
+    """The exit code of an error from outside ebbench; writes the message to stderr.
+
+    ``interrupted``: after a signal, which libraries turn into errors of their own where it ends their import.
+    """
     from vllm_eb.errors import GivenValueError
 
     if isinstance(error, GivenValueError):
         return _complain(str(error), 2)
     if not isinstance(error, CLICK_ERROR):
-        # A library that was interrupted while it was imported raises errors of its own.
-        return _complain("interrupted", INTERRUPTED) if was_signalled() else _crashed()
+        what = f"interrupted ({type(error).__name__}: {error})"
+        return _complain(what, INTERRUPTED) if interrupted else _crashed()
     if isinstance(error, sys.modules[CLICK_ERROR.__module__].NoArgsIsHelpError):
         error.show()
         return 2

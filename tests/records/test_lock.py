@@ -35,6 +35,7 @@ def test_a_second_command_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     holder.wait()
     with sole_use(tmp_path / "results"):
         assert (tmp_path / "results" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert list((tmp_path / "results").iterdir()) == []
 
 
 def test_one_command_after_the_other_needs_no_clean_up(tmp_path: Path) -> None:
