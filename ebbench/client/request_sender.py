@@ -10,9 +10,10 @@ import httpx
 
 from ebbench.client.classify import BODY_LIMIT, HUNG_UP, transport_failure
 from ebbench.client.http_streams import ConnectionPool
-from ebbench.client.options import ClientOptions, api_key
+from ebbench.client.options import ClientOptions
 from ebbench.client.response import StreamedResponse
 from ebbench.connections import IDLE_LIMIT_S, tls_context
+from ebbench.credentials import api_key
 
 
 class _OpenRequest:
@@ -105,6 +106,7 @@ class RequestSender:
             streamed.fail(*request.verdict)
         except httpx.HTTPError as error:
             streamed.fail(transport_failure(error), str(error) or type(error).__name__)
+            error.__traceback__ = None  # its frames hold the exchange, which holds the error: never collected
         finally:
             if request.patience is not None:
                 request.patience.cancel()

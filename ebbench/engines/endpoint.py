@@ -20,6 +20,7 @@ from ebbench.client.progress import Snapshot
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
+from ebbench.engines.machine import machine_behind
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.policy import PolicySpec
@@ -88,7 +89,7 @@ class EndpointEngine(SendingEngine):
             warnings=done.warnings,
             interrupted=done.interrupted,
             invalid=done.invalid,
-            facts=done.facts,
+            facts={**done.facts, "server_machine": machine_behind(self.url)},
             server_metrics=done.server_metrics,
         )
 

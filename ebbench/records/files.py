@@ -6,14 +6,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbench.errors import DataError, RunError
+from ebbench.errors import DataError, InputFileError, RunError
+from ebbench.foreign.documents import read_json
+from ebbench.foreign.opening import open_regular, read_bytes
+from ebbench.foreign.tables import open_parquet, parquet_errors
 
 _NAMED = 3
 _NAME_LETTERS = 50  # of a file's name in that of its temporary file: four bytes each in UTF-8, and at most 255 bytes
@@ -93,15 +96,8 @@ def merge_tables(shards: Sequence[Path], path: Path) -> None:
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet file. Raises DataError naming the file if it is missing, truncated or not Parquet."""
-    try:
-        return pq.read_table(
-            path,
-            columns=list(columns) if columns is not None else None,
-            partitioning=None,
-            page_checksum_verification=True,
-        )
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+    with stored(path), open_stored_parquet(path) as file, parquet_errors(path):
+        return file.read(columns=list(columns) if columns is not None else None)
 
 
 def read_stream(path: Path) -> pa.Table | None:
@@ -118,11 +114,37 @@ def read_stream(path: Path) -> pa.Table | None:
 
 def read_footer(path: Path) -> tuple[pa.Schema, int]:
     """Schema and number of rows of a Parquet file. Raises DataError like :func:`read_table`."""
+    with stored(path), open_stored_parquet(path) as file:
+        return file.schema_arrow, int(file.metadata.num_rows)
+
+
+def read_stored(path: Path) -> bytes:
+    """The content of a stored file that is no table. Raises DataError."""
+    with stored(path):
+        return read_bytes(path)
+
+
+def read_stored_json(path: Path) -> Any:
+    """The value of a stored JSON file. Raises DataError."""
+    with stored(path):
+        return read_json(path)
+
+
+@contextmanager
+def stored(path: Path) -> Iterator[None]:
+    """What is wrong with a stored file is a DataError."""
     try:
-        with pq.ParquetFile(path) as file:
-            return file.schema_arrow, int(file.metadata.num_rows)
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+        yield
+    except InputFileError as error:
+        if not path.exists():
+            raise DataError(f"{path}: missing; the run directory is incomplete") from None
+        raise DataError(str(error)) from None
+
+
+def open_stored_parquet(path: Path) -> pq.ParquetFile:
+    """A Parquet file that Arrow reads itself, which is faster than through Python. Raises InputFileError."""
+    with open_regular(path):
+        return open_parquet(path, path)
 
 
 def sync_directory(directory: Path) -> None:
@@ -133,13 +155,6 @@ def sync_directory(directory: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    if not path.exists():
-        return DataError(f"{path}: missing; the run directory is incomplete")
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return DataError(f"{path}: not a readable Parquet file ({first_line})")
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -166,8 +181,8 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 def _is_special(path: Path) -> bool:
     """Whether there is something that a file must not replace: a device, a pipe, an open descriptor."""
-    absolute = path.absolute()
-    return path.exists() and not path.is_dir() and (not path.is_file() or absolute.parts[1] in ("dev", "proc"))
+    own = path.absolute().as_posix().startswith(("/proc/", "/dev/fd/", "/dev/std"))
+    return path.exists() and not path.is_dir() and (own or not path.is_file())
 
 
 def _copy_to(path: Path, write: Callable[[Path], object]) -> None:

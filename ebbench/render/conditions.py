@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.load import policy_settings
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import count, percent
@@ -24,10 +25,6 @@ def machine(summaries: Sequence[Summary]) -> str:
     clock = "" if len(times) > 1 else " in virtual time" if times == {True} else ", real time"
     served = "" if engine == "endpoint" else f", engine {engine}{clock}"
     return f"{where}{served}"
-
-
-UNKNOWN_DEVICE = "unknown"
-"""Device name stored for a server that ebbench did not start."""
 
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
@@ -60,7 +57,8 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
             rates.setdefault(summary.policy, []).append(summary.metrics.prefix_hit_rate)
     if not rates:
         known = any(summary.metrics.completed for summary in summaries)
-        return "Prefix cache: the server does not report hits." if known else ""
+        kept = ", and nothing emptied it before the run" if any(s.machine.cache_kept for s in summaries) else ""
+        return f"Prefix cache: the server does not report hits{kept}." if known else ""
     shown = {policy: percent(sum(values) / len(values)) for policy, values in rates.items()}
     if len(set(shown.values())) == 1:
         return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits."

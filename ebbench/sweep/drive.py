@@ -57,7 +57,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Result:
-    """State of a sweep: finished cells in grid order, failed ones, and the progress of this call."""
+    """State of a sweep: finished cells in grid order, failed ones, and the progress of this call.
+
+    ``kept_since_unix_s``: when the oldest cell from before was stored; None without such cells.
+    """
 
     sweep: Sweep
     finished: tuple[Finished, ...]
@@ -65,6 +68,7 @@ class Result:
     progress: SweepProgress
     interrupted: bool
     results: Path
+    kept_since_unix_s: float | None = None
 
     @property
     def invalid(self) -> tuple[Finished, ...]:
@@ -115,6 +119,7 @@ def _run_sweep(
 ) -> Result:
     store.open(spec)
     todo = missing(sweep, store)
+    kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))
     counts, interrupted = _CellCounts(sweep, len(todo)), False
 
     def stored(cell: Cell, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
@@ -144,7 +149,7 @@ def _run_sweep(
         interrupted = True
     finished = tuple(store.load(sweep.cells))
     results = store.write_results(finished)
-    return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results)
+    return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results, kept_since)
 
 
 def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:
