@@ -16,9 +16,9 @@ from ebbench.records import files
 
 PACKAGE = Path(files.__file__).parents[1]
 # Not results: test doubles and a server's log, which grow; files in memory that worker processes share; a model's
-# configuration in a temporary folder; a download that is renamed; the summary of a CI service, which is appended to.
+# configuration in a temporary folder; a download that is renamed; the summary of a CI service and the plans sent so far, which are appended to.
 OTHER_WRITERS = {
-    "engines/emulated_core.py", "engines/started.py", "engines/vllm_server.py", "client/shared.py", "cli/gate.py",
+    "client/sent_before.py", "engines/emulated_core.py", "engines/started.py", "engines/vllm_server.py", "client/shared.py", "cli/gate.py",
     "workloads/hub.py", "runs/code.py", "validation/steps.py", "records/files.py", "records/journal.py",
 }  # fmt: skip
 
