@@ -15,11 +15,12 @@ from ebbench.errors import RunError
 from ebbench.records import files
 
 PACKAGE = Path(files.__file__).parents[1]
-# Not results: test doubles and a server's log, which grow; files in memory that worker processes share; a model's
-# configuration in a temporary folder; a download that is renamed; the summary of a CI service and the plans sent so far, which are appended to.
+# Not results: what grows (a server's log, the journal, the plans sent so far, the summary of a CI service), files in memory
+# that worker processes share, a model's configuration in a temporary folder, a download that is renamed.
 OTHER_WRITERS = {
-    "client/sent_before.py", "engines/emulated_core.py", "engines/started.py", "engines/vllm_server.py", "client/shared.py", "cli/gate.py",
-    "workloads/hub.py", "runs/code.py", "validation/steps.py", "records/files.py", "records/journal.py",
+    "cli/gate.py", "client/sent_before.py", "client/shared.py", "engines/emulated_core.py", "engines/started.py",
+    "engines/vllm_server.py", "records/files.py", "records/journal.py", "runs/code.py", "validation/steps.py",
+    "workloads/hub.py",
 }  # fmt: skip
 
 
