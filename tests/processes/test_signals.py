@@ -239,7 +239,7 @@ def test_the_gate_ends_the_command_it_measures_with(
     code, _, stderr = ended(process, below)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), stderr
     if number != signal.SIGKILL:  # nothing can be waited for then
-        assert Run.load(next((tmp_path / "baseline").iterdir())).requests.num_rows == 5000
+        assert Run.load(next((tmp_path / "baseline").glob("pair-*"))).requests.num_rows == 5000
 
 
 def free_port() -> int:
