@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
+from ebbench.credentials import api_key
 from ebbench.errors import UsageError
 
 Endpoint = Literal["completions", "chat"]
 _SHORTEST_SECRET = 8
-KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,6 @@ class ClientOptions:
 def spacing_ns(options: ClientOptions) -> int:
     """``slot_spacing_s`` in ns."""
     return round(options.slot_spacing_s * 1e9)
-
-
-def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The API key from the environment. It is not stored or logged, and sent to the server only."""
-    return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:

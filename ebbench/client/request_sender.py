@@ -10,9 +10,10 @@ import httpx
 
 from ebbench.client.classify import BODY_LIMIT, HUNG_UP, transport_failure
 from ebbench.client.http_streams import ConnectionPool
-from ebbench.client.options import ClientOptions, api_key
+from ebbench.client.options import ClientOptions
 from ebbench.client.response import StreamedResponse
 from ebbench.connections import IDLE_LIMIT_S, tls_context
+from ebbench.credentials import api_key
 
 
 class _OpenRequest:

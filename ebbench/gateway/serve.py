@@ -9,6 +9,7 @@ import uvloop
 
 from ebbench.errors import RunError
 from ebbench.gateway.app import Gateway, make_app
+from ebbench.gateway.client_limits import LimitedProtocol
 from ebbench.gateway.settings import GatewaySettings
 
 
@@ -32,7 +33,8 @@ async def _serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> 
         host=settings.host,
         port=settings.port,
         loop="none",
-        http="httptools",
+        http=LimitedProtocol,
+        proxy_headers=False,  # who is on this machine is not for a header to say
         ws="none",
         log_level="critical",
         access_log=False,
