@@ -173,6 +173,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *_of("plan", context.plan.warnings),
         *_of("device", (result.device or context.device).warnings),
         *_of("engine", result.warnings),
+        *result.about_server,
         *_of("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),

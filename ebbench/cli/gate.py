@@ -252,7 +252,8 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
         if not rules.sequential or pairs < least:
             return False
         verdict = question.judged(with_detectable=False)
-        _say(f"after {pairs} pairs: {verdict.outcome}" + ("" if verdict.outcome != "inconclusive" else ", continuing"))
+        going_on = ", continuing" + (f": {verdict.cause}" if verdict.cause else "")
+        _say(f"after {pairs} pairs: {verdict.outcome}{going_on if verdict.outcome == 'inconclusive' else ''}")
         return verdict.outcome != "inconclusive"
 
     sides = (

@@ -46,6 +46,7 @@ from ebbench.client.warmup import warm_up
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.records.lateness import lag_limit_ms
+from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.termination import held
@@ -57,7 +58,7 @@ class DriveResult(NamedTuple):
     ``requests``: one row per planned request, in plan order (schema REQUESTS; with ``keep_text`` also a column
     ``text``). ``server_metrics``: schema SERVER_METRICS, empty if the server has no /metrics. ``invalid``: reasons that
     make the run invalid and that only the client knows; the analysis derives the others from the table. ``facts``:
-    entries for the manifest.
+    entries for the manifest. ``about_server``: warnings that the figures are not of what was asked for.
     """
 
     requests: pa.Table
@@ -66,6 +67,7 @@ class DriveResult(NamedTuple):
     invalid: tuple[str, ...]
     interrupted: bool
     facts: Mapping[str, Any]
+    about_server: tuple[RunWarning, ...] = ()
 
 
 def drive(
@@ -140,10 +142,6 @@ async def _drive(
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     rate, rate_source = prefix_cache.hit_rate(requests, server_metrics)
-    completed = pc.sum(pc.equal(requests["status"], "ok")).as_py() or 0
-    reports, others, asked = _reported(server_metrics), dict(tally.other_models), served.model
-    kept = completed and not cache_reset and reports.get("enable_prefix_caching") is not False
-    met = note_prompts(str(url), served.model, table, environ) if kept else None
     facts = {
         "server": str(url),
         "served_model": served.model,
@@ -154,17 +152,16 @@ async def _drive(
         "prefix_cache_reset": cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": rate_source,
-        "server_reports": reports,
+        "server_reports": _reported(server_metrics),
         **({"server_version": version} if version else {}),
-        **({"other_models": others} if others else {}),
+        **({"other_models": dict(tally.other_models)} if tally.other_models else {}),
     }
     return DriveResult(
         requests=requests,
         warnings=(
-            *client_warnings(requests, table, renamed, len(dropped), rate),
+            *client_warnings(requests, table, renamed, len(dropped)),
             *server.notes,
             *slow_first_uses(requests, tally.first_on_connection),
-            *filter(None, [prefix_cache.met_before(met, rate, table), other_models_warning(others, asked, completed)]),
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,
@@ -173,7 +170,27 @@ async def _drive(
         invalid=(*findings.invalid, *invalid_reasons(limit_ms, senders.workers())),
         interrupted=tally.interrupted,
         facts=facts,
+        about_server=_about_server(requests, table, facts, environ, made_up=served.made_up),
     )
+
+
+def _about_server(
+    requests: pa.Table, plan: pa.Table, facts: Mapping[str, Any], environ: Mapping[str, str], *, made_up: bool
+) -> tuple[RunWarning, ...]:
+    """Warnings that other figures were measured than asked for: of cached prompts, or of other models.
+
+    ``made_up``: it is ebbench's fake server, which caches nothing.
+    """
+    completed, rate = pc.sum(pc.equal(requests["status"], "ok")).as_py() or 0, facts["prefix_hit_rate"]
+    cache = facts["server_reports"].get("enable_prefix_caching") is not False
+    kept = completed and cache and not (made_up or facts["prefix_cache_reset"])
+    met = note_prompts(facts["server"], facts["served_model"], plan, environ) if kept else None
+    found = (
+        (WARM_CACHE, prefix_cache.unplanned_hits(rate, plan)),
+        (WARM_CACHE, prefix_cache.met_before(met, rate, plan)),
+        (OTHER_MODEL, other_models_warning(facts.get("other_models", {}), facts["served_model"], completed)),
+    )
+    return tuple(RunWarning(code, text) for code, text in found if text)
 
 
 def _reported(server_metrics: pa.Table) -> dict[str, Any]:
