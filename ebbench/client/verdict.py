@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.messages import WorkerDone
-from ebbench.client.prefix_cache import unplanned_hits
 from ebbench.client.server_numbers import OddNumber
 from ebbench.records.lateness import LAG_REMEDY
 from ebbench.records.token_gaps import SAME_TIME_NS, tokens_after_first_of
@@ -56,11 +55,10 @@ def client_warnings(
     plan: pa.Table,
     renamed: int,
     dropped: int,
-    hit_rate: float | None,
     odd_numbers: Mapping[str, OddNumber] = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """Warnings about the measurement, one sentence each. ``hit_rate``: share of prompt tokens found cached."""
-    found = [_tokenizer_warning(requests, plan), token_time_warning(requests), unplanned_hits(hit_rate, plan)]
+    """Warnings about the measurement, one sentence each. ``odd_numbers``: by field of ``usage``."""
+    found = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
     found += [_odd_warning(name, odd) for name, odd in odd_numbers.items()]
     if renamed:
         found.append(f"{renamed} request ids occurred more than once and were made unique")

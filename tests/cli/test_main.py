@@ -130,7 +130,7 @@ def test_what_was_noted_on_an_error_ends_its_message(
 ) -> None:
     error.add_note("read it with: ebbench recover runs/x")
     command(error)
-    assert cli.invoke(main.app, ["show"]).stderr.endswith("\nread it with: ebbench recover runs/x\n")
+    assert cli.invoke(main.app, ["show"]).stderr.endswith("read it with: ebbench recover runs/x\n")
 
 
 def test_a_crashed_process_exits_with_4() -> None:
