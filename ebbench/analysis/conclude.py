@@ -104,6 +104,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         tables["server_metrics"] = result.server_metrics
     try:
         run = writer.finish(manifest, tables)
+    except NotStoredError:
+        raise  # it holds the run, stored elsewhere
     except RunError as error:
         lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}

@@ -49,6 +49,7 @@ from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
+from ebbench.termination import held
 
 
 class DriveResult(NamedTuple):
@@ -83,12 +84,17 @@ def drive(
     REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second SIGINT aborts
     them. Signals are handled only if the caller is the main thread.
 
-    Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached.
+    Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached, KeyboardInterrupt
+    after a signal before the first request.
     """
     options = options or ClientOptions()
     server = checked_url(url, options)
 
-    return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ))
+    with held():
+        try:
+            return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None  # interrupted before the first request
 
 
 def checked_url(url: str, options: ClientOptions) -> ServerUrl:
@@ -110,6 +116,7 @@ async def _drive(
     table, renamed = unique_ids(plan.table)
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
     async with AsyncExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
         nodes = (
             await stack.enter_async_context(client_nodes(str(url), options, environ)) if wants_nodes(options) else None
         )
@@ -128,7 +135,7 @@ async def _drive(
             watching = telemetry(options, served.model, len(plan), lambda: tally.open_requests)
             with power or contextlib.nullcontext(), watching as seen:
                 tally.followers.append(seen.add)
-                await _run(senders, tally, scraper, plan.release_for_s)
+                await _run(senders, tally, scraper, plan.release_for_s, interrupts)
                 tally.followers.clear()
             requests = tally.complete(senders)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
@@ -234,19 +241,22 @@ def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
     return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
 
 
-async def _run(senders: Senders, tally: Tally, scraper: Scraper | None, release_for_s: float | None) -> None:
+async def _run(
+    senders: Senders, tally: Tally, scraper: Scraper | None, release_for_s: float | None, interrupts: Interrupts
+) -> None:
     """Start the workers once all are ready, wait for the last; release no session after ``release_for_s``."""
     await senders.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
-    with Interrupts(senders) as interrupts:
-        start_ns = time.monotonic_ns() + senders.lead_ns
-        tally.start_ns = start_ns
-        await senders.begin(start_ns)
-        ending = None if release_for_s is None else asyncio.create_task(_stop_at(senders, start_ns, release_for_s))
-        await senders.listen(tally.add)
-        if ending is not None:
-            ending.cancel()
-    tally.interrupted = interrupts.count > 0
+    interrupts.stop(senders)
+    start_ns = time.monotonic_ns() + senders.lead_ns
+    tally.start_ns = start_ns
+    await senders.begin(start_ns)
+    ending = None if release_for_s is None else asyncio.create_task(_stop_at(senders, start_ns, release_for_s))
+    await senders.listen(tally.add)
+    if ending is not None:
+        ending.cancel()
+    interrupts.close()
+    tally.interrupted = interrupts.interrupted
     if scraper is not None and scraping is not None:
         scraping.cancel()
         await scraper.once()

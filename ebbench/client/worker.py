@@ -30,7 +30,8 @@ from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
 
-_REPORT_EVERY_S = 0.25
+_REPORT_EVERY_S, _REPORT_AT = 0.2, 64
+"""A worker reports finished requests after so many seconds, or as soon as it holds so many."""
 _MAX_PRECONNECTIONS = 512  # connections that a worker opens before an open loop starts
 _SOON_S, _AT_ONCE_S = 2.0, 0.01
 _SLOTS_OPEN_S = 0.5  # of a closed loop; a connection that waits longer for its slot may be too old by then
@@ -222,6 +223,8 @@ class Worker:
         record = self._record_of(turn, intended_ns, streamed)
         self._records.append(record)
         self._tokens += record.output_tokens or 0
+        if len(self._records) >= _REPORT_AT:
+            self._report()
         return record.status
 
     def never_sent(self, rows: Sequence[int], reason: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ebbench.child import run_supervised
 from ebbench.errors import RunError, UsageError
+from ebbench.records import files
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import MANIFEST, find_runs, read_manifest, unused
 
@@ -80,7 +81,7 @@ def measure_pairs(
     check()
     for side in sides:
         side.directory.mkdir(parents=True, exist_ok=True)
-        (side.directory / COMMAND).write_text(side.command + "\n", encoding="utf-8")
+        files.write_text(side.command + "\n", side.directory / COMMAND)
     for runs, (pair, which) in enumerate(abba(pairs), start=1):
         side = sides[which]
         label = f"pair {pair + 1} of at most {pairs}, {('baseline', 'candidate')[which]}"
