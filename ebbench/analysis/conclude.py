@@ -19,7 +19,6 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
-from ebbench.devices.identity import identity_of
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions, EngineResult
 from ebbench.engines.checks import start_notes
 from ebbench.engines.versions import engine_versions
@@ -123,7 +122,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
-    facts = {**plan.facts, **result.facts, **(identity_of(device) if context.device_known else {})}
+    facts = {**plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {})}
     return Manifest(
         versions=software_versions({**engine_versions(context.engine), **context.versions}),
         git_commit=git_commit(),
