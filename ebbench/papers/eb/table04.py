@@ -63,4 +63,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
     return Document("table4", "Table 4: WildChat on further GPUs", (Section("", columns, tuple(rows)),), notes)
 
 
-TABLE4 = PaperTable("table4", "WildChat on L40S and B300", _cells, _document, ("device", "model", "num_prompts"))
+TABLE4 = PaperTable(
+    "table4", "WildChat on L40S and B300", _cells, _document, ("device", "model", "num_prompts", "outputs")
+)
