@@ -93,7 +93,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         *invalid_reasons(result.requests, context.plan.table, columns, metrics, conditions),
         *result.invalid,
     )
-    manifest = _manifest(context, result, clock, reasons, _warnings(context, result, metrics))
+    warnings = (*_warnings(context, result, metrics), *_one_token_warnings(columns, context.slo))
+    manifest = _manifest(context, result, clock, reasons, warnings)
     tables = {
         "plan": context.plan.table,
         "requests": result.requests,
@@ -219,6 +220,15 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
             )
         )
     return found
+
+
+def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
+    """How many answers a limit on TPOT does not concern, where these are at least one in a hundred."""
+    single = int((columns.ok & (columns.sent_tokens < 2)).sum())
+    if slo.tpot is None or single < 0.01 * columns.ok.sum() or not single:
+        return []
+    counted = f"{single:,} of {int(columns.ok.sum()):,} answers have one token and so no TPOT"
+    return [RunWarning("one-token-answers", f"{counted}: they count as within tpot:{slo.tpot:g}.")]
 
 
 def _replayed(plan: Plan) -> bool:
