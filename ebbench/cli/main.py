@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ebbench.cli.options import Command, ShownWhole, refuse_repeats
 from ebbench.errors import EbbenchError
+from ebbench.untrusted import visible
 
 
 class CommandEntry(NamedTuple):
@@ -273,5 +274,5 @@ def _usage_message(error: Any) -> str:
 
 def _complain(message: str, code: int) -> int:
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(message, err=True)
+    typer.echo(visible(message, lines=True), err=True)
     return code

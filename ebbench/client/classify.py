@@ -14,7 +14,8 @@ from ebbench.records.schema import ABANDONED
 _ABORT_REASONS = frozenset({"abort", "error"})  # finish reasons of a server that ended a response early
 HUNG_UP = "hung_up"
 """Error class of a response that the client did not wait for to the end, as the plan said."""
-BODY_LIMIT = 4096  # characters of an error body that are kept
+BODY_LIMIT = 4096
+"""Characters of an error body that are kept, once secrets are removed: a cut could leave half of one."""
 
 
 class TokenTimes(NamedTuple):
@@ -54,7 +55,7 @@ def classify(streamed: StreamedResponse, planned_tokens: int, exact: bool) -> Cl
         status = "cancelled"
     if error_class == HUNG_UP:
         return Classified(ABANDONED, None, None, len(tokens.times_ns) + tokens.bundled, tokens)
-    return Classified(status, error_class, body[:BODY_LIMIT] or None, count, tokens)
+    return Classified(status, error_class, body or None, count, tokens)
 
 
 def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:

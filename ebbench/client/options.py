@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
-from ebbench.credentials import api_key
+from ebbench.credentials import api_key, forms_of
 from ebbench.errors import UsageError
 
 Endpoint = Literal["completions", "chat"]
-_SHORTEST_SECRET = 8
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,6 @@ def spacing_ns(options: ClientOptions) -> int:
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Texts that must not appear in output: the API key and header values that are long enough to be one."""
+    """Texts that must not appear in output: the API key and the values of headers, see :func:`redacted`."""
     key = api_key(environ)
-    long = [value for value in options.headers.values() if len(value) >= _SHORTEST_SECRET]
-    return (key, *long) if key else tuple(long)
-
-
-def redacted(text: str, hidden: tuple[str, ...]) -> str:
-    """``text`` with every occurrence of ``hidden`` replaced: a server may repeat the key in an error message."""
-    for secret in hidden:
-        text = text.replace(secret, "[hidden]")
-    return text
+    return forms_of(([key] if key else []) + list(options.headers.values()))

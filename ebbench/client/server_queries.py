@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.options import ClientOptions, secrets
 from ebbench.connections import IDLE_LIMIT_S, tls_context
-from ebbench.credentials import api_key
+from ebbench.credentials import api_key, redacted
 from ebbench.errors import RunError, UsageError
 
 _ASK_TIMEOUT_S = 10.0

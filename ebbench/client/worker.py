@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ebbench.alarm import Alarm
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.bodies_ahead import BodiesAhead
-from ebbench.client.classify import classify
+from ebbench.client.classify import BODY_LIMIT, classify
 from ebbench.client.messages import (
     Assignment,
     Batch,
@@ -23,13 +23,14 @@ from ebbench.client.messages import (
     send,
 )
 from ebbench.client.open_session import OpenSession
-from ebbench.client.options import redacted, secrets
+from ebbench.client.options import secrets
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
 from ebbench.connections import IDLE_LIMIT_S
+from ebbench.credentials import redacted
 
 _REPORT_EVERY_S = 0.25
 _MAX_PRECONNECTIONS = 512  # connections that a worker opens before an open loop starts
@@ -233,15 +234,18 @@ class Worker:
             output_tokens=verdict.output_tokens,
             prompt_tokens=usage.prompt_tokens if usage is not None else None,
             cached_tokens=details.get("cached_tokens"),
-            finish_reason=streamed.finish_reason,
+            finish_reason=self._redacted(streamed.finish_reason),
             error_class=verdict.error_class,
-            error_body=redacted(body, self._secrets) if body is not None else None,
+            error_body=redacted(body, self._secrets)[:BODY_LIMIT] if body is not None else None,
             http_status=streamed.status,
-            text=streamed.text if self._assignment.options.keep_text else None,
+            text=self._redacted(streamed.text) if self._assignment.options.keep_text else None,
             thinking_tokens=streamed.thinking_tokens,
             first_answer_ns=streamed.first_answer_ns,
-            other_model=_other_model(streamed, turn.lora or self._assignment.model),
+            other_model=self._redacted(_other_model(streamed, turn.lora or self._assignment.model)),
         )
+
+    def _redacted(self, text: str | None) -> str | None:
+        return text and redacted(text, self._secrets)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Process the parent's messages. If the parent is gone (None), abort everything."""
