@@ -169,6 +169,8 @@ def _check(config: RunConfig) -> None:
         raise UsageError("--save-as-vllm writes one run; give one --policy and no --repeats")
     if config.save_as_vllm is not None and (config.save_as_vllm.is_dir() or not config.save_as_vllm.parent.is_dir()):
         raise UsageError(f"--save-as-vllm {config.save_as_vllm}: give a file in a directory that exists")
+    if config.save_as_vllm is not None and config.save_as_vllm.exists():
+        raise UsageError(f"--save-as-vllm {config.save_as_vllm} exists; give another file or remove it")
     if config.output_dir is not None and config.output_dir.exists():
         raise UsageError(f"output directory {config.output_dir} exists; give another --output-dir or remove it")
 

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from ebbench.client import prefix_cache
 from ebbench.client.blocking import run_to_end
+from ebbench.client.connection_use import connection_totals, slow_first_uses
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.node_senders import node_senders
@@ -42,6 +43,7 @@ from ebbench.client.verdict import (
     send_lag_p99_ms,
 )
 from ebbench.client.warmup import warm_up
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.plan import Plan
@@ -73,7 +75,7 @@ def drive(
     on_batch: Callable[[pa.Table], None] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> DriveResult:
-    """Send ``plan`` to the OpenAI-compatible server at ``url`` (without ``/v1``) and wait for all responses.
+    """Send ``plan`` to the OpenAI-compatible server at ``url`` and wait for all responses.
 
     ``observer`` receives progress; ``on_batch`` receives finished requests while the run goes on, as tables in the
     REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second SIGINT aborts
@@ -82,25 +84,21 @@ def drive(
     Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached.
     """
     options = options or ClientOptions()
-    base = server_url(url)
+    server = checked_url(url, options)
 
-    return run_to_end(lambda: _drive(base, plan, options, observer, on_batch, environ))
+    return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ))
 
 
-def server_url(url: str) -> str:
-    """The server's base URL with scheme, without ``/v1`` or another API path. Raises UsageError."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url!r} is no server URL; write http://HOST:PORT")
-    if "@" in url.split("/")[2]:
-        raise UsageError("leave credentials out of the URL; give the API key in EBBENCH_API_KEY or OPENAI_API_KEY")
-    base = url.rstrip("/")
-    for suffix in ("/v1/completions", "/v1/chat/completions", "/v1"):
-        base = base.removesuffix(suffix)
-    return base
+def checked_url(url: str, options: ClientOptions) -> ServerUrl:
+    """The server at ``url``. Raises UsageError if the URL names another endpoint than the options."""
+    server = ServerUrl.parse(url)
+    if server.named not in (None, options.endpoint):
+        raise UsageError(f"{url} is the URL of {server.named}: give --endpoint {server.named}, or the URL without it")
+    return server
 
 
 async def _drive(
-    url: str,
+    url: ServerUrl,
     plan: Plan,
     options: ClientOptions,
     observer: SnapshotObserver | None,
@@ -110,7 +108,9 @@ async def _drive(
     table, renamed = unique_ids(plan.table)
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
     async with AsyncExitStack() as stack:
-        nodes = await stack.enter_async_context(client_nodes(url, options, environ)) if wants_nodes(options) else None
+        nodes = (
+            await stack.enter_async_context(client_nodes(str(url), options, environ)) if wants_nodes(options) else None
+        )
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         await server.ready()
         served, version = await server.served(), await server.version()
@@ -121,7 +121,7 @@ async def _drive(
         part = whole(table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
         tally = Tally(table, observer, on_batch, options.keep_text, thinking=options.endpoint == "chat")
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
-        power = open_power(url, options.power, environ, made_up=served.made_up)
+        power = open_power(str(url), options.power, environ, made_up=served.made_up)
         async with _senders(nodes, part, url, served.model, options, id_prefix, environ) as senders:
             watching = telemetry(options, served.model, len(plan), lambda: tally.open_requests)
             with power or contextlib.nullcontext(), watching as seen:
@@ -136,9 +136,9 @@ async def _drive(
     completed = pc.sum(pc.equal(requests["status"], "ok")).as_py() or 0
     reports, others, asked = _reported(server_metrics), dict(tally.other_models), served.model
     kept = completed and not cache_reset and reports.get("enable_prefix_caching") is not False
-    met = note_prompts(url, served.model, table, environ) if kept else None
+    met = note_prompts(str(url), served.model, table, environ) if kept else None
     facts = {
-        "server": url,
+        "server": str(url),
         "served_model": served.model,
         "client_transport": options.transport,
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
@@ -155,6 +155,8 @@ async def _drive(
         requests=requests,
         warnings=(
             *client_warnings(requests, table, renamed, len(dropped), rate),
+            *server.notes,
+            *slow_first_uses(requests, tally.first_on_connection),
             *filter(None, [prefix_cache.met_before(met, rate, table), other_models_warning(others, asked, completed)]),
             *_power_warnings(facts),
             *seen.warnings,
@@ -175,7 +177,7 @@ def _reported(server_metrics: pa.Table) -> dict[str, Any]:
 def _senders(
     nodes: Sequence[ClientNode] | None,
     part: PlanPart,
-    url: str,
+    url: ServerUrl,
     model: str,
     options: ClientOptions,
     id_prefix: str,
@@ -201,6 +203,7 @@ def _client_facts(
         "send_lag_p99_ms": send_lag_p99_ms(requests),
         "loop_lag_p99_ms": loop_lag_p99_ms(workers.values()),
         "lag_limit_ms": lag_limit_ms,
+        "client_connections": connection_totals(workers.values()),
         "start_monotonic_ns": start_ns,
     }
     if power is not None:

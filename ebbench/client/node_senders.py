@@ -23,6 +23,7 @@ from ebbench.client.nodes import CallFailedError, ClientNode, result_of
 from ebbench.client.options import ClientOptions
 from ebbench.client.plan_parts import PlanPart, split
 from ebbench.client.senders import Findings, OnBatch, Seen, missing_records
+from ebbench.config.server_url import ServerUrl
 from ebbench.credentials import KEY_VARIABLES
 from ebbench.errors import RunError
 
@@ -85,7 +86,7 @@ class NodeSenders:
     """The workers of several machines; see :class:`~ebbench.client.senders.Senders`."""
 
     sending: list[Sending]
-    url: str
+    url: ServerUrl
     model: str
     options: ClientOptions
     id_prefix: str
@@ -240,7 +241,7 @@ class NodeSenders:
 async def node_senders(
     nodes: Sequence[ClientNode],
     plan: PlanPart,
-    url: str,
+    url: ServerUrl,
     model: str,
     options: ClientOptions,
     id_prefix: str,

@@ -41,7 +41,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
         """
         body = await request.aread()
         connections = self._connections(Address.of(request.url))
-        connection = connections.take() or await connections.connect()
+        connection = connections.take() or await connections.open_for_use()
         try:
             return await connection.exchange(request, body)
         except BaseException:
@@ -96,8 +96,8 @@ class _Connection(BaseConnection):
     """One connection with at most one open exchange."""
 
     def __init__(self, owner: StreamTransport, address: Address, connections: Connections[_Connection]) -> None:
-        super().__init__()
-        self.owner, self.address, self._connections = owner, address, connections
+        super().__init__(connections)
+        self.owner, self.address = owner, address
         self._reply: _UpstreamResponse | None = None
 
     async def exchange(self, request: httpx.Request, body: bytes) -> httpx.Response:
@@ -117,12 +117,9 @@ class _Connection(BaseConnection):
         return httpx.Response(reply.status, headers=reply.headers, stream=reply, request=request)
 
     def complete(self, keep_alive: bool) -> None:
-        """Return the connection to the pool, or close it."""
+        """See BaseConnection; further bytes belong to no request."""
         self._reply = None
-        if keep_alive and self.usable:
-            self._connections.give(self)
-        else:
-            self.abort()
+        super().complete(keep_alive)
 
     def reading(self, wanted: bool) -> None:
         """Resume or pause reading from the server."""
@@ -138,7 +135,7 @@ class _Connection(BaseConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self.transport = None
+        self.detach()
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.lost(exc)
@@ -251,6 +248,7 @@ class _UpstreamResponse(httpx.AsyncByteStream):
         if 100 <= self.status < 200:  # an interim response; the final one follows
             self.headers = []
         elif not self.head.done():
+            self._connection.begun()
             self.head.set_result(None)
             if self._bodyless:
                 # The parser expects a body: do not use it or the connection again.
