@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
 HIDDEN = "[hidden]"
-_LONG = 8  # characters; a shorter text is hidden as a whole word only, as it may be part of any word
+LONG = 8  # characters; a shorter text is hidden as a whole word only, as it may be part of any word
 _LEAST_PART = 4  # characters of a secret at the end of a text that was cut
 
 
@@ -40,7 +40,7 @@ def redacted(text: str, hidden: tuple[str, ...]) -> str:
     """
     for secret in hidden:
         whole = re.escape(secret)
-        text = re.sub(whole if len(secret) >= _LONG else rf"(?<!\w){whole}(?!\w)", HIDDEN, text)
+        text = re.sub(whole if len(secret) >= LONG else rf"(?<!\w){whole}(?!\w)", HIDDEN, text)
     for secret in hidden:
         for length in range(min(len(secret), len(text) + 1) - 1, _LEAST_PART - 1, -1):
             if text.endswith(secret[:length]):
@@ -49,4 +49,4 @@ def redacted(text: str, hidden: tuple[str, ...]) -> str:
 
 
 def _parts(value: str) -> list[str]:
-    return [part for part in re.split(r"[\s;,=]+", value) if len(part) >= _LONG]
+    return [part for part in re.split(r"[\s;,=]+", value) if len(part) >= LONG]

@@ -18,7 +18,7 @@ _CI_COMMAND = re.compile(  # of GitHub; of Azure and TeamCity
     re.IGNORECASE,
 )
 _MARKDOWN = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|(?<=:)//|(?<=www)\.", re.IGNORECASE)
-_BLOCK = re.compile(r"^(\s*)([-+=]|\d+(?=[.)]))")
+_BLOCK = re.compile(r"^(\s*)([-+](?=\s|$)|-(?=[-\s]*$)|=(?==*\s*$)|\d+(?=[.)](?:\s|$)))")  # lists, rules, headings
 _NUMBER = re.compile(r"[-+]?([\d.,]+([eE][-+]?\d+)?)?")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 

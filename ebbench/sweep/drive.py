@@ -19,7 +19,7 @@ from ebbench.runs.make import Made, make
 from ebbench.runs.pool import InProcess, Outcome, Pool
 from ebbench.runs.store import Measured
 from ebbench.sweep.spec import Sweep
-from ebbench.sweep.store import Finished, SweepStore
+from ebbench.sweep.store import Finished, SweepStore, header_values
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def run_sweep(
     busy once more with it (``api_server_if_busy``): those replace the others in the result. Raises RunError if results
     cannot be stored, DataError if stored ones are damaged.
     """
-    store.open(spec)
+    store.open(spec, header_values(sweep.cells))
     todo = missing(sweep, store)
     kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))
     counts, interrupted = _CellCounts(sweep, len(todo)), False
