@@ -58,8 +58,8 @@ def test_a_console_writes_no_control_of_a_text(text: str, colour: str | None) ->
 @pytest.mark.parametrize(
     "text",
     ["[a](http://x)", "![a](http://x/y.png)", "`c`", "*e*", "_e_", "~~s~~", "<img src=x>", "&lt;", "a|b",
-     "https://x.example", "www.x.example", "# head", "---", "===", "- item", "1. item", "> quote", "a\n\n# head", "```\nx",
-     "\\[a](b)", "#12"],
+     "https://x.example", "www.x.example", "# head", "---", "===", "- item", "1. item", "> quote", "a\n\n# head",
+     "```\nx", "\\[a](b)", "#12"],
 )  # fmt: skip
 def test_a_text_has_no_effect_in_markdown(text: str) -> None:
     shown = markdown(text)
