@@ -271,7 +271,11 @@ def _usage_message(error: Any) -> str:
     return f"{message}{stop} See `{context.command_path} --help`."
 
 
+_LONGEST = 2000
+"""Characters up to which a message is shown as a whole: it may quote a value of megabytes."""
+
+
 def _complain(message: str, code: int) -> int:
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(message, err=True)
+    typer.echo(message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} ... {message[-500:]}", err=True)
     return code
