@@ -105,6 +105,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         tables["server_metrics"] = result.server_metrics
     try:
         run = writer.finish(manifest, tables)
+    except NotStoredError:
+        raise  # it holds the run, stored elsewhere
     except RunError as error:
         lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
@@ -171,6 +173,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *_of("plan", context.plan.warnings),
         *_of("device", (result.device or context.device).warnings),
         *_of("engine", result.warnings),
+        *result.about_server,
         *_of("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),

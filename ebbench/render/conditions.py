@@ -67,10 +67,11 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
 
 
 def _clients(summaries: Sequence[Summary]) -> str:
-    """The client machines, with the worst alignment of their clocks; empty where one machine sent."""
+    """The client machines, with the worst alignment of their clocks, and the most connections."""
     several = [summary.clients for summary in summaries if summary.clients.count]
     if not several:
-        return ""
+        shown = max((summary.clients for summary in summaries), key=lambda one: one.connections or 0)
+        return f"Client: {shown}." if str(shown) else ""
     counts = {(one.count, one.workers, one.lost) for one in several}
     if len(counts) > 1 or len(several) < len(summaries):
         return "Clients: different numbers of nodes."

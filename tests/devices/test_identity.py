@@ -12,7 +12,9 @@ import pytest
 from ebbench.devices import load_device
 from ebbench.devices.identity import has_bundled_shape, identity_of
 from ebbench.devices.profiles import find_model, list_models
+from ebbench.engines.base import EngineOptions
 from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 from ebbench.workloads.options import PlanOptions
 from tests.gate.gate_data import SMALL, invoke
 
@@ -137,3 +139,18 @@ def test_a_number_of_a_device_file_that_is_not_used_is_said(tmp_path: Path, more
     found = load_device(device(tmp_path / "d.toml", more=more), "qwen3-8b").warnings
     assert [text for text in found if "not used" in text] == [text for text in found if unused and unused in text]
     assert bool(unused) == any("not used" in text for text in found)
+
+
+def test_a_run_of_an_own_device_does_not_stand_for_the_bundled_one_of_its_name(tmp_path: Path) -> None:
+    own = Path(device(tmp_path / "d.toml", 2.4e12))
+    own.write_text(own.read_text().replace('name = "ours"', 'name = "h200"'))
+    for name, given in (("own", str(own)), ("bundled", "h200")):
+        done = invoke(*SMALL, "-p", "v1", "--device", given, "--model", "qwen3-8b", "-o", tmp_path / name)
+        assert done.exit_code == 0, done.output
+    plan = PlanOptions(
+        "balanced", source="profile", num_prompts=64, max_concurrency=16, input_len=64, output_len=16, with_text=False
+    )
+    limits = EngineOptions(max_num_seqs=1024, max_num_batched_tokens=8192)
+    cell = Cell(plan, device="h200", model="qwen3-8b", options=limits)
+    assert RunStore(tmp_path / "a", [tmp_path / "bundled"]).get(cell) is not None
+    assert RunStore(tmp_path / "b", [tmp_path / "own"]).get(cell) is None
