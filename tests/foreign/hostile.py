@@ -30,6 +30,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 LIMIT_S, LIMIT_BYTES = 20, 3 << 30
 KINDS = ("config", "logs", "toml", "manifest", "parquet", "options")
 GOOD_CODES = (0, 2, 3, 4)
+_BYTES = (b"\0", b"\xff\xfe", b'"', b"[" * 300, b"\n", b",", b"1" * 5000, b"=" * 3000, b"{")
 _LEAVES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, int("9" * 4000), 0.5, -0.5, 1e-300, 1e300, float("inf"),
     float("-inf"), float("nan"), "", "0", "4096", "-1", "nan", "1e999", "x" * 5000, "\x1b[31m", "\n", "\0", "é",
@@ -98,7 +99,7 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
         elif what == 1:
             del data[at : at + rng.randrange(1, 40)]
         elif what == 2:
-            data[at:at] = rng.choice([b"\0", b"\xff\xfe", b'"', b"[" * 300, b"\n", b",", b"1" * 5000, b"=" * 3000, b"{"])
+            data[at:at] = rng.choice(_BYTES)
         elif what == 3:
             data[at:at] = data[max(0, at - 60) : at]
         elif what == 4 and at < len(data):
@@ -288,7 +289,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
      "original_max_position_embeddings": 32768}, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
     {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
      "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
-     "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
+     "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
      "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["x"]}},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34,
      "intermediate_size": 10240, "sliding_window": 1024, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
@@ -312,7 +313,7 @@ OPTIONS = (
 
 
 def tried(words: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Exit code and stderr of a command in a fork of this process with little time and memory; -N: ended by signal N."""
+    """Exit code (-N: ended by signal N) and stderr of a command, in a fork with little time and memory."""
     errors = folder / "stderr"
     child = os.fork()
     if not child:
@@ -334,7 +335,7 @@ def _run_and_exit(words: Sequence[str], errors: Path) -> None:
         signal.alarm(LIMIT_S)
         from ebbench.cli.main import app
 
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = os.fdopen(null, "w", encoding="utf-8")
         sys.stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", buffering=1)
         app(list(words), prog_name="ebbench")
         code = 0
@@ -394,7 +395,7 @@ def _import_all() -> None:
     """Import what commands import when they are called, so that not every case does."""
     from ebbench.cli.main import load_command
 
-    for name in ("run", "show", "compare", "gate", "report", "query", "workloads", "scenarios", "devices", "sweep", "plan"):
+    for name in ("run", "show", "compare", "gate", "report", "query", "workloads", "devices", "sweep"):
         load_command(name)
     for name in ("ebbench.runs.make", "ebbench.engines.sim", "ebbench.workloads", "ebbench.devices", "ebbench.analysis",
                  "ebbench.cli.run_policies", "ebbench.workloads.trace", "ebbench.render.tables", "rich.table",
@@ -418,8 +419,8 @@ def main() -> int:
         return 0
     count = 0
     for kind in given.kind or KINDS:
-        with tempfile.TemporaryDirectory() as folder:
-            wrong = wrong_cases(kind, range(given.first, given.first + given.cases), Path(folder))
+        with tempfile.TemporaryDirectory() as place:
+            wrong = wrong_cases(kind, range(given.first, given.first + given.cases), Path(place))
         for case in wrong:
             print(f"--kind {case.kind} --seed {case.seed}: {case.wrong}   [{' '.join(case.words)[:100]}]", flush=True)
         print(f"{kind}: {len(wrong)} of {given.cases} wrong", flush=True)
