@@ -1,4 +1,4 @@
-"""Opens a model's config.json and refuses values of the wrong kind, before :mod:`ebbench.devices.model_config` gives them a meaning."""
+"""Opens a model's config.json and refuses values of the wrong kind, before they get a meaning."""
 
 from __future__ import annotations
 
