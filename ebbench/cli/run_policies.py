@@ -23,6 +23,7 @@ from ebbench.engines.setup import is_server, journalled, make_engine, policy_lab
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
 from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir, slug, unused
+from ebbench.termination import held
 
 if TYPE_CHECKING:
     from ebbench.analysis.explain import Explanation
@@ -248,12 +249,18 @@ def _run_one(
 ) -> None:
     seed = int(plan.facts.get("seed", config.seed))
     label = spec.name if config.repeats == 1 else f"{spec.name} seed {seed}"
-    try:
-        stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
-    except NotStoredError as error:
-        if error.run is not None:
-            _keep(error.run, done)  # show the run although it could not be stored
-        raise
+    with held():  # what was measured is in ``done`` before a signal ends the command
+        try:
+            stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
+        except NotStoredError as error:
+            if error.run is not None:
+                _keep(error.run, done)  # show the run although it could not be stored
+            raise
+        _take_up(config, stored, done)
+
+
+def _take_up(config: RunConfig, stored: Run, done: _Done) -> None:
+    """Keep a stored run in ``done``, and export it if that was asked for."""
     done.stored.append(stored.path)
     if config.api_server_if_busy:
         _refuse_busy(stored, done)
@@ -313,7 +320,7 @@ def measure(
         device_known=not is_server(config.engine),
         warnings=_warnings(config, engine, spec, plan),
     )
-    with RunWriter.create(run_dir) as writer:
+    with held(), RunWriter.create(run_dir) as writer:
         if context.kind_of_time == "real":
             begin(writer, context)
             engine = journalled(engine, writer)

@@ -88,9 +88,10 @@ class EndpointEngine(SendingEngine):
             steps=STEPS.empty_table(),
             decisions=DECISIONS.empty_table(),
             warnings=done.warnings,
+            about_server=done.about_server,
             interrupted=done.interrupted,
             invalid=done.invalid,
-            facts={**done.facts, "server_machine": machine_behind(self.url)},
+            facts={**done.facts, "server_machine": machine_behind(str(done.facts["server"]))},
             server_metrics=done.server_metrics,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 from ebbench.devices.apiserver import OFF
 from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError
+from ebbench.records.lock import sole_use
 from ebbench.runs.api_server import as_answered
 from ebbench.runs.cell import Cell
 from ebbench.runs.drive import Job, run_cells
@@ -107,8 +108,15 @@ def run_sweep(
 
     Cells on external servers run one at a time, after the others, and simulated ones that would keep vLLM's API server
     busy once more with it (``api_server_if_busy``): those replace the others in the result. Raises RunError if results
-    cannot be stored, DataError if stored ones are damaged.
+    cannot be stored, DataError if stored ones are damaged, UsageError if another sweep uses the directory.
     """
+    with sole_use(store.directory):
+        return _run_sweep(sweep, store, pool, spec, report, job)
+
+
+def _run_sweep(
+    sweep: Sweep, store: SweepStore, pool: Pool, spec: bytes, report: Callable[[SweepProgress], None], job: Job
+) -> Result:
     store.open(spec, header_values(sweep.cells))
     todo = missing(sweep, store)
     kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))

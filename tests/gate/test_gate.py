@@ -13,6 +13,7 @@ from ebbench.analysis.gate.units import GateUnit
 from ebbench.analysis.gate.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
+from ebbench.records.manifest import OTHER_MODEL, RunWarning
 from tests.gate.gate_data import side, unit
 
 SAME = [0.0] * 6
@@ -221,6 +222,15 @@ def test_candidates_that_always_met_a_warm_prefix_cache_are_pointed_out() -> Non
     assert not any("whose prefix cache" in note for note in judge(pair_units(before, elsewhere)).notes)
     emptied = [replace(u, cache_unknown=False) for u in after]
     assert not any("whose prefix cache" in note for note in judge(pair_units(before, emptied)).notes)
+
+
+def test_what_a_server_answered_instead_is_a_note() -> None:
+    warned = [
+        replace(u, about_server=(RunWarning(OTHER_MODEL, f"{u.seed + 2} of 8 answers came from another model"),))
+        for u in side(SAME)
+    ]
+    notes = judge(pair_units(warned, warned)).notes
+    assert "2 to 7 of 8 answers came from another model" in notes
 
 
 @pytest.mark.parametrize("rules", [Rules(default_margin=0.0), Rules(alpha=0.6), Rules(min_pairs=1)])

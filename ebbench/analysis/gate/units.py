@@ -22,6 +22,7 @@ from ebbench.analysis.load import machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.run import Run, find_runs
 
 FIGURES = (
@@ -64,7 +65,8 @@ class GateUnit:
     whose requests arrive at fixed times. ``caveats``: those of the device; only runs just read have them.
     ``invalid_tries``: INVALID runs of the same plan and policy beside it, in whose place it was measured.
     ``server``: URL of the server, if ebbench sent the requests to one that it did not start. ``cache_unknown``: nothing
-    emptied its prefix cache before the run, and its hits are not known.
+    emptied its prefix cache before the run, and its hits are not known. ``about_server``: warnings that its figures are
+    not of what was asked for.
     """
 
     environment: Mapping[str, str]
@@ -85,6 +87,7 @@ class GateUnit:
     invalid_tries: int = 0
     server: str = ""
     cache_unknown: bool = False
+    about_server: tuple[RunWarning, ...] = ()
 
     @property
     def measurement(self) -> tuple[object, ...]:
@@ -165,6 +168,7 @@ def _unit_of(run: Run) -> GateUnit:
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
         server=str(manifest.facts.get("server", "")) if manifest.engine == "endpoint" else "",
+        about_server=tuple(one for one in manifest.warnings if one.code in (WARM_CACHE, OTHER_MODEL)),
         cache_unknown=machine_of_run(manifest).cache_kept and manifest.facts.get("prefix_hit_rate") is None,
     )
 
