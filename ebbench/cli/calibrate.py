@@ -47,7 +47,7 @@ def calibrate(
     tokens: Tokens = None,
     seqs: Seqs = None,
     contexts: Contexts = None,
-    repeats: Annotated[int, typer.Option(min=2, help="Rounds; each measures every point once.")] = 8,
+    repeats: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds; each measures every point once.")] = 8,
     check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0: no check.")] = 64,
     output_dir: Annotated[Path, typer.Option(help="Directory for profile and calibration.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,

@@ -271,15 +271,14 @@ def _say(line: str) -> None:
 
 
 def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
-    from rich.console import Console
-
+    from ebbench.render.console import Console
     from ebbench.report import verdicts
 
     if wanted.as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
     else:
         Console(highlight=False).print(verdicts.console(verdict))
-    _write(verdicts.junit(verdict), verdicts.markdown(verdict), wanted)
+    _write(verdicts.junit(verdict), verdicts.summary(verdict), wanted)
     return verdicts.EXIT_CODES[verdict.outcome]
 
 
@@ -287,7 +286,7 @@ def _tell_error(error: EbbenchError, wanted: VerdictFlags) -> None:
     """Write the error that prevented a verdict to the files that a CI service reads."""
     from ebbench.report import verdicts
 
-    _write(verdicts.junit_of_error(str(error)), verdicts.markdown_of_error(str(error), error.exit_code), wanted)
+    _write(verdicts.junit_of_error(str(error)), verdicts.summary_of_error(str(error), error.exit_code), wanted)
 
 
 def _write(junit: bytes, markdown: str, wanted: VerdictFlags) -> None:

@@ -147,8 +147,9 @@ def _as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Thresh
 
 
 def _print(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     console.print(f"{lengths.name}: {found.samples:,} responses ({lengths.source})", markup=False, style="bold")

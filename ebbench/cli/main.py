@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from ebbench.cli.options import Command, ShownWhole, refuse_repeats
 from ebbench.errors import EbbenchError
 from ebbench.termination import finish, held, received
+from ebbench.untrusted import visible
 
 
 class CommandEntry(NamedTuple):
@@ -286,7 +287,12 @@ def _usage_message(error: Any) -> str:
     return f"{message}{stop} See `{context.command_path} --help`."
 
 
+_LONGEST = 2000
+"""Characters up to which a message is shown as a whole: it may quote a value of megabytes."""
+
+
 def _complain(message: str, code: int) -> int:
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(message, err=True)
+    shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} ... {message[-500:]}"
+    typer.echo(visible(shown, lines=True), err=True)
     return code

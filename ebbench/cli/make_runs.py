@@ -26,10 +26,10 @@ def with_progress(
     missing = store.missing(cells, whole=whole)
     if not missing:
         return
-    from rich.console import Console
     from rich.progress import Progress
 
     from ebbench.errors import InterruptedRunError
+    from ebbench.render.console import Console
     from ebbench.runs.drive import run_missing
 
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:

@@ -26,8 +26,6 @@ from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir,
 from ebbench.termination import held
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.analysis.explain import Explanation
     from ebbench.analysis.slo import Slo
     from ebbench.analysis.summary import Summary
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine, EngineOptions, EngineResult, Progress
     from ebbench.records.plan import Plan
+    from ebbench.render.console import Console
     from ebbench.runs.cell import Cell
     from vllm_eb.policy import PolicySpec
 
@@ -105,7 +104,7 @@ class _Done:
 
 def run_policies(config: RunConfig, *, as_json: bool) -> None:
     """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     messages = Console(stderr=True, highlight=False)
     _check(config)
@@ -381,8 +380,7 @@ def _show(config: RunConfig, done: _Done, *, as_json: bool) -> None:
         merged = [row[0] if config.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
     elif cases:
-        from rich.console import Console
-
+        from ebbench.render.console import Console
         from ebbench.render.report import print_report
 
         print_report(Console(highlight=False), cases, all_percentiles=config.all_percentiles)

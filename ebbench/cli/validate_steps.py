@@ -21,9 +21,8 @@ from ebbench.validation.question import ValidationQuestion
 from ebbench.validation.schedule import TimeBudget
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.analysis.documents import Document
+    from ebbench.render.console import Console
 
 QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
 
@@ -33,7 +32,7 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 
     Raises UsageError, RunError, InterruptedRunError.
     """
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     messages = Console(stderr=True, highlight=False)
     _open_folder(question, folder)
@@ -44,9 +43,8 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 def _run_validation(
     question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
 ) -> str:
-    from rich.console import Console
-
     from ebbench.export.markdown import as_markdown
+    from ebbench.render.console import Console
 
     call = Call(sys.argv[1:], wall_clock_ns())
 

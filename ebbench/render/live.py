@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
 from ebbench.engines.base import Progress
+from ebbench.render.console import Console
 from ebbench.render.numbers import count, duration_ms, rate
 
 STILL_WAITING_S = 60.0

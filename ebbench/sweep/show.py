@@ -10,8 +10,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
 from rich.console import Group as Stack
+from rich.console import RenderableType
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -21,6 +21,7 @@ from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.analysis.compare.policies import TIE
 from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.render import numbers
+from ebbench.render.console import Console
 from ebbench.render.report import notes
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import plain, settings_of
