@@ -25,7 +25,7 @@ _EXPLAIN = re.compile(
     rf"^{_BLANK}explain{_BLANK}(?:analyze{_BLANK})?(?:\([^()]*\){_BLANK})?", re.IGNORECASE | re.DOTALL
 )
 """What makes an explanation of a statement; DuckDB itself says what kind of statement follows."""
-TABLES = {**SCHEMAS, "server_metrics": SERVER_METRICS}
+TABLES = {**SCHEMAS, "server_metrics": SERVER_METRICS, "summary": pa.schema([])}
 
 
 def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
