@@ -101,6 +101,6 @@ def spacing_ns(options: ClientOptions) -> int:
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Texts that must not appear in output: the API key and the values of headers, see :func:`redacted`."""
+    """Texts that must not appear in output: the API key and the values of headers, see :func:`ebbench.credentials.redacted`."""
     key = api_key(environ)
     return forms_of(([key] if key else []) + list(options.headers.values()))
