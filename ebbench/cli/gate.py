@@ -239,28 +239,42 @@ class GateQuestion:
 
 def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
+    from rich.console import Console
+
     from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
+    from ebbench.render.live import Work, shown
 
     rules = question.rules
     if question.baseline.resolve() == question.candidate.resolve():
         raise UsageError(f"both sides would store their runs in {question.baseline}; give each a directory of its own")
     least = pairs_needed(rules, len(rules.gated))
 
+    most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
+    work = Work("gate", most, "pairs", at_most=rules.sequential)
+
+    def tell(line: str) -> None:
+        if not work.doing:
+            _say(f"measuring {'at most ' * rules.sequential}{most} pairs")
+        work.doing = line
+        _say(line)
+
     def decided(pairs: int) -> bool:
+        work.done = pairs
         if not rules.sequential or pairs < least:
             return False
         verdict = question.judged(with_detectable=False)
-        _say(f"after {pairs} pairs: {verdict.outcome}" + ("" if verdict.outcome != "inconclusive" else ", continuing"))
+        goes_on = verdict.outcome == "inconclusive" and pairs < most
+        _say(f"after {pairs} pairs: {verdict.outcome}" + ", continuing" * goes_on)
         return verdict.outcome != "inconclusive"
 
     sides = (
         Side(question.baseline, wanted.baseline_command or ""),
         Side(question.candidate, wanted.candidate_command or ""),
     )
-    most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
     check = question.check_stored
-    measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=_say, check=check, decided=decided)
+    with shown(Console(stderr=True), work):
+        measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=tell, check=check, decided=decided)
 
 
 def _say(line: str) -> None:

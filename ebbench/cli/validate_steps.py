@@ -35,6 +35,7 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
     from rich.console import Console
 
     from ebbench.export.markdown import as_markdown
+    from ebbench.render.live import Work, shown
 
     messages = Console(stderr=True, highlight=False)
     _open_folder(question, folder)
@@ -48,7 +49,8 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
     for line in announce(question, folder, max_time_s):
         say(line)
     try:
-        outcomes = validate(question, folder, TimeBudget(max_time_s), say)
+        with shown(messages, Work("validate"), quiet=quiet) as work:
+            outcomes = validate(question, folder, TimeBudget(max_time_s), say, work.reached)
     except KeyboardInterrupt:
         raise InterruptedRunError(
             f"interrupted; measurements are kept in {folder}; the same command continues"
