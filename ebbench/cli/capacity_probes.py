@@ -50,8 +50,7 @@ class RunProber:
         if self.by_concurrency:
             settings = {"num_prompts": sessions, "max_concurrency": int(load)}
             return self._run("saturated", settings, seed, where, f"{load:.0f} open")
-        settings = {"num_prompts": sessions, "request_rate": load}
-        return self._run(self.scenario, settings, seed, where, f"{load:.4g}/s")
+        return self._run(self.scenario, {"num_prompts": sessions, "request_rate": load}, seed, where, f"{load:.4g}/s")
 
     def earlier(self) -> list[tuple[float, Run]]:
         """Finished probes of a stopped search, in the order in which they were made."""
