@@ -93,7 +93,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         *invalid_reasons(result.requests, context.plan.table, columns, metrics, conditions),
         *result.invalid,
     )
-    manifest = _manifest(context, result, clock, reasons, _warnings(context, result, metrics))
+    warnings = (*_warnings(context, result, metrics), *_one_token_warnings(columns, context.slo))
+    manifest = _manifest(context, result, clock, reasons, warnings)
     tables = {
         "plan": context.plan.table,
         "requests": result.requests,
@@ -104,6 +105,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         tables["server_metrics"] = result.server_metrics
     try:
         run = writer.finish(manifest, tables)
+    except NotStoredError:
+        raise  # it holds the run, stored elsewhere
     except RunError as error:
         lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
@@ -119,7 +122,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
-    facts = {**plan.facts, **result.facts}
+    facts = {**plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {})}
     return Manifest(
         versions=software_versions({**engine_versions(context.engine), **context.versions}),
         git_commit=git_commit(),
@@ -170,6 +173,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *_of("plan", context.plan.warnings),
         *_of("device", (result.device or context.device).warnings),
         *_of("engine", result.warnings),
+        *result.about_server,
         *_of("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
@@ -216,6 +220,15 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
             )
         )
     return found
+
+
+def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
+    """How many answers a limit on TPOT does not concern, where these are at least one in a hundred."""
+    single = int((columns.ok & (columns.sent_tokens < 2)).sum())
+    if slo.tpot is None or single < 0.01 * columns.ok.sum() or not single:
+        return []
+    counted = f"{single:,} of {int(columns.ok.sum()):,} answers have one token and so no TPOT"
+    return [RunWarning("one-token-answers", f"{counted}: they count as within tpot:{slo.tpot:g}.")]
 
 
 def _replayed(plan: Plan) -> bool:

@@ -47,7 +47,7 @@ def calibrate(
     tokens: Tokens = None,
     seqs: Seqs = None,
     contexts: Contexts = None,
-    repeats: Annotated[int, typer.Option(min=2, help="Rounds; each measures every point once.")] = 8,
+    repeats: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds; each measures every point once.")] = 8,
     check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0: no check.")] = 64,
     output_dir: Annotated[Path, typer.Option(help="Directory for profile and calibration.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -131,13 +131,12 @@ def _measure_virtual(
     engine: str, device: str | None, model: str, grid: ProbeGrid, check: int
 ) -> tuple[MeasuredCosts, Device, Check | None]:
     """Calibrate an engine in virtual time on an emulated device."""
-    from rich.console import Console
-
     from ebbench.calibration.check import check_prediction
     from ebbench.calibration.measure import calibrate as measure
     from ebbench.devices import load_device
     from ebbench.engines import select_engine
     from ebbench.errors import UnknownNameError
+    from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
 
     if engine not in ("sim", "emulated"):
@@ -168,8 +167,6 @@ def _measure_vllm(
     device: str | None, model: str, grid: ProbeGrid, check: int, vllm_options: tuple[str, ...]
 ) -> tuple[MeasuredCosts, Device, Check | None]:
     """Calibrate a real vLLM on this machine."""
-    from rich.console import Console
-
     from ebbench.calibration.check import SteppedRuns
     from ebbench.calibration.measure import cost_grid, fit
     from ebbench.calibration.rounds import measure_steps
@@ -179,6 +176,7 @@ def _measure_vllm(
     from ebbench.engines.model_folder import check_positions, check_servable
     from ebbench.engines.setup import unknown_device
     from ebbench.engines.vllm_command import check_vllm_options
+    from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
 
     check_vllm_options(vllm_options)

@@ -13,10 +13,9 @@ from ebbench.cli.run_policies import RunConfig, measure, plan_of
 from ebbench.records.run import MANIFEST, Run, slug, unused
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
+    from ebbench.render.console import Console
     from vllm_eb.policy import PolicySpec
 
 

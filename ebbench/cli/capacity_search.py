@@ -22,17 +22,17 @@ from ebbench.engines.setup import topology_of
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
+from ebbench.records.lock import sole_use
 from ebbench.records.run import default_run_dir
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.capacity.probe import ProbeReading
     from ebbench.capacity.search_types import Estimate
     from ebbench.cli.client_flags import ClientFlags
     from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags
     from ebbench.devices.base import Device
+    from ebbench.render.console import Console
     from vllm_eb.policy import PolicySpec
 
 SETTINGS = "capacity.json"
@@ -73,9 +73,8 @@ class CapacityQuestion:
 
 def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from rich.console import Console
-
     from ebbench.capacity import chart
+    from ebbench.render.console import Console
 
     messages = Console(stderr=True, highlight=False)
     limits = _checked(question)
@@ -83,6 +82,14 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
         chart.check_suffix(plot)
     system = _system(question, limits)
     folder, begun = _folder(question, limits), time.monotonic()
+    with sole_use(folder):
+        _search_in(folder, begun, question, limits, system, messages, plot=plot, as_json=as_json)
+
+
+def _search_in(
+    folder: Path, begun: float, question: CapacityQuestion, limits: LatencyLimits, system: _System, messages: Console,
+    *, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     try:
         _search_all(question, limits, system, messages, folder, folder, begun, plot=plot, as_json=as_json)
     except ApiServerBusyError as busy:
@@ -285,9 +292,8 @@ def _show(
     api_servers_left_out: int, *, as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Store the results beside the probes, then print or draw them."""
-    from rich.console import Console
-
     from ebbench.capacity import result_rows, sentences
+    from ebbench.render.console import Console
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
 

@@ -239,10 +239,10 @@ class GateQuestion:
 
 def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
-    from rich.console import Console
-
     from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
+    from ebbench.records.lock import sole_use
+    from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
 
     rules = question.rules
@@ -264,8 +264,9 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
         if not rules.sequential or pairs < least:
             return False
         verdict = question.judged(with_detectable=False)
-        goes_on = verdict.outcome == "inconclusive" and pairs < most
-        _say(f"after {pairs} pairs: {verdict.outcome}" + ", continuing" * goes_on)
+        cause = f": {verdict.cause}" if verdict.cause else ""
+        goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
+        _say(f"after {pairs} pairs: {verdict.outcome}{goes_on}")
         return verdict.outcome != "inconclusive"
 
     sides = (
@@ -273,7 +274,7 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
         Side(question.candidate, wanted.candidate_command or ""),
     )
     check = question.check_stored
-    with shown(Console(stderr=True), work):
+    with sole_use(question.baseline), sole_use(question.candidate), shown(Console(stderr=True), work):
         measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=tell, check=check, decided=decided)
 
 
@@ -282,15 +283,14 @@ def _say(line: str) -> None:
 
 
 def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
-    from rich.console import Console
-
+    from ebbench.render.console import Console
     from ebbench.report import verdicts
 
     if wanted.as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
     else:
         Console(highlight=False).print(verdicts.console(verdict))
-    _write(verdicts.junit(verdict), verdicts.markdown(verdict), wanted)
+    _write(verdicts.junit(verdict), verdicts.summary(verdict), wanted)
     return verdicts.EXIT_CODES[verdict.outcome]
 
 
@@ -298,15 +298,14 @@ def _tell_error(error: EbbenchError, wanted: VerdictFlags) -> None:
     """Write the error that prevented a verdict to the files that a CI service reads."""
     from ebbench.report import verdicts
 
-    _write(verdicts.junit_of_error(str(error)), verdicts.markdown_of_error(str(error), error.exit_code), wanted)
+    _write(verdicts.junit_of_error(str(error)), verdicts.summary_of_error(str(error), error.exit_code), wanted)
 
 
 def _write(junit: bytes, markdown: str, wanted: VerdictFlags) -> None:
     from ebbench.records import files
 
     if wanted.junit is not None:
-        wanted.junit.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(junit, wanted.junit)
+        files.write_text(junit.decode(), wanted.junit)
     target = wanted.summary or (Path(given) if (given := os.environ.get("GITHUB_STEP_SUMMARY")) else None)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -327,6 +326,7 @@ def _save(runs: list[Path], path: Path) -> None:
 
 def _self_test(rules: Rules, wanted: OtherFlags) -> None:
     from ebbench.analysis.gate.self_test import run_self_test, run_trial
+    from ebbench.records import files
     from ebbench.report.selftest import markdown
     from ebbench.runs.pool import pool_of, values
 
@@ -343,8 +343,7 @@ def _self_test(rules: Rules, wanted: OtherFlags) -> None:
     )
     text = markdown(found)
     if report is not None:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(text, encoding="utf-8")
+        files.write_text(text, report)
         _say(f"wrote {report}")
     else:
         typer.echo(text)

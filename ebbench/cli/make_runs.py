@@ -26,9 +26,8 @@ def with_progress(
     missing = store.missing(cells, whole=whole)
     if not missing:
         return
-    from rich.console import Console
-
     from ebbench.errors import InterruptedRunError
+    from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
     from ebbench.runs.drive import run_missing
 

@@ -96,8 +96,6 @@ def plan(
     import json
     import sys
 
-    from rich.console import Console
-
     from ebbench.analysis.api_server_load import runs_again
     from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
@@ -106,6 +104,7 @@ def plan(
     from ebbench.cli.plan_tasks import tasks_of, with_api_server
     from ebbench.devices.apiserver import only_if_busy
     from ebbench.errors import UsageError
+    from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
     from ebbench.runs.pool import pool_of
 

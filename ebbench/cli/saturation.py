@@ -17,13 +17,12 @@ import numpy as np
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.capacity.drive import SearchOutcome
     from ebbench.cli.run_policies import RunConfig
     from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
+    from ebbench.render.console import Console
 
 BUDGET_S = 600.0
 """Longest measurement in real time."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ebbench.engines.machine import machine_name
 from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
+from ebbench.records.lock import sole_use
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.validation.document import as_dict, as_document
 from ebbench.validation.drive import validate
@@ -20,9 +21,8 @@ from ebbench.validation.question import ValidationQuestion
 from ebbench.validation.schedule import TimeBudget
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.analysis.documents import Document
+    from ebbench.render.console import Console
 
 QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
 
@@ -32,13 +32,21 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 
     Raises UsageError, RunError, InterruptedRunError.
     """
-    from rich.console import Console
-
-    from ebbench.export.markdown import as_markdown
-    from ebbench.render.live import Work, shown
+    from ebbench.render.console import Console
 
     messages = Console(stderr=True, highlight=False)
     _open_folder(question, folder)
+    with sole_use(folder):
+        return _run_validation(question, folder, max_time_s, messages, as_json=as_json, quiet=quiet)
+
+
+def _run_validation(
+    question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
+) -> str:
+    from ebbench.export.markdown import as_markdown
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
+
     call = Call(sys.argv[1:], wall_clock_ns())
 
     def say(text: str) -> None:
@@ -109,8 +117,8 @@ def _as_json(question: ValidationQuestion) -> bytes:
 
 
 def _check_same(question: ValidationQuestion, path: Path) -> None:
+    stored = files.read_stored_json(path)
     try:
-        stored = json.loads(path.read_bytes())
         rounds = int(stored["rounds"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); give another --output") from None

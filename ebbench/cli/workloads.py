@@ -38,7 +38,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     table = _table("workload", "kind", "sessions", "description")
     for row in rows:
@@ -104,6 +104,7 @@ def fit(
     The file is a workload like any other: ebbench run FILE.toml, longer with -n, at another rate with --rate-scale.
     """
     from ebbench.errors import UsageError
+    from ebbench.records import files
     from ebbench.workloads.fit_log import as_toml, fit_workload
     from ebbench.workloads.options import recorded_file
     from ebbench.workloads.trace import read_trace
@@ -115,14 +116,13 @@ def fit(
         raise UsageError(f"--output must end in .toml, as workload files do, not {output.name!r}")
     trace = read_trace(path, columns, tokenizer)
     workload = fit_workload(trace, output.stem, time_unit)
-    output.write_text(as_toml(workload, f"log:{path.name}"), encoding="utf-8")
+    files.write_text(as_toml(workload, f"log:{path.name}"), output)
     typer.echo(f"{output}: {workload.description}; ebbench run {output}")
 
 
 def _print(name: str, found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from ebbench.cli.workloads_log import print_recognised, print_traffic
+    from ebbench.render.console import Console
     from ebbench.workloads.trace import time_note
 
     facts = found["facts"]

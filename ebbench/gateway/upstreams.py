@@ -9,13 +9,31 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import httpx
+import msgspec
 
-from ebbench.connections import IDLE_LIMIT_S
+from ebbench.credentials import KEY_VARIABLES, api_key
 from ebbench.errors import RunError, UsageError
 from ebbench.gateway.bursts import BurstClock
 from ebbench.gateway.settings import GatewaySettings
+from ebbench.gateway.transport import StreamTransport
+from ebbench.queries import Answer, ask
+from ebbench.untrusted import visible
 
 State = Literal["active", "ejected", "draining"]
+
+_MAX_BYTES = 1 << 20  # of an answer of /v1/models or /health
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _ModelError(Exception):
+    """The server does not say which model it serves."""
 
 
 @dataclass
@@ -30,20 +48,24 @@ class Upstream:
     open_requests: int = 0
     ejections: int = 0
     bursts: BurstClock = field(default_factory=BurstClock)
+    base: httpx.URL = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.base = httpx.URL(self.url)
 
 
 class Upstreams:
     """All servers. ``on_change`` is called with the indices of those that take requests, whenever these change."""
 
-    def __init__(self, settings: GatewaySettings, on_change: Callable[[set[int]], None]) -> None:
-        self._settings, self._on_change = settings, on_change
+    def __init__(
+        self, settings: GatewaySettings, transport: StreamTransport, on_change: Callable[[set[int]], None]
+    ) -> None:
+        self._settings, self._transport, self._on_change = settings, transport, on_change
+        key = api_key()  # for the gateway's own queries; requests carry what their clients send
+        headers = {"authorization": f"Bearer {key}"} if key else None
+        self._client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False)
         self.all = [Upstream(i, url.rstrip("/")) for i, url in enumerate(settings.upstreams)]
         self.model = ""
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.health_timeout_s, connect=settings.connect_timeout_s),
-            limits=httpx.Limits(keepalive_expiry=IDLE_LIMIT_S),
-            trust_env=False,
-        )
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -60,8 +82,8 @@ class Upstreams:
         for upstream, model in zip(self.all, models, strict=True):
             if model != models[0]:
                 raise UsageError(
-                    f"{self.all[0].url} serves {models[0]} and {upstream.url} serves {model}: requests of one model "
-                    "cannot go to the other; start one gateway a model"
+                    f"{self.all[0].url} serves {_name(models[0])} and {upstream.url} serves {_name(model)}: requests "
+                    "of one model cannot go to the other; start one gateway a model"
                 )
         self.model = models[0]
         self._tasks = [asyncio.create_task(self._watch(upstream)) for upstream in self.all]
@@ -70,7 +92,6 @@ class Upstreams:
         """Stop the health checks."""
         for task in self._tasks:
             task.cancel()
-        await self._client.aclose()
 
     def failed(self, upstream: Upstream) -> None:
         """Record that a request could not reach the server: it gets no request until a health check passes."""
@@ -107,10 +128,8 @@ class Upstreams:
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
         while True:
             try:
-                response = await self._client.get(f"{upstream.url}/v1/models")
-                response.raise_for_status()
-                return str(response.json()["data"][0]["id"])
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                return await self._listed_model(upstream)
+            except (httpx.HTTPError, _ModelError) as error:
                 reason = str(error) or type(error).__name__
             if asyncio.get_running_loop().time() > deadline:
                 raise RunError(
@@ -118,13 +137,27 @@ class Upstreams:
                 )
             await asyncio.sleep(0.2)
 
+    async def _listed_model(self, upstream: Upstream) -> str:
+        answer = await self._get(upstream, "/v1/models")
+        if answer.status in (401, 403):
+            raise UsageError(f"upstream {upstream.url} refuses the API key; set {KEY_VARIABLES[0]} to one it accepts")
+        if answer.status != 200:
+            raise _ModelError(f"status {answer.status}")
+        try:
+            return msgspec.json.decode(answer.body, type=_Models).data[0].id
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, IndexError) as error:
+            raise _ModelError(f"no list of models: {visible(str(error))}") from None
+
+    async def _get(self, upstream: Upstream, path: str) -> Answer:
+        timeout_s = self._settings.health_timeout_s
+        return await ask(self._client, "GET", upstream.url + path, timeout_s=timeout_s, limit_bytes=_MAX_BYTES)
+
     async def _watch(self, upstream: Upstream) -> None:
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             healthy = False
             with contextlib.suppress(httpx.HTTPError):
-                response = await self._client.get(f"{upstream.url}/health")
-                healthy = response.status_code == 200
+                healthy = (await self._get(upstream, "/health")).status == 200
             self._record_check(upstream, healthy)
 
     def _record_check(self, upstream: Upstream, healthy: bool) -> None:
@@ -141,3 +174,9 @@ class Upstreams:
         upstream.state = "ejected"
         upstream.ejections += 1
         self._on_change(self.active)
+        if self.active:
+            self._transport.give_up(upstream.url, "it failed its health checks")
+
+
+def _name(model: str) -> str:
+    return visible(model[:200])

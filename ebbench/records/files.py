@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbench.errors import DataError, RunError
+from ebbench.errors import DataError, InputFileError, RunError
+from ebbench.foreign.documents import read_json
+from ebbench.foreign.opening import open_regular, read_bytes
+from ebbench.foreign.tables import open_parquet, parquet_errors
 
 _NAMED = 3
+_NAME_LETTERS = 50  # of a file's name in that of its temporary file: four bytes each in UTF-8, and at most 255 bytes
 ROW_GROUP_ROWS = 1 << 15
 """A row group is encoded in memory as a whole; rows of steps and requests hold lists of hundreds of values."""
 # Columns with few distinct values. The others are stored without dictionary, which is faster to write.
@@ -60,6 +66,23 @@ def write_bytes(content: bytes, path: Path) -> None:
     _replace(path, lambda temporary: temporary.write_bytes(content) and None)
 
 
+def write_text(text: str, path: Path) -> None:
+    """What :func:`write_bytes` does, of text in UTF-8, in a directory that is made if it does not exist."""
+    write_with(path, lambda temporary: temporary.write_bytes(text.encode()) and None)
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace ``path`` by the file that ``write`` writes to the path that it is given, whole or not at all.
+
+    The directory is made if it does not exist. Raises RunError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error.strerror or error}") from error
+    _replace(path, write)
+
+
 def merge_tables(shards: Sequence[Path], path: Path) -> None:
     """Concatenate shards of one schema into ``path`` by row group, then remove them. A single shard is renamed."""
     if len(shards) == 1:
@@ -73,24 +96,55 @@ def merge_tables(shards: Sequence[Path], path: Path) -> None:
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet file. Raises DataError naming the file if it is missing, truncated or not Parquet."""
+    with stored(path), open_stored_parquet(path) as file, parquet_errors(path):
+        return file.read(columns=list(columns) if columns is not None else None)
+
+
+def read_stream(path: Path) -> pa.Table | None:
+    """The complete batches of a file in Arrow's stream format, which may break off anywhere. None if there is none."""
+    batches: list[pa.RecordBatch] = []
     try:
-        return pq.read_table(
-            path,
-            columns=list(columns) if columns is not None else None,
-            partitioning=None,
-            page_checksum_verification=True,
-        )
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+        with pa.OSFile(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            while True:
+                batches.append(stream.read_next_batch())
+    except (pa.ArrowException, OSError, StopIteration):
+        pass
+    return pa.Table.from_batches(batches) if batches else None
 
 
 def read_footer(path: Path) -> tuple[pa.Schema, int]:
     """Schema and number of rows of a Parquet file. Raises DataError like :func:`read_table`."""
+    with stored(path), open_stored_parquet(path) as file:
+        return file.schema_arrow, int(file.metadata.num_rows)
+
+
+def read_stored(path: Path) -> bytes:
+    """The content of a stored file that is no table. Raises DataError."""
+    with stored(path):
+        return read_bytes(path)
+
+
+def read_stored_json(path: Path) -> Any:
+    """The value of a stored JSON file. Raises DataError."""
+    with stored(path):
+        return read_json(path)
+
+
+@contextmanager
+def stored(path: Path) -> Iterator[None]:
+    """What is wrong with a stored file is a DataError."""
     try:
-        with pq.ParquetFile(path) as file:
-            return file.schema_arrow, int(file.metadata.num_rows)
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+        yield
+    except InputFileError as error:
+        if not path.exists():
+            raise DataError(f"{path}: missing; the run directory is incomplete") from None
+        raise DataError(str(error)) from None
+
+
+def open_stored_parquet(path: Path) -> pq.ParquetFile:
+    """A Parquet file that Arrow reads itself, which is faster than through Python. Raises InputFileError."""
+    with open_regular(path):
+        return open_parquet(path, path)
 
 
 def sync_directory(directory: Path) -> None:
@@ -103,25 +157,40 @@ def sync_directory(directory: Path) -> None:
             os.close(handle)
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
-    if not path.exists():
-        return DataError(f"{path}: missing; the run directory is incomplete")
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return DataError(f"{path}: not a readable Parquet file ({first_line})")
-
-
-def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside ``path`` and rename it. A link keeps what it points to; a device gets the content."""
     try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        if _is_special(path):
+            _copy_to(path, write)
+            return
+        final = Path(os.path.realpath(path)) if path.is_symlink() else path
+        temporary = final.with_name(f".{final.name[:_NAME_LETTERS]}.{os.getpid()}.tmp")
+        try:
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(final)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise RunError(f"could not write {path}: {error.strerror or error}") from error
-    sync_directory(path.parent)
+    sync_directory(final.parent)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that a file must not replace: a device, a pipe, an open descriptor."""
+    own = path.absolute().as_posix().startswith(("/proc/", "/dev/fd/", "/dev/std"))
+    return path.exists() and not path.is_dir() and (own or not path.is_file())
+
+
+def _copy_to(path: Path, write: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder, path.open("wb") as target:
+        written = Path(folder) / "written"
+        write(written)
+        with written.open("rb") as source:
+            shutil.copyfileobj(source, target)
 
 
 def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:

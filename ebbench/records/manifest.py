@@ -17,14 +17,19 @@ import pyarrow as pa
 
 import ebbench
 from ebbench.errors import DataError
+from ebbench.foreign.documents import BadValueError, json_value
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
+from ebbench.untrusted import visible
 
 SCHEMA_VERSION = 1
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
 
 LIMITS = ("ttft", "tpot", "e2el", "ttfat")
 """The latencies that ``slo`` may limit."""
+
+WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
+"""Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
 
 Clock = Literal["virtual", "real"]
 
@@ -46,6 +51,9 @@ class PhaseFact(msgspec.Struct, frozen=True):
     name: str
     sessions: int
     max_concurrency: int
+
+
+_NAMES = ("workload", "scenario", "source", "policy", "engine", "device", "model", "device_provenance")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,10 +92,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()
     interrupted: bool = False
 
+    def __post_init__(self) -> None:
+        """Show what servers and files named on one line, without control characters."""
+        for name in _NAMES:
+            msgspec.structs.force_setattr(self, name, visible(getattr(self, name)))
+        for name in ("facts", "versions", "reasons"):
+            msgspec.structs.force_setattr(self, name, _visible(getattr(self, name)))
+
     @property
     def created(self) -> str:
         """The wall-clock anchor as ISO 8601, UTC, to the second."""
         return datetime.fromtimestamp(self.anchor_unix_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible(value, lines=True)
+    if isinstance(value, dict):
+        return {_visible(name): _visible(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map(_visible, value))
+    return value
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -98,11 +123,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(content: bytes, path: Path) -> Manifest:
     """Decode a manifest. Raises DataError naming ``path`` if it is damaged or from a newer ebbench."""
     try:
-        version = msgspec.json.decode(content, type=_Versioned).schema_version
+        value = json_value(content)
+        version = msgspec.convert(value, _Versioned).schema_version
         if version > SCHEMA_VERSION:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
-        manifest = msgspec.json.decode(content, type=Manifest)
-    except msgspec.MsgspecError as error:
+        manifest = msgspec.convert(value, Manifest)
+    except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None
     unknown = [name for name in manifest.slo if name not in LIMITS]
     if unknown:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
 from ebbench.engines.base import Progress
+from ebbench.render.console import Console
 from ebbench.render.numbers import count, duration_ms, rate
 
 LINES_EVERY_S = 10.0
