@@ -101,6 +101,6 @@ def spacing_ns(options: ClientOptions) -> int:
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Texts that must not appear in output: the API key and the values of headers, see :func:`redacted`."""
+    """The API key and the values of headers, which :func:`ebbench.credentials.redacted` removes from output."""
     key = api_key(environ)
     return forms_of(([key] if key else []) + list(options.headers.values()))
