@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.options import ClientOptions, secrets
+from ebbench.client.server_numbers import whole_number
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
 from ebbench.connections import tls_context
-from ebbench.credentials import KEY_VARIABLES, api_key
+from ebbench.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.errors import RunError, UsageError
 from ebbench.queries import Answer, AnswerTooLargeError, ask, one_off_limits
 
@@ -28,6 +29,7 @@ RESET_PATHS = ("reset_prefix_cache", "flush_cache")
 """Paths that empty a prefix cache: of vLLM, which needs VLLM_SERVER_DEV_MODE=1, and of SGLang."""
 LONGEST_VERSION = 80
 """Characters of a server's version that are kept."""
+_NO_SERVER = "is the server running there?"
 MADE_UP = "ebbench-fake-server"
 """What ebbench's fake server names as the owner of its models."""
 
@@ -106,7 +108,8 @@ class ServerQueries:
                 if state.despite is not None and await self._completes():
                     self.notes.append(f"{state.despite}; a request for one token was answered, so the run went on.")
                     return
-                cause = await self._cause() or "is the server running there?"
+                answers = state.waiting.startswith("/health answers")
+                cause = "a longer --ready-timeout may help" if answers else await self._cause() or _NO_SERVER
                 after = f"is not ready after {self._options.ready_timeout_s:g} s"
                 raise RunError(f"{self._server} {after}: {state.waiting}; {cause}")
             await asyncio.sleep(0.2)
@@ -271,11 +274,11 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
 
 def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
-    found = {name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)}
-    limit = entry.get("max_model_len")
-    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
-        found["max_model_len"] = limit
-    return found
+    found: dict[str, Any] = {
+        name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
+    }
+    limit = whole_number(entry.get("max_model_len"), at_least=1)
+    return found if limit is None else found | {"max_model_len": limit}
 
 
 def _refusal(answer: Answer) -> str:
@@ -292,7 +295,9 @@ def _refusal(answer: Answer) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
+    """The beginning of a server's words, without characters that a terminal would obey."""
+    shown = text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown)
 
 
 def _listed(names: Sequence[str]) -> str:
