@@ -13,6 +13,7 @@ import typer
 
 from ebbench.cli.options import grouped, opt
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
+from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.analysis.gate.units import GateUnit
@@ -279,7 +280,7 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    typer.echo(visible(line), err=True)
 
 
 def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
