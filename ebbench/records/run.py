@@ -33,7 +33,7 @@ PARTIAL = "manifest.partial.json"
 """Preliminary manifest: what was known when the run began. It exists during a run and after an interrupted one."""
 TAIL = ".tail.arrows"
 """How the names of files end that hold the rows which are in no shard yet."""
-_LONGEST_NAME = 60
+LONGEST_NAME = 60
 """Letters in the longest name of a file in a run directory, while it is written."""
 _NAME_LETTERS = 60
 _REMADE = RunWarning(
@@ -306,7 +306,7 @@ def _new_directory(path: Path) -> _Held:
         raise UsageError(f"output directory {path} exists; give another --output-dir or remove it") from None
     except OSError as error:
         raise RunError(f"cannot make output directory {path}: {error.strerror or error}") from error
-    longest = path.absolute() / ("x" * _LONGEST_NAME)
+    longest = path.absolute() / ("x" * LONGEST_NAME)
     try:
         longest.touch()
         longest.unlink()
