@@ -1,5 +1,5 @@
-"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, and
-server_metrics.parquet if a server's metrics were read.
+"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, summary.parquet,
+and server_metrics.parquet if a server's metrics were read.
 
 Tables are appended as shards during a run and joined at its end. The manifest is written last, so that a directory with
 a manifest is complete.
@@ -40,7 +40,7 @@ _REMADE = RunWarning(
     "directory-lost",
     "The output directory was removed or replaced during the run and made again; what else was in it is gone.",
 )
-TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics"]
+TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics", "summary"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
     "requests": REQUESTS,
