@@ -64,6 +64,7 @@ class RunConfig:
     until_clear: bool = False  # stop before ``repeats`` if more would not help
     calibration: Path | None = None
     price_per_hour: float | None = None
+    brief: bool = False  # one of many runs, of which only long ones are shown
     api_server_if_busy: bool = False  # simulate again with vLLM's API server if a run would keep it busy
 
     def with_api_server(self) -> RunConfig:
@@ -249,6 +250,9 @@ def _run_one(
 ) -> None:
     seed = int(plan.facts.get("seed", config.seed))
     label = spec.name if config.repeats == 1 else f"{spec.name} seed {seed}"
+    runs = config.repeats * len(config.policies)
+    if runs > 1:
+        label += f", run {len(done.summaries) + 1} of {'at most ' * config.until_clear}{runs}"
     with held():  # what was measured is in ``done`` before a signal ends the command
         try:
             stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
@@ -325,7 +329,8 @@ def measure(
             begin(writer, context)
             engine = journalled(engine, writer)
         engine = with_step_parts(engine)
-        with reporter(messages, label, len(plan), quiet=config.quiet) as observer:
+        known = plan.release_for_s is None
+        with reporter(messages, label, len(plan), quiet=config.quiet, brief=config.brief, known=known) as observer:
             plan, result = run_plan(engine, plan, spec, device, config.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
         return conclude(writer, replace(context, plan=plan), result)

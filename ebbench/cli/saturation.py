@@ -146,7 +146,7 @@ def _measured(
         per_open=_PER_OPEN,
     )
     first = config.policies[0]
-    probing = replace(config, policies=[first], plan_settings=_without_load(config), slo=Slo(), quiet=True)
+    probing = replace(config, policies=[first], plan_settings=_without_load(config), slo=Slo(), brief=True)
     prober = RunProber(probing, "saturated", True, first, device, engine, messages, folder)
     try:
         with one_server(prober, quiet=config.quiet) as kept:

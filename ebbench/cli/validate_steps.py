@@ -45,6 +45,7 @@ def _run_validation(
 ) -> str:
     from ebbench.export.markdown import as_markdown
     from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
 
     call = Call(sys.argv[1:], wall_clock_ns())
 
@@ -56,7 +57,8 @@ def _run_validation(
     for line in announce(question, folder, max_time_s):
         say(line)
     try:
-        outcomes = validate(question, folder, TimeBudget(max_time_s), say)
+        with shown(messages, Work("validate"), quiet=quiet) as work:
+            outcomes = validate(question, folder, TimeBudget(max_time_s), say, work.reached)
     except KeyboardInterrupt:
         raise InterruptedRunError(
             f"interrupted; measurements are kept in {folder}; the same command continues"
