@@ -73,13 +73,17 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A table to render. ``command`` reproduces it."""
+    """A table to render. ``command`` reproduces it.
+
+    ``markup``: its texts are this project's own and may hold Markdown; otherwise Markdown in them is shown as it is.
+    """
 
     name: str
     title: str
     sections: tuple[Section, ...]
     notes: tuple[str, ...] = field(default=())
     command: str = ""
+    markup: bool = False
 
 
 def labels(*names: str) -> tuple[Column, ...]:

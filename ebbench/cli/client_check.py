@@ -32,16 +32,24 @@ def client_check(
     if not (0 < rate < inf and 0 < seconds < inf and max_streams >= 1):
         raise UsageError("--rate, --seconds and --max-streams must be positive")
     streams = sorted({n for n in LEVELS if n < max_streams} | {max_streams})
-    levels = []
-    for level in measure_levels(rate, seconds, workers, streams):
-        levels.append(level)
-        if not as_json:
-            typer.echo(_progress(level), err=True)
+    levels: list[LoadLevel] = []
+    refused = ""
+    try:
+        for level in measure_levels(rate, seconds, workers, streams):
+            levels.append(level)
+            if not as_json:
+                typer.echo(_progress(level), err=True)
+    except UsageError as error:  # more streams than this process may have open files
+        if not levels:
+            raise
+        refused = str(error)
     if as_json:
-        document = {"rungs": [asdict(r) for r in levels], "trustworthy_up_to": _limit(levels)}
+        document = {"rungs": [asdict(r) for r in levels], "trustworthy_up_to": _limit(levels), "refused": refused}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
         _print(levels)
+        if refused:
+            typer.echo(f"More was not tried: {refused}")
 
 
 def _progress(level: LoadLevel) -> str:
