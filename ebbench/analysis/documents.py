@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ebbench.untrusted import visible
+
 
 @dataclass(frozen=True)
 class MeanFigure:
@@ -71,13 +73,17 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A table to render. ``command`` reproduces it."""
+    """A table to render. ``command`` reproduces it.
+
+    ``markup``: its texts are this project's own and may hold Markdown; otherwise Markdown in them is shown as it is.
+    """
 
     name: str
     title: str
     sections: tuple[Section, ...]
     notes: tuple[str, ...] = field(default=())
     command: str = ""
+    markup: bool = False
 
 
 def labels(*names: str) -> tuple[Column, ...]:
@@ -117,7 +123,7 @@ def text(value: Value, column: Column, joint: str = " ") -> str:
     if value is None:
         return "–"
     if isinstance(value, str):
-        return value
+        return visible(value)
     if column.show is not None:
         return column.show(value)
     if column.kind == "change":

@@ -147,8 +147,9 @@ def _as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Thresh
 
 
 def _print(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     console.print(f"{lengths.name}: {found.samples:,} responses ({lengths.source})", markup=False, style="bold")
@@ -170,6 +171,9 @@ def _print(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshol
         console.print(f"  regression: slope {tests.slope:+.3g} per token², p {_p(tests.regression_p)}, "
                       f"R² {tests.r_squared:.3f}")  # fmt: skip
         console.print(f"  {tests.verdict}", style="bold")
+    if lengths.source == "profile":
+        console.print("drawn from a length profile: this tests the profile's shape, not the data set (--source hub, "
+                      "file:PATH)")  # fmt: skip
     if not any(thresholds.values()):
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -80,9 +80,14 @@ class ChoiceFlags:
             panel=paper.CHOICE,
         ),
     ] = "forced"
-    source: Annotated[str, opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=paper.CHOICE)] = (
-        "profile"
-    )
+    source: Annotated[
+        str,
+        opt(
+            "--source",
+            help="Lengths of tables 9 and 12: profile, hub, auto, or file:PATH (a copy of one data set).",
+            panel=paper.CHOICE,
+        ),
+    ] = "profile"
     ttft: Annotated[str, opt("--ttft", help="TTFT targets in s, e.g. 2,5,10.", panel=paper.CHOICE)] = ""
     tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, e.g. 50,100.", panel=paper.CHOICE)] = ""
     by_phase: Annotated[bool, opt("--by-phase", help="Also show SLO surfaces per phase.", panel=paper.CHOICE)] = False
@@ -196,7 +201,7 @@ def _filled(table: PaperTable, options: PaperOptions, runs: RunsFlags, *, quiet:
     store = RunStore(runs.runs, runs.stored or [])
     if runs.run:
         make_runs(table, options, store, workers=runs.workers, quiet=quiet)
-    return replace(table.document(options, store), command=_command())
+    return replace(table.document(options, store), command=_command(), markup=True)
 
 
 _PRIVATE = ("-o", "--output", "--runs", "--workers")
@@ -244,7 +249,7 @@ def rendered(document: Document, style: str, *, width: int | None = None) -> str
         return paper_tables.as_html(document)
     if style == "csv":
         return paper_tables.as_csv(document)
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     console = Console(highlight=False, width=width)
     with console.capture() as capture:

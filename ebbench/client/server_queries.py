@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.options import ClientOptions, secrets
 from ebbench.client.server_numbers import whole_number
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
 from ebbench.connections import tls_context
-from ebbench.credentials import KEY_VARIABLES, api_key
+from ebbench.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.errors import RunError, UsageError
 from ebbench.queries import Answer, AnswerTooLargeError, ask, one_off_limits
 

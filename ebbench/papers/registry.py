@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.papers.deferred.figures import DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K
 from ebbench.papers.deferred.table01 import DEFERRED
 from ebbench.papers.eb.adaptation import ADAPTATION
 from ebbench.papers.eb.appendix_e import E3, E5
@@ -36,7 +37,8 @@ from ebbench.papers.table import PaperTable
 TABLES: tuple[PaperTable, ...] = (
     EB_TABLE1, TABLE2, TABLE3, TABLE4, TABLE5, TABLE6, TABLE7, TABLE8, TABLE9, TABLE10, TABLE11, TABLE12, TABLE13,
     TABLE14, TABLE15, TABLE16, TABLE17, TABLE18, TABLE19, TABLE20, KAPPA, ADAPTATION, CORRECTION, LONG_CONTEXT,
-    DEFERRED, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS, FIGURE7, COMPOSITION,
+    DEFERRED, DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS,
+    FIGURE7, COMPOSITION,
 )  # fmt: skip
 
 

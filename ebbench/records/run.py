@@ -1,5 +1,5 @@
-"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, and
-server_metrics.parquet if a server's metrics were read.
+"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, summary.parquet,
+and server_metrics.parquet if a server's metrics were read.
 
 Tables are appended as shards during a run and joined at its end. The manifest is written last, so that a directory with
 a manifest is complete.
@@ -33,14 +33,14 @@ PARTIAL = "manifest.partial.json"
 """Preliminary manifest: what was known when the run began. It exists during a run and after an interrupted one."""
 TAIL = ".tail.arrows"
 """How the names of files end that hold the rows which are in no shard yet."""
-_LONGEST_NAME = 60
+LONGEST_NAME = 60
 """Letters in the longest name of a file in a run directory, while it is written."""
 _NAME_LETTERS = 60
 _REMADE = RunWarning(
     "directory-lost",
     "The output directory was removed or replaced during the run and made again; what else was in it is gone.",
 )
-TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics"]
+TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics", "summary"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
     "requests": REQUESTS,
@@ -74,7 +74,10 @@ class Run:
         held = self.tables.get(name)
         if held is not None:
             return held if columns is None else held.select(list(columns))
-        return files.read_table(self.path / f"{name}.parquet", columns)
+        path = self.path / f"{name}.parquet"
+        table = files.read_table(path, columns)
+        _check_holes(path, table, SCHEMAS.get(name))
+        return table
 
     def has_column(self, name: TableName, column: str) -> bool:
         """Whether a table has a column; some exist only where a run uses them."""
@@ -306,7 +309,7 @@ def _new_directory(path: Path) -> _Held:
         raise UsageError(f"output directory {path} exists; give another --output-dir or remove it") from None
     except OSError as error:
         raise RunError(f"cannot make output directory {path}: {error.strerror or error}") from error
-    longest = path.absolute() / ("x" * _LONGEST_NAME)
+    longest = path.absolute() / ("x" * LONGEST_NAME)
     try:
         longest.touch()
         longest.unlink()
@@ -394,6 +397,13 @@ def read_manifest(directory: Path) -> Manifest:
         )
         raise DataError(f"{path}: missing; {remedy}")
     return decode_manifest(files.read_stored(path), path)
+
+
+def _check_holes(path: Path, table: pa.Table, schema: pa.Schema | None) -> None:
+    """Raise DataError if a column that every row has lacks a value somewhere."""
+    for column in schema or ():
+        if not column.nullable and column.name in table.column_names and table[column.name].null_count:
+            raise DataError(f"{path}: column {column.name} has rows without a value; rewritten?")
 
 
 def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:

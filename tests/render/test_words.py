@@ -399,3 +399,14 @@ def test_runs_of_one_seed_are_not_averaged(tmp_path: Path) -> None:
     assert "±" not in shown
     shown = printed((replace(group, summaries=(summary, replace(summary, seed=1))),), 120)
     assert "2 repeats that agree in every figure: no spread" in shown
+
+
+def test_documents_of_this_project_may_hold_markdown() -> None:
+    from ebbench.analysis.documents import Document, Section, labels
+    from ebbench.export.markdown import as_markdown
+
+    section = Section("", labels("a"), (("**b|c**",),))
+    own = as_markdown(Document("d", "t", (section,), ("see `x`",), markup=True))
+    assert "| **b\\|c** |" in own
+    assert "- see `x`" in own
+    assert "- see \\`x\\`" in as_markdown(Document("d", "t", (section,), ("see `x`",)))

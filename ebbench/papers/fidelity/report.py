@@ -168,7 +168,7 @@ def _page(
 
 def _lines(section: Section) -> list[str]:
     """Markdown lines with every row complete: readers search these tables by device or model."""
-    return section_lines(section, repeat_labels=True)
+    return section_lines(section, repeat_labels=True, markup=True)
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
