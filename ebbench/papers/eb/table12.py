@@ -48,7 +48,8 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
         f"Published: {EB_PAPER}, table 12: both tests find a rising hazard (IFR) on all three; its p-values are not "
         "legible in our copy.",
         "From length profiles this shows nothing about the data sets: the profiles are gamma distributions whose shape "
-        "follows from table 9's mean and deviation, so a rising hazard was put in. --source hub tests the data sets.",
+        "follows from table 9's mean and deviation, so a rising hazard was put in. --source hub tests the data sets, "
+        "--workload NAME --source file:PATH a copy of one.",
         "Up to the 95th percentile, or the limit at which answers were cut if that is lower.",
     )
     return Document("table12", "Table 12: tests of the completion hazard", (Section("", columns, rows),), notes)
