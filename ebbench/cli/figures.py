@@ -39,7 +39,7 @@ def figures(
         str, opt("--outputs", help="forced or profile; see `ebbench tables`.", panel=paper.CHOICE)
     ] = "forced",
     source: Annotated[
-        str, opt("--source", help="Lengths of figure 11: profile, hub or auto.", panel=paper.CHOICE)
+        str, opt("--source", help="Lengths of figure 11: profile, hub, auto, or file:PATH.", panel=paper.CHOICE)
     ] = "profile",
     formats: Annotated[str, opt("--format", "-f", help="Any of pdf,svg,png.", panel=paper.OUTPUT)] = "pdf,svg,png",
     output_dir: Annotated[Path, opt("--output-dir", "-o", help="Directory of the figures.", panel=paper.OUTPUT)] = Path(

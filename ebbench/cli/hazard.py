@@ -171,6 +171,9 @@ def _print(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshol
         console.print(f"  regression: slope {tests.slope:+.3g} per token², p {_p(tests.regression_p)}, "
                       f"R² {tests.r_squared:.3f}")  # fmt: skip
         console.print(f"  {tests.verdict}", style="bold")
+    if lengths.source == "profile":
+        console.print("drawn from a length profile: this tests the profile's shape, not the data set (--source hub, "
+                      "file:PATH)")  # fmt: skip
     if not any(thresholds.values()):
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

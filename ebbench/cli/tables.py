@@ -80,9 +80,14 @@ class ChoiceFlags:
             panel=paper.CHOICE,
         ),
     ] = "forced"
-    source: Annotated[str, opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=paper.CHOICE)] = (
-        "profile"
-    )
+    source: Annotated[
+        str,
+        opt(
+            "--source",
+            help="Lengths of tables 9 and 12: profile, hub, auto, or file:PATH (a copy of one data set).",
+            panel=paper.CHOICE,
+        ),
+    ] = "profile"
     ttft: Annotated[str, opt("--ttft", help="TTFT targets in s, e.g. 2,5,10.", panel=paper.CHOICE)] = ""
     tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, e.g. 50,100.", panel=paper.CHOICE)] = ""
     by_phase: Annotated[bool, opt("--by-phase", help="Also show SLO surfaces per phase.", panel=paper.CHOICE)] = False

@@ -44,7 +44,7 @@ def json_value(text: bytes) -> Any:
             value = _decode(text)
         except (UnicodeDecodeError, msgspec.DecodeError) as error:
             value = _python_value(text, str(error))
-        if text.count(b"[") + text.count(b"{") > DEPTH and too_deep(value):
+        if len(text) > 2 * DEPTH and text.count(b"[") + text.count(b"{") > DEPTH and too_deep(value):
             raise RecursionError
         check_keys(text, value)
     except RecursionError:

@@ -50,12 +50,14 @@ class PaperOptions:
         return range(self.seeds or least)
 
     def check_names(self, workloads: Collection[str] = ()) -> None:
-        """Raise UsageError for an unknown device, model or workload, and for a workload that is not among
-        ``workloads``."""
+        """Raise UsageError for an unknown device, model or workload, a workload that is not among ``workloads``, and a
+        file of one data set that would stand for several."""
         from ebbench.devices.profiles import find_model, find_profile
         from ebbench.workloads import load_workload
         from ebbench.workloads.options import is_recorded
 
+        if self.source.startswith("file:") and len(self.workloads) != 1:
+            raise UsageError(f"--source {self.source} holds one data set; name it with one --workload")
         for device in self.devices:
             find_profile(device)
         for model in self.models:

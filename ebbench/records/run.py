@@ -74,7 +74,10 @@ class Run:
         held = self.tables.get(name)
         if held is not None:
             return held if columns is None else held.select(list(columns))
-        return files.read_table(self.path / f"{name}.parquet", columns)
+        path = self.path / f"{name}.parquet"
+        table = files.read_table(path, columns)
+        _check_holes(path, table, SCHEMAS.get(name))
+        return table
 
     def has_column(self, name: TableName, column: str) -> bool:
         """Whether a table has a column; some exist only where a run uses them."""
@@ -394,6 +397,13 @@ def read_manifest(directory: Path) -> Manifest:
         )
         raise DataError(f"{path}: missing; {remedy}")
     return decode_manifest(files.read_stored(path), path)
+
+
+def _check_holes(path: Path, table: pa.Table, schema: pa.Schema | None) -> None:
+    """Raise DataError if a column that every row has lacks a value somewhere."""
+    for column in schema or ():
+        if not column.nullable and column.name in table.column_names and table[column.name].null_count:
+            raise DataError(f"{path}: column {column.name} has rows without a value; rewritten?")
 
 
 def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:

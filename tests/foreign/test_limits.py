@@ -16,16 +16,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbench.config.strict_toml import load_toml
+from ebbench.devices import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import read_profile
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError
 from ebbench.foreign import opening, tables
 from ebbench.hazard.lengths import read_lengths
 from ebbench.records.manifest import decode_manifest
 from ebbench.records.run import Run
+from ebbench.workloads import build_plan
 from ebbench.workloads.files import read_file
 from ebbench.workloads.spec import WorkloadSpec
 from ebbench.workloads.trace import read_trace
+from vllm_eb.policy import parse_policy
 
 Read = Callable[[Path], object]
 
@@ -234,6 +239,26 @@ def test_four_gigabytes_in_a_gzip_file_take_little_memory(tmp_path: Path, conten
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {path}")
+
+
+@pytest.mark.parametrize("change", ["empty", "twice"])
+def test_a_stored_column_without_values_or_twice_is_named(tmp_path: Path, change: str) -> None:
+    plan = build_plan("balanced", num_prompts=5, max_concurrency=2)
+    device = load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=8, max_num_batched_tokens=512)
+    result = SimEngine().run(
+        plan, parse_policy("v1"), device, EngineOptions(max_num_seqs=8, max_num_batched_tokens=512)
+    )
+    requests = result.requests
+    place, column = requests.column_names.index("status"), requests["status"]
+    if change == "empty":
+        requests = requests.set_column(place, "status", pa.nulls(len(requests), pa.string()))
+    else:
+        requests = requests.append_column("status", column)
+    path = tmp_path / "requests.parquet"
+    pq.write_table(requests, path)
+    run = Run(tmp_path, None)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"requests.parquet: .*column.* (named 'status'|status has rows without)"):
+        _ = run.requests
 
 
 def test_a_stored_run_names_a_manifest_that_is_a_pipe(tmp_path: Path) -> None:

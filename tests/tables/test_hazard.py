@@ -149,3 +149,36 @@ def test_the_command_needs_something_to_look_at() -> None:
     assert invoke("hazard").exit_code == 2
     assert invoke("hazard", "--experiment", "iffr").exit_code == 2
     assert "ifr" in invoke("hazard", "--experiment", "iffr").output
+
+
+@pytest.mark.parametrize(("shape", "verdict"), [(1.0, "no"), (4.0, "yes")])
+def test_table_9_tests_a_copy_of_the_data_set(tmp_path: Path, shape: float, verdict: str) -> None:
+    """Records in the data set's own format decide, not the profile, whose hazard rises whatever the data set's does."""
+    words = np.ceil(np.random.default_rng(5).gamma(shape, 60 / shape, 3000)).astype(int)
+    records = [
+        {"id": str(i), "conversations": [{"from": "human", "value": "how far is the harbour from here " * 3},
+                                         {"from": "gpt", "value": "one " * int(count)}]}
+        for i, count in enumerate(words)
+    ]  # fmt: skip
+    path = tmp_path / "copy.json"
+    path.write_text(json.dumps(records))
+    args = ("tables", "9", "--workload", "sharegpt", "--source", f"file:{path}", "--num-prompts", "3000", "-f", "csv")
+    made = invoke(*args)
+    assert made.exit_code == 0, made.output
+    lines = made.output.splitlines()
+    assert f"file:{path}" in lines[1]
+    assert lines[1].rstrip().endswith(f",{verdict}")
+
+
+def test_one_file_does_not_stand_for_several_data_sets() -> None:
+    said = invoke("tables", "9", "--source", f"file:{DATA / 'sharegpt.json'}")
+    assert said.exit_code != 0
+    assert "name it with one --workload" in said.output
+
+
+def test_a_verdict_on_a_profile_is_said_to_be_one() -> None:
+    drawn = invoke("hazard", "sharegpt", "--source", "profile", "-n", "400").output
+    read = invoke("hazard", "sharegpt", "--source", f"file:{DATA / 'sharegpt.json'}").output
+    told = "tests the profile's shape, not the data set"
+    assert told in " ".join(drawn.split())
+    assert told not in " ".join(read.split())

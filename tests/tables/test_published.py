@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ebbench.errors import UsageError
 from ebbench.papers.deferred.table01 import implied_constants
 from ebbench.papers.eb.table02 import table2_cell
 from ebbench.papers.eb.table03 import TRAFFIC, table3_cells
@@ -68,8 +69,14 @@ def test_tables_and_fidelity_make_the_same_runs() -> None:
 
 
 def test_no_two_tables_share_a_name() -> None:
-    names = [name for table in TABLES for name in (table.name, *table.aliases)]
+    names = [table.name for table in TABLES]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ["1", "table1", "Table-1"])
+def test_a_number_that_several_papers_have_is_refused_with_all_of_them(name: str) -> None:
+    with pytest.raises(UsageError, match="eb-table1, deferred-1, sbs-table1"):
+        find_table(name)
 
 
 @pytest.mark.parametrize("row", rows("deferred_table1"), ids=lambda row: row["model"])

@@ -63,8 +63,11 @@ def k_values(limit: int) -> list[int]:
     return sorted({1, *(round(limit * share / 100) for share in range(2, 52, 3))})
 
 
-def _cell(options: PaperOptions, row: Mapping[str, str], distribution: str, k: int) -> Cell:
-    cost, limit = implied_constants(row), int(row["batch_limit"])
+def deferred_cell(
+    options: PaperOptions, row: Mapping[str, str], distribution: str, k: int, costs: Constants | None = None
+) -> Cell:
+    """The backlogged run of a published row at threshold ``k``; ``costs``: other than those that the row implies."""
+    cost, limit = costs or implied_constants(row), int(row["batch_limit"])
     values = (cost.c_p, cost.prompt_s / MEAN_INPUT, cost.c_d, cost.t_d)
     device = GIVEN + ",".join(f"{value:.6g}" for value in values) + f",{_KV_TOKENS}"
     policy = "v0" if k == 1 else f"deferred:k={k}"
@@ -79,20 +82,20 @@ def _cell(options: PaperOptions, row: Mapping[str, str], distribution: str, k: i
 
 def _cells(options: PaperOptions) -> list[Cell]:
     return [
-        _cell(options, row, distribution, k)
+        deferred_cell(options, row, distribution, k)
         for row in rows("deferred_table1")
         for distribution in DISTRIBUTIONS
         for k in k_values(int(row["batch_limit"]))
     ]
 
 
-def _steady_rate(found: Measured) -> float:
+def steady_rate(found: Measured) -> float:
     """Requests/s while the queue is backlogged, as in the paper; of the whole run if there is no such window."""
     steady = found.figures.get("steady")
     return float(steady["request_throughput"] if steady else found.figures["request_throughput"])
 
 
-def _normalised_s(found: Measured) -> tuple[float, float]:
+def normalised_s(found: Measured) -> tuple[float, float]:
     """Mean and 95th percentile of completion time per output token in s/token, without queueing."""
     table = found.run.table("requests", ["status", "scheduled_ns", "last_token_ns", "output_tokens"])
     done = table.filter(pc.equal(table["status"], "ok"))
@@ -103,15 +106,15 @@ def _normalised_s(found: Measured) -> tuple[float, float]:
 
 def _row(options: PaperOptions, store: RunStore, row: Mapping[str, str], distribution: str) -> list[tuple[Value, ...]]:
     limit, cost = int(row["batch_limit"]), implied_constants(row)
-    found = {k: store.get(_cell(options, row, distribution, k)) for k in k_values(limit)}
+    found = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(limit)}
     known = {k: one for k, one in found.items() if one is not None}
-    rates = {k: _steady_rate(one) for k, one in known.items()}
+    rates = {k: steady_rate(one) for k, one in known.items()}
     whole = len(known) == len(found)
     best = max(rates, key=rates.__getitem__) if whole else None
     model = DeferredModel(limit, 1 / MEAN_OUTPUT, cost.c_p, cost.c_d, cost.t_d, cost.prompt_s)
     chain = exact_chain(model)
-    at_best = _normalised_s(known[best]) if best is not None else (None, None)
-    at_one = _normalised_s(known[1]) if whole else (None, None)
+    at_best = normalised_s(known[best]) if best is not None else (None, None)
+    at_one = normalised_s(known[1]) if whole else (None, None)
     numeric = float(row["throughput_numeric_rps"])
     lines: list[tuple[str, float | None, float | None]] = [
         ("best K, experiment", float(row["k_experiment"]), best),

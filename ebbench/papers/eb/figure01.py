@@ -20,11 +20,14 @@ SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)
 _NAMES = ("prefill only", "20 % decode", "50 % decode", "80 % decode", "decode only")
 _BATCHES = {"mixed batch": STEPS["mixed"], "decode only": STEPS["decode"], "prefill only": STEPS["prefill"]}
 _COLOURS = (BLACK, SKY, BLUE, ORANGE, VERMILION)
+FIGURE1_MODEL = "qwen3-4b"
 PUBLISHED_CROSSOVER = {"rtx-pro-6000": 0.20, "h200": 0.80}
+"""Of Qwen3-4B; other models have none in figures."""
 _WIDTH, _HEIGHT = 270, 180
 
 
-def _device_cost(device: str, model: str, eager: bool = False) -> CostModel:
+def device_cost(device: str, model: str, eager: bool = False) -> CostModel:
+    """The cost model of a device serving a model."""
     from ebbench.devices import load_device
 
     return load_device(device, model, eager=eager).cost
@@ -41,7 +44,7 @@ def step_ms(cost: CostModel, tokens: int, share: float, context: int) -> float:
 
 
 def _times(device: str, model: str) -> list[dict[str, Any]]:
-    cost = _device_cost(device, model)
+    cost = device_cost(device, model)
     return [
         {"tokens": tokens, "series": name, "value": step_ms(cost, tokens, share, CONTEXT_TOKENS)}
         for share, name in zip(SHARES, _NAMES, strict=True)
@@ -49,7 +52,8 @@ def _times(device: str, model: str) -> list[dict[str, Any]]:
     ]
 
 
-def _time_panel(device: str, model: str) -> Any:
+def time_panel(device: str, model: str, title: str = "") -> Any:
+    """Step time over tokens, one line per decode share."""
     alt = altair()
     lines = (
         alt.Chart(values(_times(device, model)))
@@ -61,12 +65,12 @@ def _time_panel(device: str, model: str) -> Any:
             strokeDash=dash(_NAMES, "batch"),
         )
     )
-    return lines.properties(width=_WIDTH, height=_HEIGHT, title=f"{gpu_title(device)}, {model}")
+    return lines.properties(width=_WIDTH, height=_HEIGHT, title=title or f"{gpu_title(device)}, {model}")
 
 
 def _marginal_panel(device: str, model: str) -> Any:
     alt = altair()
-    curve = marginal_curve(_device_cost(device, model), CONTEXT_TOKENS)
+    curve = marginal_curve(device_cost(device, model), CONTEXT_TOKENS)
     mixed = [{"r": r, "value": 1e6 * y} for r, y in zip(curve.shares, curve.mixed_s, strict=True)]
     flat = [
         {"value": 1e6 * curve.decode_s, "series": "decode only"},
@@ -86,7 +90,7 @@ def _marginal_panel(device: str, model: str) -> Any:
         .encode(y="value:Q", color=colour(names, colours, "token in a"), strokeDash=dash(names, "token in a"))
     )
     layers = [line, rules]
-    published = PUBLISHED_CROSSOVER.get(device)
+    published = PUBLISHED_CROSSOVER.get(device) if model == FIGURE1_MODEL else None
     if published is not None:
         mark = values([{"r": published}])
         layers.append(alt.Chart(mark).mark_rule(color=GREY, strokeDash=[2, 2]).encode(x="r:Q"))
@@ -103,7 +107,7 @@ def _marginal_panel(device: str, model: str) -> Any:
 
 def _measured_rows(model: str, device: str) -> list[dict[str, Any]]:
     """Published and our step times for the same composition and context, pure and mixed steps."""
-    cost, found = _device_cost(device, model, eager=True), []
+    cost, found = device_cost(device, model, eager=True), []
     for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
         decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
         total = decodes + prompts * prompt
@@ -142,12 +146,12 @@ def _check_panel(model: str, device: str) -> Any:
 
 def _chart(options: PaperOptions, store: RunStore) -> Any:
     alt = altair()
-    model = options.model("qwen3-4b")
+    model = options.model(FIGURE1_MODEL)
     devices = options.devices or ("rtx-pro-6000", "h200")
-    times = alt.hconcat(*(_time_panel(device, model) for device in devices))
+    times = alt.hconcat(*(time_panel(device, model) for device in devices))
     marginal = alt.hconcat(*(_marginal_panel(device, model) for device in devices))
     panels = [times, marginal]
-    if model == "qwen3-4b":
+    if model == FIGURE1_MODEL:
         panels.append(_check_panel(model, "h200"))
     return alt.vconcat(*panels).resolve_scale(color="independent", strokeDash="independent", shape="independent")
 
@@ -158,7 +162,8 @@ FIGURE1 = PaperFigure(
     no_cells,
     _chart,
     "Ours: the devices' cost models, decodes with 512 tokens of context. Grey: the decode share at which the paper "
-    "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %). Bottom: 127 "
-    "published step times of Qwen3-4B (eb-vllm; GPU not named there, H200 by its slope) against ours.",
+    "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %, Qwen3-4B). Bottom: "
+    "127 published step times of Qwen3-4B against ours on H200. Their file names no GPU; the README beside it says "
+    "Blackwell, their slope says H200 (0.29 of the RTX PRO 6000's for a model twice the size).",
     ("device", "model"),
 )

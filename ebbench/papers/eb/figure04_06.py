@@ -205,7 +205,8 @@ FIGURE6 = PaperFigure(
     "four more models on WildChat",
     _cells6,
     _chart6,
-    "Ours, at the best B and N published for Qwen3-8B. The paper gives ranges only: EB(k*) 8 to 17 % more requests/s "
-    "and 17 to 47 % less TPOT than v1.",
+    "Ours, at the best B and N published for Qwen3-8B. The text gives EB(k*) 8 to 17 % more requests/s and 17 to 47 % "
+    "less TPOT than v1. The numbers of the bars stand in a plotting script of the authors' repository (eb-vllm, "
+    "reproduce/scalability), of which we have no copy.",
     ("device", "model", "num_prompts", "outputs"),
 )

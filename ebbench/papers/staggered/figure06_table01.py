@@ -234,5 +234,6 @@ FIGURE6 = PaperTable(
     "sbs-figure6", "TTFT over the load of a prefill pool", _figure6_cells, _figure6_document, _READS, whole=False
 )
 TABLE1 = PaperTable(
-    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", _table1_cells, _table1_document, _READS, whole=False
-)
+    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", _table1_cells, _table1_document, _READS, whole=False,
+    aliases=("table1", "1"),
+)  # fmt: skip

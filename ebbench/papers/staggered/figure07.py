@@ -1,4 +1,4 @@
-"""Figure 7 of the staggered paper: spread of KV over decode units, and the gain from balancing it."""
+"""Figures 7 and 8 of the staggered paper: spread of KV over decode units, and the gain from balancing it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ _DISPATCH = {
 }
 _BASE = "round-robin"
 _PUBLISHED = {"round-robin": (40_000.0, 130_000.0, 150_000.0), "iqr": (60_000.0, 100_000.0, None)}
+_GAIN = {"iqr": 0.15}
+"""Published gain in decode throughput, the whole of figure 8."""
 
 
 def _cell(options: PaperOptions, lengths: str, dispatch: str) -> Cell:
@@ -50,6 +52,7 @@ def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
         *(Column(name, group="ours, KV tokens", ours=True) for name in ("-1 sigma", "+1 sigma", "peak", "sigma")),
         Column("ours", "change", "sigma vs round-robin", True),
         Column("ours", group="decode tokens/s", ours=True),
+        Column("published", "change", "tokens/s vs round-robin"),
         Column("ours", "change", "tokens/s vs round-robin", True),
         Column("ours", group="TPOT ms", ours=True),
         Column("ours", group="sequences a unit", ours=True),
@@ -63,15 +66,15 @@ def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
         mean, sigma, peak, rate = (figure(store, cell, f"decode_{key}") for key in keys)
         band = (None, None) if mean is None or sigma is None else (mean - sigma, mean + sigma)
         row: list[Value] = [dispatch, kind, *_PUBLISHED.get(dispatch, (None, None, None)), *band, peak, sigma]
-        row += [relative(sigma, base_sigma), rate, relative(rate, base_rate), figure(store, cell, "mean_tpot_ms")]
-        row.append(figure(store, cell, "decode_decode_batch"))
+        row += [relative(sigma, base_sigma), rate, _GAIN.get(dispatch), relative(rate, base_rate)]
+        row += [figure(store, cell, "mean_tpot_ms"), figure(store, cell, "decode_decode_batch")]
         rows.append(tuple(row))
     return Section(f"{lengths} lengths", columns, tuple(rows))
 
 
 def _document(options: PaperOptions, store: RunStore) -> Document:
     notes = (
-        f"Published: {STAGGERED_PAPER}, section 5.2.2 and figure 7: 32 decode units, about 35 sequences and 2.5K "
+        f"Published: {STAGGERED_PAPER}, section 5.2.2, figures 7 and 8: 32 decode units, about 35 sequences and 2.5K "
         "tokens each; the band of one standard deviation falls from 40k-130k to 60k-100k KV tokens (its text says -40 "
         "%, its numbers say -56 %), throughput rises by 15 %. Which immediate policy is the baseline is not said; "
         "round-robin is assumed.",
@@ -86,7 +89,15 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
         *pending(store, _cells(options)),
     )
     sections = tuple(_section(options, store, lengths) for lengths in _WORKLOADS)
-    return Document("sbs-figure7", "Figure 7: KV over decode units, and decode throughput", sections, notes)
+    return Document("sbs-figure7", "Figures 7 and 8: KV over decode units, and decode throughput", sections, notes)
 
 
-FIGURE7 = PaperTable("sbs-figure7", "spread of KV over decode units", _cells, _document, ("num_prompts",), whole=False)
+FIGURE7 = PaperTable(
+    "sbs-figure7",
+    "spread of KV over decode units",
+    _cells,
+    _document,
+    ("num_prompts",),
+    whole=False,
+    aliases=("sbs-figure8",),
+)
