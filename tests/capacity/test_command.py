@@ -15,12 +15,14 @@ from ebbench.render import numbers
 
 WORKLOAD = (
     "capacity balanced --device l40s --model qwen3-8b --policy v1 --max-num-seqs 8 -n 150 --input-len 200 "
-    "--output-len 20 --precision 0.1"
+    "--output-len 20"
 )
 
 
 def capacity(folder: Path, *more: str, goodput: str = "ttft:2000") -> Result:
-    return CliRunner().invoke(app, [*WORKLOAD.split(), "-q", "-o", str(folder), "--goodput", goodput, *more])
+    precision = () if "--precision" in more else ("--precision", "0.1")
+    words = [*WORKLOAD.split(), *precision, "-q", "-o", str(folder), "--goodput", goodput, *more]
+    return CliRunner().invoke(app, words)
 
 
 def answer(folder: Path, *more: str, goodput: str = "ttft:2000") -> dict[str, object]:
