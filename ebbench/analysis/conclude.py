@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.device_caveats import batches_of, words_of_run
 from ebbench.analysis.distribution import QUANTILES, samples_needed
 from ebbench.analysis.metrics import Metrics, latency_columns, measure
 from ebbench.analysis.slo import Slo
@@ -94,7 +95,7 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         *invalid_reasons(result.requests, context.plan.table, columns, metrics, conditions),
         *result.invalid,
     )
-    warnings = (*_warnings(context, result, metrics), *_one_token_warnings(columns, context.slo))
+    warnings = (*_warnings(context, result, metrics, columns), *_one_token_warnings(columns, context.slo))
     manifest = _manifest(context, result, clock, reasons, warnings)
     tables = {
         "plan": context.plan.table,
@@ -176,12 +177,15 @@ def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) ->
     return reports.get("kv_cache_tokens") or (blocks * size if blocks and size else None)
 
 
-def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tuple[RunWarning, ...]:
+def _warnings(
+    context: RunContext, result: EngineResult, metrics: Metrics, columns: RequestColumns
+) -> tuple[RunWarning, ...]:
     simulated = context.engine in VIRTUAL_TIME
+    of_device, of_engine = _caveats(context, result, columns)
     found = [
         *_of("plan", context.plan.warnings),
-        *_of("device", (result.device or context.device).warnings),
-        *_of("engine", result.warnings),
+        *_of("device", of_device),
+        *_of("engine", of_engine),
         *result.about_server,
         *_of("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
@@ -193,6 +197,20 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
     for one in found:
         once.setdefault(str(one), one)
     return tuple(once.values())
+
+
+def _caveats(context: RunContext, result: EngineResult, columns: RequestColumns) -> tuple[list[str], list[str]]:
+    """What the device and the engine, of its units, warn of, without what does not matter to this run.
+
+    Measured times depend on the device's caveats only if the policy computes with its costs.
+    """
+    device = result.device or context.device
+    own, units = list(device.warnings), list(result.warnings)
+    if context.engine not in VIRTUAL_TIME:
+        return (own if context.policy.needs_costs else []), units
+    words = words_of_run(device, batches_of(result.step_parts or [result.steps], columns))
+    own, units = ([said for text in texts if (said := words.get(text, text))] for texts in (own, units))
+    return own, units
 
 
 def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:

@@ -46,11 +46,11 @@ def caveats(
         *_unused_numbers(request, profile, model, cost),
     )
     if isinstance(cost, TableCost | RooflineCost):
-        found += _unfitted_host(request, host)
+        found += unfitted_host(request, host)
     if isinstance(cost, TableCost):
         found += (
-            *_unmeasured_mixing(profile),
-            *_doubtful_host(profile, cost),
+            *unmeasured_mixing(profile),
+            *doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
             *_slower_than_half_the_gpus(request, profile, model, cost),
         )
@@ -64,20 +64,26 @@ def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
             f"{request.model} has the name of {model.name} and another shape ({model.params / 1e9:.2f}B parameters): "
             "what is published and fitted for that model is not used",
         )
+    return (*found, *windowed(request, model))
+
+
+def windowed(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
+    """That layers with a window keep all tokens here, if the model has any."""
     if model.sliding_layers and request.kv_tokens is None:
-        found += (
+        return (
             f"{model.sliding_layers} of the {model.layers} layers of {model.name} attend to the last "
             f"{model.sliding_window:,} tokens only; vLLM keeps no more of longer sequences there and has room for more "
             "of them, while here every layer keeps all tokens",
         )
-    return found
+    return ()
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
     return (EAGER_UNKNOWN,) if request.eager and not isinstance(cost, TableCost) else ()
 
 
-def _unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
+def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
+    """That the host's constants are a guess, if they are."""
     if host.fitted:
         return ()
     return (
@@ -129,7 +135,8 @@ def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
 
-def _unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:
+def unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:
+    """What stands for the attention of mixed batches, if it was neither measured nor fitted."""
     if profile.mixed_fitted or has_joint_tables(profile.name):
         return ()
     return (
@@ -138,7 +145,7 @@ def _unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:
     )
 
 
-def _doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[str, ...]:
+def doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[str, ...]:
     """Where the host takes longer than the GPU in steps of many short sequences, and its constant is in doubt."""
     host = cost.host
     host_s = host.step_s + host.sequence_s * _MANY_SHORT.decode_seqs

@@ -14,7 +14,9 @@ from ebbench.devices.profiles import DeviceProfile, bundled_model, find_profile,
 from ebbench.devices.request import DeviceRequest
 
 DIGITS = 8
-_WORDS = frozenset({"name", "provenance", "source", "note", "mixed_note", "doubt", "short_name", "gpu"})
+_WORDS = frozenset(
+    {"name", "provenance", "source", "note", "mixed_note", "mixed_leaning", "doubt", "short_name", "gpu"}
+)
 """Fields of a profile that no figure depends on."""
 
 

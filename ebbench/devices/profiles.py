@@ -56,7 +56,8 @@ class DeviceProfile:
     products relative to the tables. ``context_bytes``: memory of the CUDA context, of libraries and workspaces (0.13 to
     0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures. ``collectives_from``: the device whose
     measured collectives over the link of the same name stand for its own. ``mixed_note``: what stands for the attention
-    of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device.
+    of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device;
+    ``mixed_leaning``: which batches it makes look better than they may be, and by how much where that is known.
     """
 
     name: str
@@ -75,6 +76,7 @@ class DeviceProfile:
     collectives_from: str = ""
     mixed_note: str = "the sum of its parts"
     mixed_fitted: bool = False
+    mixed_leaning: str = ""
     host: Mapping[str, HostCosts] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
     gemm_factor: float = 1.0

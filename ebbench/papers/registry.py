@@ -27,6 +27,7 @@ from ebbench.papers.eb.table14_16 import TABLE14, TABLE15, TABLE16
 from ebbench.papers.eb.table17 import TABLE17
 from ebbench.papers.eb.table18 import TABLE18
 from ebbench.papers.eb.table19_20 import TABLE19, TABLE20
+from ebbench.papers.items import INDEX
 from ebbench.papers.staggered.ablation import ABLATION
 from ebbench.papers.staggered.composition import COMPOSITION
 from ebbench.papers.staggered.figure06_table01 import FIGURE6, TABLE1, WAITING
@@ -38,7 +39,7 @@ TABLES: tuple[PaperTable, ...] = (
     EB_TABLE1, TABLE2, TABLE3, TABLE4, TABLE5, TABLE6, TABLE7, TABLE8, TABLE9, TABLE10, TABLE11, TABLE12, TABLE13,
     TABLE14, TABLE15, TABLE16, TABLE17, TABLE18, TABLE19, TABLE20, KAPPA, ADAPTATION, CORRECTION, LONG_CONTEXT,
     DEFERRED, DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS,
-    FIGURE7, COMPOSITION,
+    FIGURE7, COMPOSITION, INDEX,
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pytest
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
 from ebbench.fakeserver.faults import Fault
 
-REQUESTS = "--input-len 20 --output-len 5 --length-distribution fixed"
+REQUESTS = "--input-len 20 --output-len 5"
 LATE = "--lag-limit-ms 5000"
 
 
@@ -25,6 +25,7 @@ def capacity(folder: Path, url: str, *more: str) -> subprocess.CompletedProcess[
     """The command in its own process, so that client and server do not share an interpreter."""
     code = "from ebbench.cli.main import run; run()"
     options = f"capacity balanced --engine {url} {REQUESTS} -q -o {folder}".split()
+    options += [] if "--length-distribution" in more else ["--length-distribution", "fixed"]
     return subprocess.run([sys.executable, "-c", code, *options, *more], capture_output=True, text=True, timeout=300)
 
 

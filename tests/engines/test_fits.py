@@ -74,7 +74,7 @@ def test_a_server_that_would_not_start_is_a_caveat(tmp_path: Path, words: tuple[
 def test_a_caveat_is_said_once(tmp_path: Path) -> None:
     """The device has it, and the engine has it of its units."""
     args = ["run", "sharegpt", "--source", "profile", "-n", "20", "-c", "4", "--policy", "v1", "-q"]
-    args += ["--device", "l40s", "--topology", "tp=2", "-o", str(tmp_path / "run")]
+    args += ["--device", "l40s", "--topology", "tp=2", "--no-async-scheduling", "-o", str(tmp_path / "run")]
     assert CliRunner().invoke(app, args).exit_code == 0
     said = [str(each) for each in Run.load(tmp_path / "run").manifest.warnings]
     assert len([text for text in said if "never fitted" in text]) == 1

@@ -296,8 +296,9 @@ def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...], message: str) -> 
 
 
 def test_the_caveats_of_a_device_are_said_once_of_its_cells(tmp_path: Path) -> None:
-    """The host of the L40S was never fitted; the H200's was."""
-    spec = spec_file(tmp_path, TINY.replace('"v1", "eb"]', '"v1", "eb"]\ndevice = ["l40s", "h200"]'))
+    """The host of the L40S was never fitted; the H200's was. It adds to every step without asynchronous scheduling."""
+    devices = TINY.replace('"v1", "eb"]', '"v1", "eb"]\ndevice = ["l40s", "h200"]')
+    spec = spec_file(tmp_path, f"{devices}async_scheduling = false\n")
     first = invoke("sweep", spec, "-o", tmp_path / "out", "-q", "--workers", 1).stdout
     again = invoke("sweep", spec, "-o", tmp_path / "out", "-q").stdout  # from what is stored
     for shown in (first, again):

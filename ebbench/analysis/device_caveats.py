@@ -1,0 +1,133 @@
+"""Which caveats of a simulated device matter to a run, with their direction and size there.
+
+A device knows what of it was not measured or fitted; only a run knows its batches. What cannot move the run's time by
+more than ``MATTERS`` is not said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.analysis.columns import RequestColumns
+from ebbench.devices import caveats as of_device
+from ebbench.devices.base import Device, StepShape
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.profiles import HostCosts, find_profile, list_devices
+from ebbench.devices.roofline import RooflineCost
+from ebbench.devices.table import TableCost
+
+MATTERS = 0.02
+"""Smallest share of a run's time that a caveat must concern, or could change."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
+
+    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use.
+    """
+
+    steps: Mapping[str, tuple[float, StepShape]]
+    longest_tokens: int
+    mean_tokens: float
+    kv_peak: float
+
+
+def batches_of(steps: Iterable[pa.Table], requests: RequestColumns) -> Batches:
+    """The batches of a run, from its step table in parts."""
+    inputs, outputs = np.asarray(requests.input_tokens, float), np.asarray(requests.output_tokens, float)
+    mean = float((inputs + outputs).mean()) if len(inputs) else 0.0
+    context = float((inputs + outputs / 2).mean()) if len(inputs) else 0.0
+    sums: dict[str, list[float]] = {}
+    peak = 0.0
+    for part in steps:
+        spent = pc.subtract(part["end_ns"], part["start_ns"]).to_numpy().astype(float)
+        prompts, decodes = (part[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
+        total = part["kv_blocks_total"].to_numpy()
+        if total.size and total.max() > 0:
+            peak = max(peak, float((part["kv_blocks_used"].to_numpy() / np.maximum(total, 1)).max()))
+        for phase in ("prefill", "decode", "mixed"):
+            rows = pc.equal(part["phase"], phase).to_numpy(zero_copy_only=False)
+            found = sums.setdefault(phase, [0.0] * 4)
+            for place, value in enumerate((rows.sum(), spent[rows].sum(), prompts[rows].sum(), decodes[rows].sum())):
+                found[place] += float(value)
+    whole = sum(found[1] for found in sums.values()) or 1.0
+    kinds = {
+        phase: (spent / whole, _shape(prompts / count, decodes / count, context))
+        for phase, (count, spent, prompts, decodes) in sums.items()
+        if count
+    }
+    longest = int((inputs + outputs).max()) if len(inputs) else 0
+    return Batches(kinds, longest, mean, peak)
+
+
+def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
+    tokens, seqs = round(prompt_tokens), round(decodes)
+    return StepShape(((tokens, 0),) if tokens else (), seqs, round(seqs * context), seqs + (tokens > 0))
+
+
+def words_of_run(device: Device, batches: Batches) -> dict[str, str]:
+    """What to say instead of the device's warnings that depend on the run, "" for those that do not matter to it."""
+    return dict(_conditional(device, batches))
+
+
+def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
+    """Warnings that depend on the run, each with what is said of it; "" for nothing."""
+    profile, request, model, cost = device.profile, device.request, device.geometry, device.cost
+    if profile is None or request is None or model is None or not batches.steps:
+        return
+    if isinstance(cost, TableCost | RooflineCost):
+        for text in of_device.unfitted_host(request, cost.host):
+            yield text, _sized_host(text, cost, batches)
+    if isinstance(cost, TableCost):
+        for text in of_device.unmeasured_mixing(profile):
+            share = batches.steps.get("mixed", (0.0, None))[0]
+            leaning = f"; {profile.mixed_leaning}" if profile.mixed_leaning else ""
+            yield (
+                text,
+                f"{text}; mixed steps take {100 * share:.0f} % of this run's time{leaning}" if share > MATTERS else "",
+            )
+        for text in of_device.doubtful_host(profile, cost):
+            yield text, text if _host_decides(cost, batches) else ""
+    for text in of_device.windowed(request, model):
+        longer = batches.longest_tokens > model.sliding_window and batches.kv_peak > 1.0 - 5 * MATTERS
+        yield text, f"{text}: {_windowed_size(model, batches)}" if longer else ""
+
+
+def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> str:
+    """What the constants that were fitted on other GPUs would change in the run's time; "" if too little."""
+    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts()]
+    least, most = min(changes), max(changes)
+    if max(-least, most) < MATTERS:
+        return ""
+    return (
+        f"{text}; with those fitted on other GPUs this run's steps would take {100 * least:+.0f} to {100 * most:+.0f} %"
+    )
+
+
+def _fitted_hosts() -> list[HostCosts]:
+    hosts = [find_profile(name).host.get("default") for name in list_devices()]
+    return [host for host in hosts if host is not None and host.fitted and not host.doubt]
+
+
+def _change(cost: TableCost | RooflineCost, other: TableCost | RooflineCost, batches: Batches) -> float:
+    return sum(share * (other.step_s(shape) / cost.step_s(shape) - 1.0) for share, shape in batches.steps.values())
+
+
+def _host_decides(cost: TableCost, batches: Batches) -> bool:
+    """Whether the host takes longer than the GPU in steps that take more than ``MATTERS`` of the time."""
+    free = replace(cost, host=replace(cost.host, step_s=0.0, sequence_s=0.0))
+    return sum(s for s, shape in batches.steps.values() if cost.step_s(shape) > free.step_s(shape)) > MATTERS
+
+
+def _windowed_size(model: ModelGeometry, batches: Batches) -> str:
+    """How many times as many sequences of the mean length vLLM's KV cache would hold."""
+    every = model.layers * batches.mean_tokens
+    kept = (model.layers - model.sliding_layers) * batches.mean_tokens
+    kept += model.sliding_layers * min(batches.mean_tokens, model.sliding_window)
+    return f"about {every / kept:.1f} times as many of this run's mean length, so that waits for memory are too long"

@@ -1,0 +1,47 @@
+"""Caveats of a device are said of the runs to which they matter, with direction and size."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.gate.gate_data import invoke
+
+LOAD = ("run", "balanced", "--source", "profile", "-n", "60", "--engine", "sim", "--policy", "v1", "-q")
+
+
+def said(folder: Path, *words: str) -> str:
+    """The device's caveats of a run."""
+    done = invoke(*LOAD, *words, "-o", folder / "run")
+    assert done.exit_code == 0, done.output
+    warnings = json.loads((folder / "run" / "manifest.json").read_bytes())["warnings"]
+    return "\n".join(one["message"] for one in warnings if one["code"] == "device")
+
+
+def test_mixed_attention_matters_only_where_batches_are_mixed(tmp_path: Path) -> None:
+    mixed = said(tmp_path / "many", "--device", "l40s", "-c", "32")
+    assert "attention of mixed batches was not measured on l40s" in mixed
+    assert "of this run's time; mixed batches may look too good" in mixed
+    assert "mixed batches" not in said(tmp_path / "one", "--device", "l40s", "-c", "1")
+
+
+def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> None:
+    """With asynchronous scheduling 2 ms hide behind steps of 20; without it they add to each."""
+    assert "never fitted" not in said(tmp_path / "hidden", "--device", "l40s", "-c", "8")
+    added = said(tmp_path / "added", "--device", "l40s", "-c", "8", "--no-async-scheduling")
+    size = re.search(r"with those fitted on other GPUs this run's steps would take -(\d+) to \+(\d+) %", added)
+    assert size is not None, added
+    assert 2 <= int(size[1]) <= 12
+    assert 2 <= int(size[2]) <= 8
+
+
+@pytest.mark.parametrize(("concurrency", "doubted"), [("4", False), ("512", True)])
+def test_a_doubtful_constant_is_said_where_it_decides(tmp_path: Path, concurrency: str, doubted: bool) -> None:
+    words = ("--device", "h100", "--model", "gemma-3-1b-it", "--api-server", "off", "-c", concurrency, "-n", "600")
+    load = [word for word in LOAD if word not in ("-n", "60")]
+    done = invoke(*load, *words, "-o", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert ("is probably too long" in (tmp_path / "run" / "manifest.json").read_text()) is doubted

@@ -1,0 +1,63 @@
+"""The page of all items of the papers: nothing left out, every command exists, and the page is up to date."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli.main import app
+from ebbench.papers.figure import PaperFigure
+from ebbench.papers.figures import find_figure
+from ebbench.papers.items import AGREEMENTS, ITEMS, PAPERS, PaperItem
+from ebbench.papers.registry import find_table
+from ebbench.papers.table import PaperOptions, PaperTable
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST = {"eb": (20, 12), "deferred": (1, 7), "staggered": (1, 8)}
+"""The last table and figure of each paper."""
+CLAIMS = {("eb", "kappa (A.3)"), ("eb", "R² of the linear fits"), ("deferred", "claims of completion time")}
+
+
+def named(item: PaperItem) -> str:
+    return f"{item.paper} {item.name}"
+
+
+def test_every_table_and_figure_has_one_row() -> None:
+    names = [(item.paper, item.name) for item in ITEMS]
+    assert len(set(names)) == len(names)
+    expected = {
+        (paper, f"{kind} {number}")
+        for paper, last in LAST.items()
+        for kind, end in zip(("table", "figure"), last, strict=True)
+        for number in range(1, end + 1)
+    }
+    assert expected | CLAIMS <= set(names)
+    assert {paper for paper, _ in names} == set(PAPERS)
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=named)
+def test_every_row_is_filled(item: PaperItem) -> None:
+    assert item.shows
+    assert item.remark.endswith(".")
+    assert item.agreement in AGREEMENTS
+    assert date(2026, 11, 1) <= date.fromisoformat(item.checked)
+    assert item.command or item.agreement == "no numbers in print", "what is compared has a command"
+
+
+@pytest.mark.parametrize("item", [item for item in ITEMS if item.command], ids=named)
+def test_every_command_opens_what_it_names(item: PaperItem) -> None:
+    command, name, *options = item.command.split()
+    assert command in ("tables", "figures")
+    subject: PaperTable | PaperFigure = find_table(name) if command == "tables" else find_figure(name)
+    assert options in ([], ["--run"])
+    assert bool(options) == bool(subject.cells(PaperOptions())), "--run stands where there is something to run"
+
+
+def test_the_committed_page_is_the_generated_one() -> None:
+    made = CliRunner().invoke(app, ["tables", "papers", "-f", "markdown"]).output
+    kept = (ROOT / "reports/papers.md").read_text(encoding="utf-8")
+    told = "make it anew: ebbench tables papers -f markdown -o reports/papers.md"
+    assert made.partition("\n## ")[2] == kept.partition("\n## ")[2], told
