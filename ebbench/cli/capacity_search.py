@@ -45,7 +45,7 @@ _PROBE_S = {"virtual": 0.0, "real": 30.0}
 
 @dataclass(frozen=True)
 class CapacityQuestion:
-    """The options of ``ebbench capacity``."""
+    """The options of ``ebbench capacity``. ``arrivals_given``: the scenario was asked for."""
 
     workload: str
     limits: Sequence[str]
@@ -64,6 +64,16 @@ class CapacityQuestion:
     output_dir: Path | None
     quiet: bool
     vllm_options: tuple[str, ...] = ()
+    arrivals_given: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What holds for all probes: that their arrivals are not the workload's own, where nobody asked for others."""
+        from ebbench.workloads.own_arrivals import poisson_instead
+
+        if self.by_concurrency or self.arrivals_given:
+            return []
+        return [note for note in [poisson_instead(self.workload, self.plan_settings)] if note]
 
     @property
     def by_concurrency(self) -> bool:
@@ -208,7 +218,7 @@ def _template(question: CapacityQuestion, limits: LatencyLimits, policies: list[
         scenario=question.scenario,
         seed=question.seed,
         repeats=1,
-        plan_settings={**question.plan_settings, "max_model_len": flags.length_limit},
+        plan_settings={**question.plan_settings, "max_model_len": flags.length_limit, "redraw": True},
         policies=policies,
         **flags.settings(question.warmup),
         slo=limits.slo,
@@ -269,7 +279,7 @@ def _search(
         if not question.quiet:
             line = sentences.progress(prober.spec.name, reading, estimate, question.by_concurrency)
             messages.print(line, markup=False, soft_wrap=True)
-        carried = reading.decides and not reading.clearly_over and reading.attainment >= limits.attainment
+        carried = reading.decides and reading.met
         if api_servers and carried and (busy := left_out(reading.api_servers, api_servers)) is not None:
             raise ApiServerBusyError(busy)
 
@@ -290,7 +300,7 @@ def _show(
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
 
-    rows = result_rows.rows_of(found, question.by_concurrency, limits)
+    rows = result_rows.rows_of(found, question.by_concurrency, limits, question.notes)
     if rows:
         result_rows.store(rows, folder)
     if plot is not None and rows:
@@ -305,7 +315,7 @@ def _show(
             console.print(piece)
         for line in sentences.remarks(found, limits, question.by_concurrency, api_servers_left_out):
             console.print(line, markup=False, soft_wrap=True)
-        for part in notes("Keep in mind", sentences.caveats(found)):
+        for part in notes("Keep in mind", [*question.notes, *sentences.caveats(found)]):
             console.print(part)
 
 

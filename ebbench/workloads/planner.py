@@ -221,17 +221,21 @@ def _enough(
     the scenario repeats it.
     """
     again, have = repeatable(requests), requests.sessions * times
-    requests = replace(requests, facts={**requests.facts, "log_sessions": requests.sessions})
-    if asked <= have:
+    first, note = 0, ""
+    if options.redraw and 0 < asked < have:
         places = have if again else have - asked + 1
-        drawn = options.redraw and 0 < asked < have
-        return requests, asked, int(substream(options.seed, "content/log").integers(places)) if drawn else 0
-    held = f"the log holds {have:,} sessions where {asker} for {asked:,}"
-    if again:
-        note = f"{held}: it is read again from its start, each time with new contents"
-    else:
-        note = f"{held}: {have:,} are sent, since a server may have a text that comes again in its prefix cache"
-    return replace(requests, warnings=(*requests.warnings, note)), asked if again else have, 0
+        first = int(substream(options.seed, "content/log").integers(places))
+        note = f"{asked:,} of the log's {have:,} sessions are taken, from a place that the seed draws"
+    elif asked > have and again:
+        note = f"{asked:,} sessions are taken from a log of {have:,}: it is read again, each time with new contents"
+    elif asked > have:
+        note = (
+            f"the log holds {have:,} sessions where {asker} for {asked:,}: {have:,} are sent, since a server may have "
+            "a text that comes again in its prefix cache"
+        )
+    facts = {**requests.facts, "log_sessions": requests.sessions}
+    requests = replace(requests, facts=facts, warnings=(*requests.warnings, *filter(None, [note])))
+    return requests, asked if again else min(asked, have), first
 
 
 def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:

@@ -200,7 +200,7 @@ def _described(requests: Requests, source: str, reason: str, selection: Selectio
         held = f"{source} holds {have:,} sessions where the plan takes {selection.sessions:,}"
         if selection.redraw and repeatable(requests):
             requests = part_of(requests, selection.sessions)
-            warnings = (*warnings, f"{held}: they are drawn again from its start, each time with new contents")
+            warnings = (*warnings, f"{held}: they are taken again, each time with new contents")
         else:
             warnings = (*warnings, f"{held}: {have:,} are sent")
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

@@ -90,7 +90,7 @@ def test_its_own_arrivals_take_another_rate(azure: Path, tmp_path: Path) -> None
     scaled, own = build_plan(path, "trace", request_rate=2 * rate), build_plan(path, rate_scale=2.0)
     assert scaled.facts["scenario"] == "fitted"
     assert scaled.table.equals(own.table)
-    with pytest.raises(UsageError, match="it needs a workload log:FILE$"):
+    with pytest.raises(UsageError, match=r"it needs a workload log:FILE$"):
         build_plan(path, "trace-slice")
 
 
