@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ settings.load_profile("untimed")
 for ignored in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored is signal.SIGINT else signal.SIG_DFL)
+
+# What runs note about servers is not for the user who runs the tests; their processes inherit it.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ebbench-state-")
 
 LONGEST = (
     "tests/vllm/test_validate.py",

@@ -125,7 +125,7 @@ class Machine:
     ``types``: data types of weights and KV cache that differ from the model's own.
     ``api_server``: class of the simulated API server; empty without. ``further``: other limits that were set, in words.
     ``reported``: what a server that ebbench did not start says of its settings, in words. ``policy_known``: False for
-    such a server if it does not report its policy.
+    such a server if it does not report its policy. ``cache_kept``: nothing emptied its prefix cache before the run.
     """
 
     gpus: int | None = None
@@ -139,6 +139,7 @@ class Machine:
     further: str = ""
     reported: str = ""
     policy_known: bool = True
+    cache_kept: bool = False
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
@@ -205,6 +206,7 @@ def machine_of_run(manifest: Manifest) -> Machine:
         further=_further_limits(options),
         reported=_reported(reports),
         policy_known=not foreign or bool(reports.get("policy")),
+        cache_kept=facts.get("prefix_cache_reset") is False and reports.get("enable_prefix_caching") is not False,
     )
 
 

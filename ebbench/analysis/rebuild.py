@@ -61,7 +61,7 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     path = directory / PARTIAL
     if not path.exists():
         raise DataError(f"{directory}: nothing to rebuild; {PARTIAL} is missing")
-    manifest = decode_manifest(path.read_bytes(), path)
+    manifest = decode_manifest(files.read_stored(path), path)
     shards = {name: sorted(directory.glob(f"{name}.part-*.parquet")) for name in SCHEMAS}
     if not shards["plan"] and (directory / "plan.parquet").exists():
         shards["plan"] = [directory / "plan.parquet"]  # the run was being stored: its plan is complete

@@ -38,8 +38,8 @@ def load(folder: Path) -> list[dict[str, Any]]:
     path = folder / FILE
     if not path.is_file():
         return []
+    rows = files.read_stored_json(path)
     try:
-        rows = json.loads(path.read_bytes())
         return [{**row, "policy": str(row["policy"]), "curve": list(row["curve"])} for row in rows]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged: {error}") from error

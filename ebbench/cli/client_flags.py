@@ -144,5 +144,7 @@ def _headers(pairs: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--header {pair!r} is not KEY=VALUE")
         if name.strip().lower() == "authorization":
             raise UsageError("give the API key in EBBENCH_API_KEY or OPENAI_API_KEY, not as --header")
+        if name.strip().lower() in (known.lower() for known in headers):
+            raise UsageError(f"--header: {name.strip()} is given twice; give it once")
         headers[name.strip()] = value
     return headers

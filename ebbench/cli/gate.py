@@ -15,6 +15,7 @@ from ebbench.cli.options import grouped, opt
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
 
 if TYPE_CHECKING:
+    from ebbench.analysis.gate.units import GateUnit
     from ebbench.analysis.gate.verdict import Rules, Verdict
 
 _JUDGE, _MEASURE, _OUTPUT, _OTHER = "Judging", "Measuring interleaved", "Output", "Other uses"
@@ -196,21 +197,44 @@ class GateQuestion:
         """The verdict on the existing runs. Raises DataError, UsageError."""
         from ebbench.analysis.environment import check_allowed
         from ebbench.analysis.gate.baselines import stored_units
-        from ebbench.analysis.gate.units import load_units, of_policy, require_separate_runs
-        from ebbench.analysis.gate.verdict import judge, pair_units
+        from ebbench.analysis.gate.units import load_units, require_separate_runs
+        from ebbench.analysis.gate.verdict import judge, left_out, pair_units
 
         allowed = check_allowed(self.allow)
-        ours, theirs = self.policies
-        after = load_units([self.candidate])
-        if theirs is not None:
-            after = of_policy(after, theirs, "candidate")
+        ours, _ = self.policies
         stored = self.baseline.is_file() or self.baseline.suffix == ".parquet"
-        before = stored_units(self.baseline, after, allowed, ours) if stored else load_units([self.baseline])
-        if ours is not None:
-            before = of_policy(before, ours, "baseline")
+        after = load_units([self.candidate])
+        before, after = self._of_policies(
+            stored_units(self.baseline, after, allowed, ours) if stored else load_units([self.baseline]), after
+        )
         pairs = pair_units(before, after, allowed)
         require_separate_runs(before, after)
-        return judge(pairs, self.rules, with_detectable=with_detectable)
+        return judge(pairs, self.rules, with_detectable=with_detectable, further_notes=left_out(before, after))
+
+    def check_stored(self) -> None:
+        """Check the valid runs that both sides have so far. Raises DataError, UsageError if they are not comparable."""
+        from ebbench.analysis.environment import check_allowed
+        from ebbench.analysis.gate.units import require_separate_runs, valid_units
+        from ebbench.analysis.gate.verdict import require_comparable
+        from ebbench.records.run import MANIFEST, Run, find_runs
+
+        allowed = check_allowed(self.allow)
+        found = [find_runs([side]) if side.exists() else [] for side in (self.baseline, self.candidate)]
+        sides = [valid_units([Run.load(path) for path in runs if (path / MANIFEST).exists()])[0] for runs in found]
+        if all(sides):
+            before, after = self._of_policies(*sides)
+            require_comparable(before, after, allowed)
+            require_separate_runs(before, after)
+
+    def _of_policies(self, before: list[GateUnit], after: list[GateUnit]) -> tuple[list[GateUnit], list[GateUnit]]:
+        """The units of both sides that have the policies asked for. Raises UnknownNameError if a side has none."""
+        from ebbench.analysis.gate.units import of_policy
+
+        ours, theirs = self.policies
+        return (
+            before if ours is None else of_policy(before, ours, "baseline"),
+            after if theirs is None else of_policy(after, theirs, "candidate"),
+        )
 
 
 def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
@@ -235,7 +259,8 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
         Side(question.candidate, wanted.candidate_command or ""),
     )
     most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
-    measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=_say, decided=decided)
+    check = question.check_stored
+    measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=_say, check=check, decided=decided)
 
 
 def _say(line: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ebbench.cli.options import Command, ShownWhole
+from ebbench.cli.options import Command, ShownWhole, refuse_repeats
 from ebbench.errors import EbbenchError
 
 
@@ -169,6 +169,7 @@ def load_command(name: str) -> Any:
     found = getattr(importlib.import_module(module), attribute)
     command: Any = typer.main.get_command(found if isinstance(found, typer.Typer) else _single(found, name))
     _flow(command)
+    refuse_repeats(command)
     command.name, command.short_help = name, entry.help
     command.rich_help_panel = entry.panel
     return command

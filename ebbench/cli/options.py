@@ -134,6 +134,45 @@ def _readable(option: Any) -> Any:
     return shown
 
 
+def refuse_repeats(command: Any) -> None:
+    """Make a command, and those below it, refuse an option of one value that is given twice.
+
+    Click takes the last value without a word. Options that collect values, and flags given twice alike, stay allowed.
+    """
+    make_parser = command.make_parser
+
+    def strict_parser(context: Any) -> Any:
+        parser = make_parser(context)
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            words = list(args)  # the parser consumes its argument
+            options, rest, order = parse(args=args)
+            if not context.resilient_parsing:
+                for option in dict.fromkeys(order):
+                    _refuse_repeated(context, option, order.count(option), words)
+            return options, rest, order
+
+        parser.parse_args = parse_args
+        return parser
+
+    command.make_parser = strict_parser
+    for below in getattr(command, "commands", {}).values():
+        refuse_repeats(below)
+
+
+def _refuse_repeated(context: Any, option: Any, times: int, words: Sequence[str]) -> None:
+    """Raise click's usage error if ``option``, given ``times`` times among ``words``, takes one value."""
+    if times == 1 or not isinstance(option, TyperOption) or option.multiple or option.count:
+        return
+    names = (*option.opts, *option.secondary_opts)
+    given = [word for word in words[: words.index("--") if "--" in words else None] if word.split("=")[0] in names]
+    if not option.is_flag:
+        context.fail(f"{option.opts[0]} takes one value and is given {times} times; give it once.")
+    elif len({word in option.opts for word in given}) > 1:
+        context.fail(f"{' and '.join(dict.fromkeys(given))} contradict each other; give one of them.")
+
+
 class GoodputCommand(Command):
     """Accepts ``--goodput ttft:500 tpot:50`` and repeated ``--goodput``."""
 

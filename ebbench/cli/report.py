@@ -72,15 +72,15 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all
 def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
     """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
     from ebbench.analysis.compare import paired as compare_paired
-    from ebbench.analysis.gate.units import GateUnit, unit_of
+    from ebbench.analysis.gate.units import GateUnit, units_of
     from ebbench.report.comparison import left_out, tables
 
     if len({run.manifest.policy for run in runs}) < 2:
         return [], []
     try:
         groups: dict[str, list[GateUnit]] = {}
-        for run in runs:
-            groups.setdefault(run.manifest.policy, []).append(unit_of(run))
+        for unit in units_of(runs):
+            groups.setdefault(unit.policy, []).append(unit)
         found = compare_paired.compare_cases(groups)
     except DataError as error:
         return [], [f"These runs are not comparable: {error}"]

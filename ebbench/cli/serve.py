@@ -78,7 +78,7 @@ def serve(
     machine that runs it needs only vLLM and the plugin (see docs/deployment.md).
     """
     from ebbench.child import run_supervised
-    from ebbench.engines.kv_memory import memory_remedy
+    from ebbench.engines.server_log import explain
     from ebbench.engines.vllm_command import executable_line, plain_line
 
     if emulated.slow_motion != 1.0 and emulated.emulate is None:
@@ -91,7 +91,7 @@ def serve(
     environment = {**os.environ, "PYTHONPATH": _python_path()}
     status, errors = run_supervised(executable_line(serving), GRACE_S, shows_errors=True, env=environment)
     if status:
-        reason = memory_remedy(errors) or "see its output above"
+        reason = explain(errors) or "see its output above"
         raise RunError(f"the server ended with exit status {status}; {reason}")
 
 

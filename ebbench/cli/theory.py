@@ -252,6 +252,7 @@ def _usage_errors() -> Iterator[None]:
 
 
 def _known_costs(path: Path | None, device: str | None, model: str | None) -> Calibration | None:
+    from ebbench.foreign.opening import read_text
     from vllm_eb.calibration import CalibrationError, calibration_from_json
 
     if (device is None) != (model is None):
@@ -260,9 +261,9 @@ def _known_costs(path: Path | None, device: str | None, model: str | None) -> Ca
         raise UsageError("give --calibration or --device, not both")
     if path is not None:
         try:
-            return calibration_from_json(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, CalibrationError) as error:
-            raise InputFileError(path, getattr(error, "strerror", None) or str(error)) from None
+            return calibration_from_json(read_text(path))
+        except CalibrationError as error:
+            raise InputFileError(path, str(error)) from None
     if device is not None and model is not None:
         from ebbench.devices.loader import load_device
 

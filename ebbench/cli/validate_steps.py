@@ -107,8 +107,8 @@ def _as_json(question: ValidationQuestion) -> bytes:
 
 
 def _check_same(question: ValidationQuestion, path: Path) -> None:
+    stored = files.read_stored_json(path)
     try:
-        stored = json.loads(path.read_bytes())
         rounds = int(stored["rounds"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); give another --output") from None

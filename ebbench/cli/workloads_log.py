@@ -34,6 +34,8 @@ def print_recognised(console: Console, log: dict[str, Any]) -> None:
     for dropped in log["dropped"]:
         line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
         console.print(line, markup=False)
+    if keeps := log.get("failed_are_kept_with"):
+        console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
 
 
 def print_traffic(console: Console, log: dict[str, Any]) -> None:

@@ -29,11 +29,18 @@ from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.scrape import Scraper
 from ebbench.client.senders import Senders, local_senders
+from ebbench.client.sent_before import note_prompts
 from ebbench.client.server_queries import ServerQueries
 from ebbench.client.server_reports import reported_settings
 from ebbench.client.session_plan import check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
-from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
+from ebbench.client.verdict import (
+    client_warnings,
+    invalid_reasons,
+    loop_lag_p99_ms,
+    other_models_warning,
+    send_lag_p99_ms,
+)
 from ebbench.client.warmup import warm_up
 from ebbench.errors import UsageError
 from ebbench.records.lateness import lag_limit_ms
@@ -126,6 +133,10 @@ async def _drive(
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     rate, rate_source = prefix_cache.hit_rate(requests, server_metrics)
+    completed = pc.sum(pc.equal(requests["status"], "ok")).as_py() or 0
+    reports, others, asked = _reported(server_metrics), dict(tally.other_models), served.model
+    kept = completed and not cache_reset and reports.get("enable_prefix_caching") is not False
+    met = note_prompts(url, served.model, table, environ) if kept else None
     facts = {
         "server": url,
         "served_model": served.model,
@@ -136,12 +147,14 @@ async def _drive(
         "prefix_cache_reset": cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": rate_source,
-        "server_reports": _reported(server_metrics),
+        "server_reports": reports,
+        **({"other_models": others} if others else {}),
     }
     return DriveResult(
         requests=requests,
         warnings=(
             *client_warnings(requests, table, renamed, len(dropped), rate),
+            *filter(None, [prefix_cache.met_before(met, rate, table), other_models_warning(others, asked, completed)]),
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,

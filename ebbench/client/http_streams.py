@@ -143,7 +143,8 @@ class HttpExchange(asyncio.Protocol):
         self._start = cast("asyncio.Future[None]", self.headers_complete)
         self._parts: list[bytes] = []
         self._connection, self._receiver, self._feed = connection, receiver, receiver.feed
-        self._parser = httptools.HttpResponseParser(self)
+        # The parser refers to the exchange: dropped at the end, since no full collection runs during a measurement.
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._tapped = False
         self._now_ns = 0
 
@@ -168,8 +169,11 @@ class HttpExchange(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
         self._now_ns = time.monotonic_ns()
+        parser = self._parser
+        if parser is None:
+            return
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
         except httptools.HttpParserError as error:
             why = error.__context__ or error  # the exception raised in a callback, if there was one
             self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why!r}"))
@@ -177,6 +181,7 @@ class HttpExchange(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop when the connection closes before the exchange is complete."""
+        self._parser = None
         self._connection.detach()
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if exc is None and self._start.done() and not framed:
@@ -188,12 +193,19 @@ class HttpExchange(asyncio.Protocol):
         else:
             self._fail(httpx.ReadError(f"{exc}, {where}"))
 
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        if self._parser is None:  # a second response in the same read belongs to no request
+            self._connection.abort()
+            raise httpx.RemoteProtocolError("the server sent more than one response")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser."""
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
+        assert self._parser is not None
         self.status = self._parser.get_status_code()
         if self.status < 200:  # an interim response; the final one follows
             self.headers = {}
@@ -212,9 +224,11 @@ class HttpExchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
-        if self.status >= 200 and not self._end.done():
+        parser = self._parser
+        if self.status >= 200 and parser is not None and not self._end.done():
+            self._parser = None
             self._end.set_result(None)
-            self._connection.complete(self._parser.should_keep_alive())
+            self._connection.complete(parser.should_keep_alive())
 
     def _fail(self, error: Exception) -> None:
         for future in (self._start, self._end):

@@ -13,7 +13,10 @@ from ebbench.records.plan import ClosedPhase
 
 
 class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
-    """Measurements of one request. Times are monotonic ns, 0 for "never"; ``token_ns`` holds int64 values as bytes."""
+    """Measurements of one request. Times are monotonic ns, 0 for "never"; ``token_ns`` holds int64 values as bytes.
+
+    ``other_model``: the model that the server named in the response, if it is not the one asked for.
+    """
 
     row: int
     worker: int
@@ -34,6 +37,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     text: str | None = None
     thinking_tokens: int | None = None
     first_answer_ns: int = 0
+    other_model: str | None = None
 
 
 class Batch(msgspec.Struct, tag="batch"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.client.sent_before import MetBefore
 from ebbench.records.content import block_tokens
 
 _QUERIES, _HITS = re.compile(r"prefix_cache_queries(_total)?$"), re.compile(r"prefix_cache_hits(_total)?$")
@@ -72,4 +74,23 @@ def unplanned_hits(rate: float | None, plan: pa.Table) -> str | None:
         f"{100 * rate:.0f} % of the prompt tokens came from the server's prefix cache, but this run's prompts repeat "
         f"only {100 * planned:.0f} %: the server had cached them before, which makes it faster than for new prompts; "
         "reset its prefix cache or give another --seed"
+    )
+
+
+def met_before(met: MetBefore | None, rate: float | None, plan: pa.Table) -> str | None:
+    """A warning if the server was sent these prompts before, nothing emptied its cache, and its hits do not show it.
+
+    ``rate``: share of the prompt tokens found cached, None if the server does not report it. For synthetic prompts
+    a known rate says more (:func:`unplanned_hits`); of real text nobody knows how much it repeats.
+    """
+    text = plan.column("prompt").null_count < plan.num_rows
+    if met is None or (rate is not None and not (text and rate > _TOLERANCE)):
+        return None
+    hits = "it reports no hits" if rate is None else f"{100 * rate:.0f} % of the prompt tokens were hits"
+    when = datetime.fromtimestamp(met.unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    remedy = "" if text else ", or give another --seed"
+    return (
+        f"{100 * met.share:.0f} % of these prompts were sent to this server before, last on {when}, and nothing "
+        f"emptied its prefix cache ({hits}): unless it was restarted since, TTFT and throughput are those of cached "
+        f"prompts and not comparable with a first run; restart it{remedy}"
     )

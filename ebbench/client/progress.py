@@ -15,6 +15,8 @@ from ebbench.client.messages import Batch, RequestRecord
 from ebbench.client.senders import Senders
 from ebbench.client.table import requests_table
 
+MOST_NAMES = 20
+"""Names of other models that are counted one by one."""
 _RECENT = 500  # requests that the running medians cover
 
 
@@ -58,6 +60,8 @@ class Tally:
         self._rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         self._seen = np.zeros(plan.num_rows, dtype=np.bool_)
         self._failures: Counter[str] = Counter()
+        self.other_models: Counter[str] = Counter()
+        """Complete responses by the models that they name, where these are not the one asked for."""
         self._recent: deque[tuple[float, float | None]] = deque(maxlen=_RECENT)
         self._open: dict[int, int] = {}
         self._completed = self._output_tokens = self._input_tokens = 0
@@ -105,6 +109,9 @@ class Tally:
             self._failures[record.error_class or record.status] += 1
             return
         self._completed += 1
+        if (name := record.other_model) is not None:
+            counted = name in self.other_models or len(self.other_models) < MOST_NAMES
+            self.other_models[name if counted else "others"] += 1
         tokens = record.output_tokens or 0
         self._output_tokens += tokens
         self._input_tokens += record.prompt_tokens or 0

@@ -105,6 +105,7 @@ class RequestSender:
             streamed.fail(*request.verdict)
         except httpx.HTTPError as error:
             streamed.fail(transport_failure(error), str(error) or type(error).__name__)
+            error.__traceback__ = None  # its frames hold the exchange, which holds the error: never collected
         finally:
             if request.patience is not None:
                 request.patience.cancel()

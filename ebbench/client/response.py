@@ -44,16 +44,20 @@ class _ChatChoice(msgspec.Struct, gc=False):
 
 class _Completion(msgspec.Struct, gc=False):
     choices: list[_StreamedChoice] = []
+    model: Any = None
     usage: Usage | None = None
     error: Any = None
 
 
 class _Chat(msgspec.Struct, gc=False):
     choices: list[_ChatChoice] = []
+    model: Any = None
     usage: Usage | None = None
     error: Any = None
 
 
+MOST_MODELS, LONGEST_MODEL = 4, 200
+"""Names of models that are kept of one response, and characters of each."""
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _CHAT = msgspec.json.Decoder(_Chat)
 
@@ -64,7 +68,8 @@ class StreamedResponse:
     ``times_ns`` has one entry per message that may carry tokens; ``empty`` holds the positions of those without text (a
     token may decode to no text, and a closing message carries no token; :mod:`ebbench.client.classify` tells them apart
     by ``usage``). ``first_answer_ns``: first message of the answer after messages that the server marked as thinking
-    (``delta.reasoning``, vLLM's name, or the older ``delta.reasoning_content``).
+    (``delta.reasoning``, vLLM's name, or the older ``delta.reasoning_content``). ``models``: the models that the
+    messages name, each change one entry, at most MOST_MODELS.
     """
 
     __slots__ = (
@@ -81,6 +86,7 @@ class StreamedResponse:
         "first_answer_ns",
         "first_byte_ns",
         "last_ns",
+        "models",
         "sent_ns",
         "status",
         "thinking_messages",
@@ -97,12 +103,18 @@ class StreamedResponse:
         self.empty: list[int] = []
         self.sent_ns = self.first_byte_ns = self.first_answer_ns = self.last_ns = self.end_ns = 0
         self.thinking_messages = 0
+        self.models: list[str] = []
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
         self.error_class: str | None = None
         self.error_body = ""
         self.status: int | None = None
         self.done = False
+
+    @property
+    def model(self) -> str:
+        """The model that the last message named; empty if none did."""
+        return self.models[-1] if self.models else ""
 
     @property
     def text(self) -> str | None:
@@ -158,6 +170,8 @@ class StreamedResponse:
             else:
                 self.fail("malformed_frame", data.decode("utf-8", "backslashreplace"))
             return
+        if isinstance(message.model, str) and message.model[:LONGEST_MODEL] != self.model:
+            self.models[MOST_MODELS - 1 :] = [message.model[:LONGEST_MODEL]]
         choices = message.choices
         if choices:
             choice = choices[0]

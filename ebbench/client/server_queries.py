@@ -15,6 +15,8 @@ from ebbench.connections import IDLE_LIMIT_S, tls_context
 from ebbench.errors import RunError, UsageError
 
 _ASK_TIMEOUT_S = 10.0
+RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
+"""Paths that empty a prefix cache: of vLLM, which needs VLLM_SERVER_DEV_MODE=1, and of SGLang."""
 MADE_UP = "ebbench-fake-server"
 """What ebbench's fake server names as the owner of its models."""
 _UNTRUSTED = "give its certificate authority with --ca-file FILE or in SSL_CERT_FILE, or do not verify: --insecure"
@@ -105,11 +107,14 @@ class ServerQueries:
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the server's prefix cache. Returns False if the server cannot."""
-        try:
-            response = await self._client.post(f"{self._url}/reset_prefix_cache")
-        except httpx.HTTPError:
-            return False
-        return response.status_code == 200
+        for path in RESET_PATHS:
+            try:
+                response = await self._client.post(f"{self._url}{path}")
+            except httpx.HTTPError:
+                return False
+            if response.status_code == 200:
+                return True
+        return False
 
     async def metrics(self) -> str | None:
         """The text of /metrics, or None if the server has none."""

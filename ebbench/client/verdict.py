@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -54,6 +55,25 @@ def client_warnings(
     if dropped:
         found.append(f"{dropped} request(s) exceed the server's max_model_len and were left out")
     return tuple(text for text in found if text)
+
+
+def other_models_warning(other_models: Mapping[str, int], asked: str, completed: int) -> str | None:
+    """A warning if complete responses name another model than the one asked for; None if none does."""
+    others = sum(other_models.values())
+    if not others:
+        return None
+    if others == completed and len(other_models) == 1 and " and " not in next(iter(other_models)):
+        (name,) = other_models
+        return (
+            f"every answer names {name!r} as its model, not {asked!r} as asked for: an alias of it, or another model "
+            "that these figures are then of"
+        )
+    named = ", ".join(f"{count:,} from {name!r}" for name, count in Counter(other_models).most_common(3))
+    more = f" and {len(other_models) - 3} more" if len(other_models) > 3 else ""
+    return (
+        f"{others:,} of {completed:,} answers did not come from {asked!r} alone, as asked for: {named}{more}. These "
+        "figures mix models: a router in front of the server falls back, or balances among several; measure one model"
+    )
 
 
 def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:

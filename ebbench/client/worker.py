@@ -27,7 +27,7 @@ from ebbench.client.options import redacted, secrets
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
-from ebbench.client.response import StreamedResponse
+from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
 from ebbench.connections import IDLE_LIMIT_S
 
@@ -240,6 +240,7 @@ class Worker:
             text=streamed.text if self._assignment.options.keep_text else None,
             thinking_tokens=streamed.thinking_tokens,
             first_answer_ns=streamed.first_answer_ns,
+            other_model=_other_model(streamed, turn.lora or self._assignment.model),
         )
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -265,3 +266,9 @@ class Worker:
     def _report(self) -> None:
         records, self._records = self._records, []
         send(self._writer, Batch(records, self._sender.in_flight, self._tokens))
+
+
+def _other_model(streamed: StreamedResponse, asked: str) -> str | None:
+    """The models that the server named if any is not the one asked for."""
+    others = [name for name in streamed.models if name != asked[:LONGEST_MODEL]]
+    return " and ".join(dict.fromkeys(streamed.models)) if others else None

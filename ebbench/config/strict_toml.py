@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -12,6 +11,8 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import read_toml
+from ebbench.foreign.opening import read_text
 from vllm_eb.errors import name_hint
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -31,20 +32,11 @@ def given_of(table: msgspec.Struct, keys: Iterable[str]) -> list[str]:
 
 
 _UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
-_LINE = re.compile(r"at line (\d+)")
 
 
 def load_toml(path: Path, struct: type[T]) -> T:
     """Decode ``path`` into ``struct``. Raises InputFileError that names the file, the key and what is expected."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise InputFileError(path, f"is not UTF-8 text ({error.reason})") from None
-    except tomllib.TOMLDecodeError as error:
-        line = _LINE.search(str(error))
-        raise InputFileError(path, f"is not valid TOML: {error}", int(line[1]) if line else None) from None
+    data = read_toml(path)
     try:
         return msgspec.convert(data, struct)
     except msgspec.ValidationError as error:
@@ -81,7 +73,7 @@ def _structs(annotation: Any) -> Iterator[type[msgspec.Struct]]:
 
 def _line_of(path: Path, key: str) -> int | None:
     pattern = re.compile(rf"^\s*(?:\[+\s*)?{re.escape(key)}\s*[=.\]]")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if pattern.match(line):
             return number
     return None

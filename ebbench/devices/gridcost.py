@@ -9,6 +9,7 @@ import numpy as np
 
 from ebbench.devices.base import StepShape
 from ebbench.errors import InputFileError
+from ebbench.foreign.opening import read_text
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.costs import CostGrid
 
@@ -78,9 +79,7 @@ def _square_s(grid: CostGrid) -> float:
 def measured_calibration(path: Path) -> Calibration:
     """Read a calibration written by ``ebbench calibrate``. Raises InputFileError that names the field."""
     try:
-        calibration = calibration_from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read ({error.strerror}); the profile names it as measured") from None
+        calibration = calibration_from_json(read_text(path))
     except CalibrationError as error:
         raise InputFileError(path, str(error)) from None
     if calibration.grid is None:

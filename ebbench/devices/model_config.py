@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import read_object
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -42,14 +42,7 @@ _TWO_MATRICES = ("starcoder2", "gpt_neox", "phi", "nemotron", "arcee", "apertus"
 
 def read_config(path: Path) -> ModelGeometry:
     """Read a Hugging Face config.json of a dense or MoE decoder. Raises InputFileError that names the field."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise InputFileError(path, f"is not JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise InputFileError(path, "is not a JSON object")
+    raw = read_object(path)
     nested = raw.get("text_config")
     return _from_config(
         path, {**{key: raw[key] for key in _OF_ALL if key in raw}, **nested} if isinstance(nested, dict) else raw

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.model_config import read_config
 from ebbench.errors import InputFileError, UnknownNameError
+from ebbench.foreign.documents import read_toml
 
 DATA = Path(__file__).parent / "data"
 FORMAT = 1
@@ -117,7 +117,7 @@ def find_model(name: str) -> ModelGeometry:
 
 def read_profile(path: Path) -> DeviceProfile:
     """Read and check a device profile. Raises InputFileError that names the field."""
-    raw = _toml(path)
+    raw = read_toml(path)
     if raw.pop("format", None) != FORMAT:
         raise InputFileError(path, f"format must be {FORMAT}; is this a device profile?")
     hosts, links = raw.pop("host", {}), raw.pop("links", {})
@@ -160,15 +160,6 @@ def _measured(path: Path, raw: object) -> dict[str, str]:
     return {model: str(path.parent / file) for model, file in raw.items()}
 
 
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputFileError(path, f"is not TOML ({error})") from None
-
-
 def _check_fields(path: Path, prefix: str, raw: Mapping[str, Any], cls: type, *, may_be_zero: bool = False) -> None:
     """Raise InputFileError for unknown keys (keys contain units), missing fields, and impossible numbers."""
     known = {f.name: f for f in fields(cls)}
@@ -196,7 +187,7 @@ def _check_number(path: Path, name: str, value: object, may_be_zero: bool) -> No
 
 @cache
 def _models() -> Mapping[str, ModelGeometry]:
-    raw = _toml(DATA / "models.toml")
+    raw = read_toml(DATA / "models.toml")
     return {name: ModelGeometry(name=name, **values) for name, values in raw.items()}
 
 

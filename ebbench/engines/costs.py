@@ -16,6 +16,7 @@ from ebbench.devices.request import QUANTIZATIONS
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
+from ebbench.foreign.opening import read_text
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
 from vllm_eb.policy import PolicySpec
@@ -24,11 +25,7 @@ from vllm_eb.policy import PolicySpec
 def read_calibration(path: Path) -> Calibration:
     """Read a calibration file written by ``ebbench calibrate``. Raises InputFileError."""
     try:
-        return calibration_from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise InputFileError(path, "is not UTF-8 text") from None
+        return calibration_from_json(read_text(path))
     except CalibrationError as error:
         raise InputFileError(path, str(error)) from None
 

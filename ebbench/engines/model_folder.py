@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ebbench.devices.model_config import positions_of
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import UsageError
+from ebbench.foreign.documents import read_object
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json", "*.tiktoken")
@@ -23,15 +23,11 @@ def model_folder(model: str) -> Path | None:
 
 
 def model_config(folder: Path | None) -> Mapping[str, object]:
-    """The config.json of a folder; empty where there is none. Raises RunError where it is not JSON."""
+    """The config.json of a folder; empty where there is none. Raises InputFileError where it is no object."""
     path = folder / "config.json" if folder else None
     if path is None or not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is not JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
+    return read_object(path)
 
 
 def position_limit(folder: Path | None) -> int | None:

@@ -62,6 +62,8 @@ class StartedServers(SendingEngine):
             for process in self.processes:
                 process.check_alive("died")
             raise
+        for process in self.processes:
+            process.kept_log = self.log  # the folder of temporary logs is removed once they are copied
         died = tuple(reason for process in self.processes for reason in reason_of_death(process, done))
         if not died:
             await_records(records)

@@ -225,8 +225,8 @@ def prove_policy(record: Path, policy: PolicySpec, server: ServerProcess) -> Non
                 return
         if time.monotonic() > deadline:
             raise RunError(
-                f"the server runs, but policy {policy.name} does not schedule it: the plugin wrote no record; "
-                f"{server.tail()}"
+                f"the server runs, but policy {policy.name} does not schedule it: the plugin wrote no record"
+                f"{server.reason()}"
             )
         time.sleep(0.1)
 

@@ -247,9 +247,14 @@ def _limit_arguments(options: EngineOptions) -> list[str]:
 
 
 def hub_name(model: str) -> str:
-    """The name on the Hugging Face hub of a model known to ebbench by a short name (``qwen3-8b``); others unchanged."""
+    """The name on the Hugging Face hub of a model known to ebbench by a short name (``qwen3-8b``); others unchanged.
+
+    Raises UsageError for a path: the caller found no folder there.
+    """
     from ebbench.devices.profiles import find_model
 
+    if model.startswith((".", "/", "~")):
+        raise UsageError(f"{model}: no such folder; give a model's folder or its name on the Hugging Face hub")
     try:
         return find_model(model).hf_id or model
     except UnknownNameError:

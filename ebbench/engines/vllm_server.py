@@ -14,17 +14,23 @@ from types import TracebackType
 
 import httpx
 
-from ebbench.child import KEPT_BYTES, KILL_WAIT_S, Child, supervised
-from ebbench.engines.kv_memory import memory_remedy
+from ebbench.child import KILL_WAIT_S, Child, supervised
+from ebbench.engines.server_log import explain
 from ebbench.errors import RunError
 
 POLL_S = 0.25
 TERM_WAIT_S = 15.0  # time for the server to end its own children
 TAIL_LINES = 15
+READ_BYTES = 2**20  # of the log's end: the tracebacks of eight workers take 80 kB
 
 
 class ServerProcess:
-    """Runs ``command`` with its output in ``log``. Leaving the context stops it and all processes it started."""
+    """Runs ``command`` with its output in ``log``. Leaving the context stops it and all processes it started.
+
+    ``kept_log``: where the log will be once the run is over, for messages; None: it stays where it is.
+    """
+
+    kept_log: Path | None = None
 
     def __init__(self, command: Sequence[str], url: str, log: Path, env: Mapping[str, str]) -> None:
         self.url, self.log = url, log
@@ -58,7 +64,7 @@ class ServerProcess:
     def wait_ready(self, timeout_s: float, waiting: Callable[[float], None]) -> None:
         """Return once /health responds with 200; ``waiting`` is called at intervals with the seconds waited so far.
 
-        Raises RunError with the end of the log if that does not happen.
+        Raises RunError with the server's first error if that does not happen.
         """
         began = time.monotonic()
         # One client for all questions: making one takes 25 ms of CPU, which the server needs to start.
@@ -69,7 +75,7 @@ class ServerProcess:
                 if _answers(client, self.url):
                     return
                 time.sleep(POLL_S)
-        raise RunError(f"the server was not ready after {timeout_s:g} s; {self.tail()}")
+        raise RunError(f"the server was not ready after {timeout_s:g} s{self.reason()}")
 
     def check_alive(self, what: str, patience_s: float = 0.0) -> None:
         """Raise RunError if the process has ended, or ends within ``patience_s``."""
@@ -78,15 +84,16 @@ class ServerProcess:
             self._process.wait(patience_s)
         status = self._process.poll()
         if status is not None:
-            raise RunError(f"the server {what} (exit status {status}); {self.tail()}")
+            raise RunError(f"the server {what} ({_status(status)}){self.reason()}")
 
-    def tail(self) -> str:
-        """The last lines of the log, and its path."""
+    def reason(self) -> str:
+        """The first error in the log and the log's path, as the end of a sentence; without an error its last lines."""
         with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - KEPT_BYTES))
-            end = file.read().decode(errors="replace")
-        reason = f"{remedy}; " if (remedy := memory_remedy(end)) else ""
-        return "\n".join([f"{reason}log {self.log}, its end:", *end.splitlines()[-TAIL_LINES:]])
+            file.seek(max(0, self.log.stat().st_size - READ_BYTES))
+            output = file.read().decode(errors="replace")
+        if said := explain(output):
+            return f": {said}; its log: {self.kept_log or self.log}"
+        return "\n".join([f"; its log: {self.kept_log or self.log}, which ends:", *output.splitlines()[-TAIL_LINES:]])
 
     def stop(self) -> None:
         """Stop the server: SIGTERM lets it end its own children; remaining processes are then killed."""
@@ -96,6 +103,14 @@ class ServerProcess:
         process.end(TERM_WAIT_S + KILL_WAIT_S)
         with contextlib.suppress(ProcessLookupError):  # the group is empty, unless the supervisor itself was killed
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _status(status: int) -> str:
+    """An exit status in words. The kernel's answer to lack of memory is SIGKILL."""
+    number = -status if status < 0 else status - 128
+    if number == signal.SIGKILL:
+        return "killed, as the kernel does when memory runs out"
+    return f"exit status {status}"
 
 
 def free_port() -> int:

@@ -26,7 +26,7 @@ from ebbench.gateway.upstreams import Upstreams
 
 _LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
 # These requests go to every upstream, since each has its own cache.
-_FOR_ALL = ("/reset_prefix_cache", "/reset_mm_cache")
+_FOR_ALL = ("/reset_prefix_cache", "/flush_cache", "/reset_mm_cache")
 
 
 class Gateway:

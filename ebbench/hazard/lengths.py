@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from ebbench.errors import DataError, InputFileError, UsageError
+from ebbench.foreign.opening import DOCUMENT_BYTES, read_text
 from ebbench.records.run import MANIFEST, Run
 
 
@@ -79,10 +80,7 @@ def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: d
 
 def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
     """One length per line after an optional heading; None if the file has another format. Raises InputFileError."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputFileError(path, f"cannot be read: {error}") from None
+    lines = [line.strip() for line in read_text(path, DOCUMENT_BYTES).splitlines()]
     filled = [line for line in lines if line]
     if filled and not filled[0].isdigit() and len(filled) > 1 and filled[1].isdigit():
         filled = filled[1:]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbench.errors import DataError, RunError
+from ebbench.errors import DataError, InputFileError, RunError
+from ebbench.foreign.documents import read_json
+from ebbench.foreign.opening import open_regular, read_bytes
+from ebbench.foreign.tables import open_parquet, parquet_errors
 
 _NAMED = 3
 ROW_GROUP_ROWS = 1 << 15
@@ -73,24 +76,43 @@ def merge_tables(shards: Sequence[Path], path: Path) -> None:
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet file. Raises DataError naming the file if it is missing, truncated or not Parquet."""
-    try:
-        return pq.read_table(
-            path,
-            columns=list(columns) if columns is not None else None,
-            partitioning=None,
-            page_checksum_verification=True,
-        )
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+    with stored(path), open_stored_parquet(path) as file, parquet_errors(path):
+        return file.read(columns=list(columns) if columns is not None else None)
 
 
 def read_footer(path: Path) -> tuple[pa.Schema, int]:
     """Schema and number of rows of a Parquet file. Raises DataError like :func:`read_table`."""
+    with stored(path), open_stored_parquet(path) as file:
+        return file.schema_arrow, int(file.metadata.num_rows)
+
+
+def read_stored(path: Path) -> bytes:
+    """The content of a stored file that is no table. Raises DataError."""
+    with stored(path):
+        return read_bytes(path)
+
+
+def read_stored_json(path: Path) -> Any:
+    """The value of a stored JSON file. Raises DataError."""
+    with stored(path):
+        return read_json(path)
+
+
+@contextmanager
+def stored(path: Path) -> Iterator[None]:
+    """What is wrong with a stored file is a DataError."""
     try:
-        with pq.ParquetFile(path) as file:
-            return file.schema_arrow, int(file.metadata.num_rows)
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+        yield
+    except InputFileError as error:
+        if not path.exists():
+            raise DataError(f"{path}: missing; the run directory is incomplete") from None
+        raise DataError(str(error)) from None
+
+
+def open_stored_parquet(path: Path) -> pq.ParquetFile:
+    """A Parquet file that Arrow reads itself, which is faster than through Python. Raises InputFileError."""
+    with open_regular(path):
+        return open_parquet(path, path)
 
 
 def sync_directory(directory: Path) -> None:
@@ -101,13 +123,6 @@ def sync_directory(directory: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    if not path.exists():
-        return DataError(f"{path}: missing; the run directory is incomplete")
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return DataError(f"{path}: not a readable Parquet file ({first_line})")
 
 
 def _replace(path: Path, write: Any) -> None:

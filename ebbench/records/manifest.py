@@ -17,6 +17,7 @@ import pyarrow as pa
 
 import ebbench
 from ebbench.errors import DataError
+from ebbench.foreign.documents import BadValueError, json_value
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 
@@ -98,11 +99,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(content: bytes, path: Path) -> Manifest:
     """Decode a manifest. Raises DataError naming ``path`` if it is damaged or from a newer ebbench."""
     try:
-        version = msgspec.json.decode(content, type=_Versioned).schema_version
+        value = json_value(content)
+        version = msgspec.convert(value, _Versioned).schema_version
         if version > SCHEMA_VERSION:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
-        manifest = msgspec.json.decode(content, type=Manifest)
-    except msgspec.MsgspecError as error:
+        manifest = msgspec.convert(value, Manifest)
+    except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None
     unknown = [name for name in manifest.slo if name not in LIMITS]
     if unknown:

@@ -51,7 +51,7 @@ class Run:
         Raises DataError naming the faulty file.
         """
         directory = Path(path)
-        manifest = _read_manifest(directory)
+        manifest = read_manifest(directory)
         for name in dict.fromkeys([*SCHEMAS, *manifest.rows]):
             _check_table(directory / f"{name}.parquet", SCHEMAS.get(name), manifest.rows.get(name))
         return cls(directory, manifest)
@@ -258,19 +258,17 @@ def _conform(table: pa.Table, name: str) -> pa.Table:
         raise RunError(f"{name} table does not fit its schema: {error}") from error
 
 
-def _read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a run directory. Raises DataError if there is none, or it is damaged."""
     path = directory / MANIFEST
     require_directory(directory)
-    try:
-        return decode_manifest(path.read_bytes(), path)
-    except FileNotFoundError:
+    if not path.exists():
         kept = any(directory.glob("*.part-*.parquet"))
         remedy = (
             "the run did not finish; `ebbench recover` rebuilds it from its shards" if kept else "not a run directory"
         )
-        raise DataError(f"{path}: missing; {remedy}") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{path}: missing; {remedy}")
+    return decode_manifest(files.read_stored(path), path)
 
 
 def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:

@@ -60,7 +60,8 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
             rates.setdefault(summary.policy, []).append(summary.metrics.prefix_hit_rate)
     if not rates:
         known = any(summary.metrics.completed for summary in summaries)
-        return "Prefix cache: the server does not report hits." if known else ""
+        kept = ", and nothing emptied it before the run" if any(s.machine.cache_kept for s in summaries) else ""
+        return f"Prefix cache: the server does not report hits{kept}." if known else ""
     shown = {policy: percent(sum(values) / len(values)) for policy, values in rates.items()}
     if len(set(shown.values())) == 1:
         return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits."

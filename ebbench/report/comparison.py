@@ -204,8 +204,30 @@ def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> st
         return f"No winner: {by}.{kept_up}"
     if said in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(found)}.{kept_up}"
-    why = "one pair does not rule out chance" if not said else "which chance may explain"
-    return f"{leader} {AHEAD}: {by}; {why}.{kept_up}"
+    return f"{leader} {AHEAD}: {by}; {_open_question(other, found)}.{kept_up}"
+
+
+def _open_question(other: PolicyContrasts, contrast: Contrast) -> str:
+    """Why a difference is not shown here; where the gate's one-sided test shows it, that is said, too."""
+    if contrast.p_adjusted is None:
+        return "one pair does not rule out chance"
+    if contrast.figure not in other.worse:
+        return "which chance may explain"
+    return (
+        f"not shown here (p = {_p(contrast.p_adjusted)}, two-sided: is there a difference?), but `ebbench gate` counts "
+        f"{other.label} as worse (p = {_p(other.worse[contrast.figure])}, one-sided: is it worse?)"
+    )
+
+
+def _gate_notes(comparison: PairedComparison) -> list[str]:
+    """Figures other than the deciding one that are undecided here and worse by the gate's one-sided test."""
+    found = [
+        f"{LABELS[c.figure]} of {other.label} (p = {_p(other.worse[c.figure])})"
+        for other in comparison.others
+        for c in other.contrasts
+        if c.figure in other.worse and c.figure != other.deciding and verdict(c) == UNDECIDED
+    ]
+    return [f"undecided here, but worse by the gate's one-sided test: {', '.join(found)}"] if found else []
 
 
 def _named(contrast: Contrast) -> str:
@@ -221,7 +243,7 @@ def legend(comparison: PairedComparison) -> str:
     pairs = max(len(other.pairs) for other in comparison.others)
     counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
     text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
-    text += "".join(f"; {line}" for line in _skipped(comparison))
+    text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in other.pairs) for other in comparison.others):
         text += f"; {copies} {COPIES}"
@@ -247,6 +269,15 @@ def _skipped(comparison: PairedComparison) -> list[str]:
         for each in comparison.others
         for figure, why in each.skipped.items()
     ]
+
+
+def _left_out(comparison: PairedComparison) -> list[str]:
+    """Runs that are in no pair, with the policies that this concerns."""
+    notes: dict[str, list[str]] = {}
+    for other in comparison.others:
+        for note in other.left_out:
+            notes.setdefault(note, []).append(other.label)
+    return [f"{note} ({', '.join(labels)})" for note, labels in notes.items()]
 
 
 def _detectable_of(other: PolicyContrasts) -> str:
@@ -303,4 +334,6 @@ def _other_json(other: PolicyContrasts) -> dict[str, Any]:
         "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in other.contrasts],
         "skipped": dict(other.skipped),
         "copies": sum(pair.copies for pair in pairs),
+        "left_out": list(other.left_out),
+        "worse_one_sided": dict(other.worse),
     }

@@ -58,9 +58,12 @@ def _legend(verdict: Verdict) -> str:
         "geometric mean over the pairs, negative is better; "
     )
     if verdict.rules.sequential:
-        return f"{head}p and interval hold at every look (e-process), p Holm-adjusted. Margin: {_margins(verdict)}."
+        return (
+            f"{head}p (one-sided: is the candidate worse?) and interval hold at every look (e-process), p "
+            f"Holm-adjusted. Margin: {_margins(verdict)}."
+        )
     return (
-        f"{head}p: exact sign-flip, Holm-adjusted. "
+        f"{head}p: exact sign-flip test, one-sided (is the candidate worse?), Holm-adjusted. "
         f"Minimum detectable loss (failed with 80 % probability) and margin: {detectable(verdict)}."
     )
 

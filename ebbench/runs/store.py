@@ -186,13 +186,13 @@ def _settle(working: Path, final: Path, *, replace_it: bool) -> None:
 
 def _read(directory: Path) -> Measured | None:
     path = directory / CELL
+    if not path.exists():
+        return None
+    content = files.read_stored_json(path)
     try:
-        content = msgspec.json.decode(path.read_bytes())
         parts, caveats = tuple(content["phases"]), tuple(content["caveats"])
         return Measured(content["figures"], parts, directory, content["seconds"], content["worker"], caveats)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete the directory to run the cell again") from None
 
 

@@ -63,9 +63,11 @@ def find_schedule(
 
 
 def _stored(path: Path) -> MeasuringSchedule | None:
+    if not path.exists():
+        return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=MeasuringSchedule) if path.exists() else None
-    except msgspec.MsgspecError as error:
+        return msgspec.convert(files.read_stored_json(path), MeasuringSchedule)
+    except msgspec.ValidationError as error:
         raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
 
 

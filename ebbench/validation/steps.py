@@ -65,8 +65,8 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
 def stored_step_times(folder: Path) -> StepTimes:
     """Read what :func:`measure_step_times` stored. Raises DataError for a damaged file."""
     path = folder / RESULT
+    found = files.read_stored_json(path)
     try:
-        found = json.loads(path.read_bytes())
         profile = folder / "profile" / "profile.toml"
         grid = found["calibration"]["grid"]
         return StepTimes(

@@ -10,10 +10,13 @@ from ebbench.workloads.log_columns import ALIASES, plain_name, value_at
 from ebbench.workloads.log_files import LogFile
 from ebbench.workloads.trace_times import Stamp, parse_stamp
 
+MOST_LOOKED_AT = 300
+"""Names that are compared with those known; each takes 0.1 ms."""
+
 
 def nearest_columns(names: Sequence[str], role: str) -> str:
     """Names of columns most like those of a role, for an error message; empty if none is similar."""
-    plain = {plain_name(name).rpartition(".")[2]: name for name in names}
+    plain = {plain_name(name).rpartition(".")[2]: name for name in names[:MOST_LOOKED_AT]}
     close = [
         match for alias in ALIASES[role] for match in difflib.get_close_matches(alias, list(plain), n=1, cutoff=0.75)
     ]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ebbench.errors import InputFileError
-from ebbench.workloads.json_keys import RepeatedKeyError, with_unique_keys
+from ebbench.foreign.documents import DEPTH, BadValueError, json_value, too_deep, with_unique_keys
+from ebbench.foreign.opening import BLANK_LINES, LINE_BYTES, open_unpacked
+from ebbench.foreign.tables import parquet_rows
 
 CHUNK_BYTES = 1 << 20
-_MAX_RECORD_BYTES = 64 << 20  # a longer unfinished JSON value means a broken file
-_WHITE = " \t\r\n"
+_NOT_WHITE = re.compile(r"[^ \t\r\n\ufeff]")
 
 
 class FileRecord(NamedTuple):
@@ -25,11 +27,7 @@ class FileRecord(NamedTuple):
 
 def read_file(path: Path, columns: Sequence[str]) -> Iterator[FileRecord]:
     """Records of a local file, whose format is recognised from its first bytes. Raises InputFileError."""
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
-    with stream:
+    with open_unpacked(path) as stream:
         start = stream.read(4)
         stream.seek(0)
         if start == b"PAR1":
@@ -49,25 +47,8 @@ def read_json(stream: IO[bytes], name: str) -> Iterator[FileRecord]:
 
 def read_parquet(stream: IO[bytes], name: str, columns: Sequence[str] | None) -> Iterator[FileRecord]:
     """Records of a Parquet file with these columns, None for all of them. Raises InputFileError."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(stream)
-        present = file.schema_arrow.names
-        if twice := next((column for column in present if present.count(column) > 1), None):
-            raise InputFileError(name, f"has two columns named {twice!r}")
-        missing = [column for column in columns or () if column not in present]
-        if missing:
-            raise InputFileError(name, f"has no column {missing[0]!r}; its columns are {', '.join(present)}")
-        index = 0
-        chosen = None if columns is None else list(columns)
-        for batch in file.iter_batches(batch_size=512 if chosen else 16_384, columns=chosen):
-            for value in batch.to_pylist():
-                index += 1
-                yield FileRecord(None, index, value)
-    except pa.ArrowInvalid as error:
-        raise InputFileError(name, f"is not readable Parquet: {str(error).splitlines()[0]}") from None
+    for index, value in enumerate(parquet_rows(name, stream, columns), start=1):
+        yield FileRecord(None, index, value)
 
 
 class _Text:
@@ -77,6 +58,7 @@ class _Text:
         self._stream, self.name = stream, name
         self._pending = b""
         self.window, self.at, self.line, self.ended = "", 0, 1, False
+        self.blank = 0  # characters of white space between records
 
     def fill(self) -> bool:
         """Append the next piece to the window; returns False at the end of the stream."""
@@ -97,6 +79,17 @@ class _Text:
         self.at = 0
         return True
 
+    def grow(self) -> bool:
+        """Twice as much unread text, at least one more piece; False at the end. Raises InputFileError if too long."""
+        unread = len(self.window) - self.at
+        if unread > LINE_BYTES:
+            problem = f"has a line or record of more than {LINE_BYTES >> 20} MiB; expected JSON lines or a JSON array"
+            raise InputFileError(self.name, problem, self.line)
+        more = self.fill()
+        while more and len(self.window) < min(2 * unread, LINE_BYTES) and self.fill():
+            pass
+        return more
+
     def advance(self, to: int) -> None:
         """Move to position ``to`` of the window, counting lines."""
         self.line += self.window.count("\n", self.at, to)
@@ -105,12 +98,14 @@ class _Text:
     def skip_white(self) -> None:
         """Move to the next character that is not white space or a byte order mark."""
         while True:
-            to = self.at
-            while to < len(self.window) and self.window[to] in _WHITE + "\ufeff":
-                to += 1
-            self.advance(to)
-            if to < len(self.window) or not self.fill():
+            found = _NOT_WHITE.search(self.window, self.at)
+            self.advance(len(self.window) if found is None else found.start())
+            if found is not None or not self.fill():
+                self.blank = 0
                 return
+            self.blank += CHUNK_BYTES
+            if self.blank > LINE_BYTES:
+                raise InputFileError(self.name, f"has {LINE_BYTES >> 20} MiB of white space; remove it", self.line)
 
     def peek(self) -> str:
         """The current character, or an empty string at the end."""
@@ -150,17 +145,26 @@ def _array(text: _Text) -> Iterator[FileRecord]:
 
 
 def _value(text: _Text, index: int) -> Any:
-    """Decode one JSON value, reading further while it is unfinished."""
+    """Decode one JSON value, reading further while it is unfinished: twice as much each time."""
     while True:
+        begins = text.at
         try:
-            value, end = _decoder.raw_decode(text.window, text.at)
+            value, end = _decoder.raw_decode(text.window, begins)
+            inside = text.window[begins:end]
+            if inside.count("[") + inside.count("{") > DEPTH and too_deep(value):
+                raise RecursionError
+        except RecursionError:
+            problem = f"record {index} has more than {DEPTH} objects or lists within each other"
+            raise InputFileError(text.name, problem, text.line) from None
         except json.JSONDecodeError as error:
-            if len(text.window) - text.at < _MAX_RECORD_BYTES and text.fill():
+            if text.grow():
                 continue
             line = text.line + text.window.count("\n", text.at, error.pos)
             raise InputFileError(text.name, f"record {index} is not valid JSON: {error.msg}", line) from None
-        except RepeatedKeyError as error:
+        except BadValueError as error:
             raise InputFileError(text.name, f"record {index} {error}", text.line) from None
+        except ValueError as error:
+            raise InputFileError(text.name, f"record {index} is not valid JSON: {error}", text.line) from None
         if end == len(text.window) and not text.ended and text.fill():
             continue  # a number may continue in the next piece
         text.advance(end)
@@ -168,16 +172,22 @@ def _value(text: _Text, index: int) -> Any:
 
 
 def _lines(text: _Text) -> Iterator[FileRecord]:
-    index = 0
+    index = blank = 0
     while text.peek():
         end = text.window.find("\n", text.at)
-        while end < 0 and text.fill():
-            end = text.window.find("\n", text.at)
+        while end < 0:
+            looked_at = len(text.window) - text.at
+            if not text.grow():
+                break
+            end = text.window.find("\n", text.at + looked_at)
         end = len(text.window) if end < 0 else end
         row = text.window[text.at : end].strip()
+        blank += not row
         if row:
             index += 1
             yield FileRecord(text.line, index, _row(text, row))
+        elif blank > BLANK_LINES:
+            raise InputFileError(text.name, f"has more than {BLANK_LINES:,} empty lines; remove them", text.line)
         text.advance(min(end + 1, len(text.window)))
         if text.at == len(text.window):
             text.fill()
@@ -185,11 +195,7 @@ def _lines(text: _Text) -> Iterator[FileRecord]:
 
 def _row(text: _Text, row: str) -> Any:
     try:
-        return json.loads(row, object_pairs_hook=with_unique_keys)
-    except RepeatedKeyError as error:
-        raise InputFileError(text.name, str(error), text.line) from None
-    except json.JSONDecodeError as error:
+        return json_value(row.encode())
+    except BadValueError as error:
         hint = "; a file with one JSON object over several lines must be an array" if row == "{" else ""
-        raise InputFileError(
-            text.name, f"is not valid JSON: {error.msg} (column {error.pos + 1}){hint}", text.line
-        ) from None
+        raise InputFileError(text.name, f"{error}{hint}", text.line) from None

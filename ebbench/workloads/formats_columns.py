@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from ebbench.errors import InputFileError, UsageError
 from ebbench.workloads.column_hints import columns_like_times, nearest_columns
 from ebbench.workloads.log_columns import ALIASES, Columns, names_in, plain_name, recognise, value_at
+from ebbench.workloads.log_failures import failure_of, tells_failures
 from ebbench.workloads.log_files import LogFile, LogRecord
 from ebbench.workloads.log_texts import BLOCK_TOKENS, answer_of, text_of
 from ebbench.workloads.recorded import Dropped, Reading, ReadOptions, Recorded, Rows, TraceFormat, tokens_of, unusable
 from ebbench.workloads.trace_times import Stamp, read_stamp
 
-_FAILED = ("error", "fail", "cancel", "abort", "timeout", "timed_out", "reject", "incomplete")
 _MORE = ("end", "duration", "turn", "hash_ids", "session", "cached")
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
@@ -65,7 +64,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
         columns = recognise(names, asked)
     except UsageError as error:
         raise InputFileError(log.path, str(error), _names_line(log)) from None
-    columns = _without_texts(columns, log)
+    columns = _with_fitting_values(columns, log, asked)
     _check(log, columns, names)
     if "block_tokens" in options.columns and not {"hash_ids", "messages", "prompt"} & columns.names.keys():
         raise UsageError(f"{log.path}: has no hash_ids, whose size --columns block_tokens= sets; leave it out")
@@ -105,13 +104,15 @@ def _spelled(column: str, names: list[str]) -> str:
     return next((name for name in names if plain_name(name) == plain_name(column)), "")
 
 
-def _without_texts(columns: Columns, log: LogFile) -> Columns:
-    """Leave out columns named like texts whose values are numbers, as ``output`` or ``answer`` in some tables."""
+def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str]) -> Columns:
+    """Leave out columns that are named like texts or a status and hold neither, as ``output`` or ``code`` may."""
     names = dict(columns.names)
     for role, reads in (("messages", text_of), ("prompt", text_of), ("answer", answer_of)):
         get = value_at(names.get(role))
         if role in names and not any(reads(get(record.value)) for record in log.sample):
             del names[role]
+    if "status" in names and "status" not in asked and not tells_failures(names["status"], log):
+        del names["status"]
     return replace(columns, names=names)
 
 
@@ -164,7 +165,7 @@ class _Reader:
         have = columns.names
         self.from_texts = "hash_ids" not in have and ("messages" in have or "prompt" in have)
         self._prompt = columns.getter("messages" if "messages" in have else "prompt")
-        self._answer, self._status, self._error = (columns.getter(role) for role in ("answer", "status", "error"))
+        self._answer, self._failure = columns.getter("answer"), failure_of(columns, log)
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
         self._session, self._cached = self._session_of(), columns.getter("cached")
         self._added = [(name, value_at(name)) for name in columns.added]
@@ -174,12 +175,11 @@ class _Reader:
         """All records, completed requests and dropped ones."""
         inputs_of, outputs_of, time_of = (self._columns.getter(role) for role in ("input", "output", "time"))
         names = self._columns.names
-        fails = "status" in names or "error" in names
         added = bool(self._added)
         more = self.from_texts or self._definition.parents is not None or any(role in names for role in _MORE)
         for record in self._log.records():
             value = record.value
-            if fails and (reason := self._rejection(value)):
+            if reason := self._failure(value):
                 yield Dropped(record.line, reason)
                 continue
             inputs, outputs, text = self._lengths(record, inputs_of(value), outputs_of(value))
@@ -190,11 +190,6 @@ class _Reader:
                 continue
             row = Recorded(record.line, self._stamp(record, "time", time_of(value)), inputs, outputs)
             yield self._completed(record, row, text) if more else row
-
-    def _rejection(self, value: Mapping[str, Any]) -> str:
-        """Why a request did not complete; empty if it did."""
-        status = self._status(value)
-        return (_failure(status) if type(status) in (str, int) else "") or _fault(self._error(value))
 
     def _completed(self, record: LogRecord, row: Recorded, text: str) -> Recorded:
         """The request with its end, session and prefix."""
@@ -276,16 +271,3 @@ class _Reader:
             return found
 
         return root
-
-
-@lru_cache(maxsize=1024)
-def _failure(status: str | int) -> str:
-    """Why a status means that the request failed; empty if it does not."""
-    text = str(status).strip().lower()
-    if text.isdigit():
-        return f"status {text}" if int(text) >= 400 else ""
-    return f"status {text[:30]}" if any(word in text for word in _FAILED) else ""
-
-
-def _fault(error: Any) -> str:
-    return "" if error in (None, "", "-", "null", "None", False, {}, [], "false", "False", "0", 0) else "an error"

@@ -45,8 +45,17 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     ),
     "turn": ("turn", "turn_index", "turn_id", "turn_number", "round"),
     "user": ("user_id", "user", "client_id", "end_user", "customer_id"),
-    "status": ("status_code", "http_status", "status", "http_status_code", "response_status"),
-    "error": ("error", "error_message", "exception", "error_type"),
+    "status": (
+        "status_code", "http_status", "status", "http_status_code", "response_status", "http_code", "response_code",
+        "http_response_code", "response_status_code", "http_response_status", "resp_code", "resp_status", "sc_status",
+        "upstream_status", "request_status", "result_code", "status_class", "code", "sc", "outcome", "state", "result",
+        "finish_reason", "stop_reason",
+    ),
+    "error": (
+        "error", "error_message", "exception", "error_type", "is_error", "has_error", "failed", "is_failed", "errored",
+        "errors", "error_code", "error_msg", "err", "failure", "failure_reason", "error_reason",
+    ),
+    "success": ("success", "succeeded", "successful", "is_success", "is_successful", "ok", "is_ok"),
     "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
     "cached": ("cached_tokens", "cache_read_input_tokens", "cached_input_tokens", "prompt_cache_hit_tokens"),
     "messages": ("messages", "conversations_messages", "chat_messages"),
@@ -137,11 +146,15 @@ def names_in(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(found)
 
 
+_MOST_NESTED, _MOST_NAMES = 200, 5_000
+"""Keys of a nested object, and names in all, from which on nested ones are data, such as probabilities by token."""
+
+
 def _collect(value: Mapping[str, Any], prefix: str, found: dict[str, None], depth: int) -> None:
     for key, inner in value.items():
         name = f"{prefix}{key}"
         found.setdefault(name)
-        if isinstance(inner, Mapping) and depth < 5:
+        if isinstance(inner, Mapping) and depth < 5 and len(inner) <= _MOST_NESTED and len(found) < _MOST_NAMES:
             _collect(inner, f"{name}.", found, depth + 1)
 
 

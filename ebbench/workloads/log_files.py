@@ -7,25 +7,23 @@ values; an access log's columns are its ``name=value`` pairs, and its fields by 
 
 from __future__ import annotations
 
-import csv
-import gzip
 import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any, Literal, NamedTuple
 
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import YAML_BYTES, BadValueError, json_document, json_value, yaml_document
+from ebbench.foreign.opening import DOCUMENT_BYTES, decoded, lines_of, not_text, open_unpacked, read_rest
+from ebbench.foreign.tables import COLUMNS, csv_rows
 from ebbench.workloads.files import read_json, read_parquet
-from ebbench.workloads.json_keys import RepeatedKeyError, check_keys
 
 Kind = Literal["JSON lines", "JSON", "YAML", "Parquet", "CSV", "access log"]
 
-_GZIP, _PARQUET, _MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
+_PARQUET = b"PAR1"
 _OTHER_BYTES = {
     b"PK\x03\x04": "is a zip archive or an Excel sheet; unpack it, or save the sheet as CSV",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first: zstd -d",
@@ -38,11 +36,9 @@ _OTHER_BYTES = {
     b"ORC": "is an ORC file; convert it to Parquet",
 }
 """What files begin with that are often logs and cannot be read, and what to do."""
-_LATIN = "is not UTF-8 text ({}); convert it first, from Latin 1 with: iconv -f latin1 -t utf-8"
 _SAMPLE = 50  # records that are looked at to recognise columns
 _IN_FOLDERS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _YAML_START = re.compile(r"(---|%YAML|\w+:)(\s|$)")
-_BYTE = re.compile(r"byte (\d+)")
 
 
 class LogRecord(NamedTuple):
@@ -92,6 +88,7 @@ def open_log(path: Path) -> LogFile:
     sample = tuple(islice(_READERS[kind](path), _SAMPLE))
     if not sample:
         raise InputFileError(path, "holds no requests, only a header" if kind == "CSV" else "holds no requests")
+    _check_width(path, sample)
     columns = tuple(sample[0].value) if kind in ("CSV", "Parquet") else ()
     return LogFile(path, kind, columns, sample)
 
@@ -105,27 +102,25 @@ def _open_folder(path: Path) -> LogFile:
     return LogFile(path, first.kind, first.columns, tuple(islice(sample, _SAMPLE)), parts)
 
 
-def _open(path: Path) -> IO[bytes]:
-    try:
-        stream = path.open("rb")
-        packed = stream.read(2) == _GZIP
-        stream.seek(0)
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
-    return gzip.open(stream) if packed else stream  # type: ignore[return-value]
+def _check_width(path: Path, sample: tuple[LogRecord, ...]) -> None:
+    names: set[str] = set()
+    for record in sample:
+        names.update(record.value)
+        if len(names) > COLUMNS:
+            problem = f"has more than {COLUMNS:,} columns; keep those of times and token counts"
+            raise InputFileError(path, problem, record.line)
 
 
 def _kind_of(path: Path) -> Kind:
-    with _open(path) as stream:
-        start = _read(path, stream, 4)
+    with open_unpacked(path) as stream:
+        start = stream.read(4)
+        stream.seek(0)
         if start == _PARQUET:
             return "Parquet"
         if problem := next((what for mark, what in _OTHER_BYTES.items() if start.startswith(mark)), ""):
             raise InputFileError(path, problem)
-        line = start + _line(path, stream)
-        while line and not line.strip(b"\xef\xbb\xbf \t\r\n"):
-            line = _line(path, stream)
-    text = _decoded(path, line, 1).strip()
+        number, line = next(lines_of(path, stream), (1, b""))
+    text = decoded(path, line, number).strip()
     if not text:
         raise InputFileError(path, "is empty; expected one record per line, a table with a header, or JSON")
     if text.startswith("["):
@@ -140,57 +135,20 @@ def _kind_of(path: Path) -> Kind:
 def _is_json(text: str) -> bool:
     """Whether the line is a whole JSON value; a broken one is taken as such if it is closed or followed by others."""
     try:
-        msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text not in ("{", "{ ") and not text.endswith(("{", "[", ","))
+        json_value(text.encode())
+    except BadValueError:
+        return text not in ("{", "{ ") and not text.endswith(("{", "[", ",", ":"))
     return True
 
 
-def _read(path: Path, stream: IO[bytes], size: int) -> bytes:
-    try:
-        return stream.read(size)
-    except (OSError, EOFError) as error:
-        raise InputFileError(path, f"cannot be unpacked: {error}") from None
-
-
-def _line(path: Path, stream: IO[bytes]) -> bytes:
-    try:
-        return stream.readline()
-    except (OSError, EOFError) as error:
-        raise InputFileError(path, f"cannot be unpacked: {error}") from None
-
-
-def _decoded(path: Path, line: bytes, number: int) -> str:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        problem = "is neither Parquet nor text" if b"\0" in line else _LATIN.format(error.reason)
-        raise InputFileError(path, problem, number) from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers, without a byte order mark."""
-    with _open(path) as stream:
-        try:
-            for number, line in enumerate(stream, start=1):
-                if not line.isspace():
-                    yield number, line.removeprefix(_MARK) if number == 1 else line
-        except (OSError, EOFError) as error:
-            raise InputFileError(path, f"cannot be unpacked: {error}") from None
-
-
 def _json_lines(path: Path) -> Iterator[LogRecord]:
-    decode = msgspec.json.Decoder().decode
-    for number, line in _lines(path):
-        try:
-            value = decode(line)
-            if type(value) is dict:
-                check_keys(line, value)
-        except msgspec.DecodeError as error:
-            raise InputFileError(path, f"is not valid JSON: {error}", number) from None
-        except RepeatedKeyError as error:
-            raise InputFileError(path, str(error), number) from None
-        yield LogRecord(number, value if type(value) is dict else _mapping(path, number, value))
+    with open_unpacked(path) as stream:
+        for number, line in lines_of(path, stream):
+            try:
+                value = json_value(line)
+            except BadValueError as error:
+                raise InputFileError(path, str(error), number) from None
+            yield LogRecord(number, value if type(value) is dict else _mapping(path, number, value))
 
 
 def _mapping(path: Path, line: int, value: Any) -> Mapping[str, Any]:
@@ -201,128 +159,85 @@ def _mapping(path: Path, line: int, value: Any) -> Mapping[str, Any]:
 
 def _json(path: Path) -> Iterator[LogRecord]:
     """Records of an array, or a document as one record."""
-    with _open(path) as stream:
-        start = _read(path, stream, 1024).lstrip(b"\xef\xbb\xbf \t\r\n")
+    with open_unpacked(path) as stream:
+        start = stream.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")
         stream.seek(0)
         if start.startswith(b"["):
             for record in read_json(stream, str(path)):
                 yield LogRecord(record.line or 1, _mapping(path, record.line or 1, record.value))
             return
-        text = _read(path, stream, -1)
-    try:
-        value = msgspec.json.decode(text.removeprefix(_MARK))
-        check_keys(text.removeprefix(_MARK), value)
-    except RepeatedKeyError as error:
-        raise InputFileError(path, str(error)) from None
-    except msgspec.DecodeError as error:
-        place = _BYTE.search(str(error))
-        line = 1 + text.count(b"\n", 0, int(place[1]) if place else len(text) - 1)
-        raise InputFileError(path, f"is neither JSON lines nor one JSON document: {error}", line) from None
+        value = json_document(path, read_rest(path, stream, DOCUMENT_BYTES))
     yield LogRecord(1, _mapping(path, 1, value))
 
 
 def _yaml(path: Path) -> Iterator[LogRecord]:
-    """A document as one record. Its tags make no objects."""
-    import yaml  # takes 10 ms
-
-    with _open(path) as stream:
-        text = _read(path, stream, -1)
-    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-    class UniqueKeys(base):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            names = [key.value for key in keys]
-            if len(set(names)) != len(names):
-                twice = next(key for place, key in enumerate(keys) if key.value in names[:place])
-                raise yaml.MarkedYAMLError(None, None, f"the key {twice.value!r} is there twice", twice.start_mark)
-            return super().construct_mapping(node, deep)
-
-    try:
-        value = yaml.load(text, Loader=UniqueKeys)
-    except yaml.YAMLError as error:
-        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = None if mark is None else mark.line + 1
-        raise InputFileError(path, f"is not valid YAML: {why or str(error).splitlines()[0]}", line) from None
+    """A document as one record."""
+    with open_unpacked(path) as stream:
+        value = yaml_document(path, read_rest(path, stream, YAML_BYTES))
     yield LogRecord(1, _mapping(path, 1, value))
 
 
 def _parquet(path: Path) -> Iterator[LogRecord]:
-    with _open(path) as stream:
-        whole = stream if not isinstance(stream, gzip.GzipFile) else io.BytesIO(_read(path, stream, -1))
+    with open_unpacked(path) as stream:
+        # A stream that is unpacked cannot be read from its end, as Parquet is.
+        whole = stream if isinstance(stream.raw, io.FileIO) else io.BytesIO(read_rest(path, stream, DOCUMENT_BYTES))
         for record in read_parquet(whole, str(path), None):
             yield LogRecord(record.number, record.value)
 
 
 def _csv(path: Path) -> Iterator[LogRecord]:
-    with _open(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+    with open_unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        rows = csv_rows(path, text)
         try:
-            yield from _csv_records(path, text)
+            line, names = next(rows)
+            if names[0] == "Run Info":
+                raise InputFileError(
+                    path, "is GuideLLM's CSV, which holds totals; its requests are in benchmarks.json", 1
+                )
+            for line, row in rows:
+                yield LogRecord(line, dict(zip(names, row, strict=True)))
         except UnicodeDecodeError as error:
-            raise InputFileError(path, _LATIN.format(error.reason)) from None
-        except (OSError, EOFError) as error:
-            raise InputFileError(path, f"cannot be unpacked: {error}") from None
-
-
-def _csv_records(path: Path, text: IO[str]) -> Iterator[LogRecord]:
-    header, above = "", 0
-    while not header.strip():
-        header, above = text.readline(), above + 1
-    separator = max(",;\t", key=header.count)
-    names = [name.strip() for name in next(csv.reader([header], delimiter=separator))]
-    if names[0] == "Run Info":
-        raise InputFileError(path, "is GuideLLM's CSV, which holds totals; its requests are in benchmarks.json", 1)
-    twice = next((name for name in names if name and names.count(name) > 1), None)
-    if twice is not None:
-        raise InputFileError(path, f"has two columns named {twice!r}", 1)
-    rows = csv.reader(text, delimiter=separator, strict=True)  # else an unclosed quote takes the rest of the file
-    width, line = len(names), above
-    try:
-        for row in rows:
-            line = above + rows.line_num
-            if not row:
-                continue
-            if len(row) > width and not any(row[width:]):
-                row = row[:width]  # separators at the end of each row, and none at the end of the header
-            if len(row) != width:
-                raise InputFileError(path, _wrong_width(row, names, separator), line)
-            yield LogRecord(line, dict(zip(names, row, strict=True)))
-    except csv.Error as error:
-        why = "a quote is not closed" if "end of data" in str(error) else str(error)
-        raise InputFileError(path, f"cannot be read as CSV after this line: {why}", line) from None
-
-
-def _wrong_width(row: list[str], names: list[str], separator: str) -> str:
-    found = f"has {len(row)} cells where the header names {len(names)} columns"
-    if len(row) > len(names):
-        return f"{found}; a cell that holds {separator!r} needs quotes"
-    missing = ", ".join(repr(name) for name in names[len(row) :])
-    return f"{found}; if {missing} is empty, end the row with {separator * (len(names) - len(row))!r}"
+            raise not_text(path, error) from None
 
 
 _CLOCK = re.compile(r"\[(\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]|(?:^|\s)\"(?:GET|POST) ")
 """What tells an access log from a table: the time in brackets, or a quoted request line."""
-_REQUEST = re.compile(r"\"(?P<request>[A-Z]+ \S+ HTTP/[\d.]+)\" (?P<status>\d{3})")
-_FIELD = re.compile(r"\[[^\]]*\]|\"(?:[^\"\\]|\\.)*\"|\S+")
-_PAIR = re.compile(r"([A-Za-z_@][\w.\-]*)[=:](\"[^\"]*\"|[^\s,;\"]+)")
+# None of the following looks at a character twice, however a line is written.
+_REQUEST = re.compile(r"\"(?P<request>[A-Z]++ [^\s\"]++ HTTP/[\d.]++)\" (?P<status>\d{3})")
+_FIELD = re.compile(r"\[[^\[\]]*+\]|\"(?:[^\"\\]|\\.)*+\"|\S++")
+_PAIR = re.compile(r"(?<![\w.@-])-*+([A-Za-z_@][\w.\-]*+)[=:](\"[^\"]*+\"|[^\s,;\"]++)")
+
+
+_MOST_FIELDS = 500
+"""Fields and pairs that are looked at of a line of more than ``_LONG_LINE`` characters."""
+_LONG_LINE = 4000
 
 
 def _access_log(path: Path) -> Iterator[LogRecord]:
-    for number, line in _lines(path):
-        yield LogRecord(number, _access_fields(_decoded(path, line, number)))
+    with open_unpacked(path) as stream:
+        for number, line in lines_of(path, stream):
+            yield LogRecord(number, _access_fields(decoded(path, line, number)))
 
 
 def _access_fields(line: str) -> dict[str, Any]:
     """Fields of a line: by number, ``name=value`` pairs by name, ``time_local``, ``request`` and ``status``."""
-    fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(_FIELD.findall(line), start=1)}
+    parts = _first(_FIELD, line)
+    fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(parts, start=1)}
     clock, request = _CLOCK.search(line), _REQUEST.search(line)
     if clock is not None and clock[1]:
         fields["time_local"] = clock[1]
     if request is not None:
         fields |= request.groupdict()
         line = line[request.end() :]
-    fields |= {name: value.strip('"') for name, value in _PAIR.findall(line)}
+    fields |= {name: value.strip('"') for name, value in _first(_PAIR, line)}
     return fields
+
+
+def _first(pattern: re.Pattern[str], line: str) -> list[Any]:
+    """What ``findall`` finds in a line, of a very long line only the first."""
+    if len(line) < _LONG_LINE:
+        return pattern.findall(line)
+    return [match.groups() or match[0] for match in islice(pattern.finditer(line), _MOST_FIELDS)]
 
 
 _READERS = {

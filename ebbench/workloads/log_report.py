@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ebbench.traffic.arrivals import dispersion
+from ebbench.workloads.log_failures import keeps_failed
 from ebbench.workloads.requests import Floats, Requests
 from ebbench.workloads.trace import Trace
 
@@ -26,6 +27,8 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         "requests": len(rows),
         "dropped": dropped,
     }
+    if keeps := keeps_failed(rows.dropped, found["columns"]):
+        found["failed_are_kept_with"] = keeps
     requests = trace.requests
     if trace.stamps is None:
         found["time_hint"] = trace.reading.time_hint

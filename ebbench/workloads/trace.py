@@ -14,6 +14,7 @@ import numpy as np
 from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
 from ebbench.workloads.log_columns import Columns, parse_columns
+from ebbench.workloads.log_failures import keeps_failed
 from ebbench.workloads.log_files import files_of, open_log
 from ebbench.workloads.log_rows import Collected, collect
 from ebbench.workloads.log_sessions import arranged
@@ -145,7 +146,8 @@ def _read(
     texts = TextReader(tokenizer, keep=keep_text)
     found, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))
     collected = collect(log, reading)
-    _check_rows(path, collected, {} if reading.columns is None else reading.columns.names)
+    names = {} if reading.columns is None else reading.columns.names
+    _check_rows(path, collected, names)
     try:
         stamps = collected.stamps()
     except ValueError as error:
@@ -159,7 +161,7 @@ def _read(
     if texts.counter is not None:
         facts["token_counts"] = texts.counter.description
     warnings = (
-        *_warnings(collected, stamps if reading.ordered else None),
+        *_warnings(collected, stamps if reading.ordered else None, names),
         *reading.notes,
         *(texts.counter.warnings if texts.counter else ()),
     )
@@ -186,12 +188,16 @@ def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) ->
     total = rows + dropped
     column = columns.get(_ROLES.get(reason, ""))
     empty = "" if column is None else f", column {column!r} is empty in them"
+    keeps = keeps_failed(collected.dropped, columns)
+    remedy = f"; {keeps} keeps failed requests" if keeps else ""
     raise InputFileError(
-        path, f"{count:,} of {total:,} rows have {reason}{empty}: expected requests with their token counts", line
+        path,
+        f"{count:,} of {total:,} rows have {reason}{empty}: expected requests with their token counts{remedy}",
+        line,
     )
 
 
-def _warnings(collected: Collected, stamps: Stamps | None) -> list[str]:
+def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str, str]) -> list[str]:
     found = []
     if collected.dropped:
         total = sum(count for count, _ in collected.dropped.values())
@@ -199,7 +205,9 @@ def _warnings(collected: Collected, stamps: Stamps | None) -> list[str]:
         why = ", ".join(
             f"{count:,} with {reason} (first: line {line:,})" for reason, (count, line) in collected.dropped.items()
         )
-        found.append(f"{total:,} of {rows:,} rows left out: {why}")
+        keeps = keeps_failed(collected.dropped, columns)
+        remedy = f"; {keeps} keeps failed requests that have token counts" if keeps else ""
+        found.append(f"{total:,} of {rows:,} rows left out: {why}{remedy}")
     if collected.derived_block:
         size = collected.block_tokens
         found.append(f"its hash ids are read as blocks of {size} tokens, the size that fits all prompts")

@@ -7,7 +7,7 @@ the unit of times and :mod:`ebbench.workloads.trace` the order, sessions and blo
 from __future__ import annotations
 
 from ebbench.errors import InputFileError, UsageError
-from ebbench.workloads.column_hints import looks_like_values
+from ebbench.workloads.column_hints import MOST_LOOKED_AT, looks_like_values
 from ebbench.workloads.formats_agents import AGENTS
 from ebbench.workloads.formats_columns import CHOICES, Definition, read_columns, with_columns
 from ebbench.workloads.formats_tools import TOOLS
@@ -139,7 +139,8 @@ def nearest(log: LogFile) -> TraceFormat:
     """The format whose fields are most like the file's names; a table if none is like them."""
     import difflib
 
-    names = {plain_name(name).rpartition(".")[2] for name in names_in(record.value for record in log.sample)}
+    all_names = names_in(record.value for record in log.sample)
+    names = {plain_name(name).rpartition(".")[2] for name in all_names[:MOST_LOOKED_AT]}
 
     def likeness(known: TraceFormat) -> float:
         best = [

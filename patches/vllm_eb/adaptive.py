@@ -13,7 +13,8 @@ from vllm_eb.memory import EPSILON, memory_safe_batch
 from vllm_eb.policy import PolicySpec, setting
 from vllm_eb.theory import optimal_threshold
 
-THETA_MIN, THETA_MAX = 0.01, 0.80  # the authors' bounds of the online threshold
+# After the authors' code: the paper says "a practical range" and neither smooths theta nor spaces the updates of N.
+THETA_MIN, THETA_MAX = 0.01, 0.80
 THETA_WEIGHT = 0.3  # weight of the new value
 N_UPDATE_INTERVAL_S = 2.0
 

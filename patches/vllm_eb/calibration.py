@@ -102,9 +102,16 @@ def calibration_to_json(calibration: Calibration) -> str:
 def calibration_from_json(text: str) -> Calibration:
     """Read the format of calibration_to_json. Raises CalibrationError naming the field."""
     try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
+        return _from_json(json.loads(text))
+    except CalibrationError:
+        raise
+    except RecursionError:
+        raise CalibrationError("not valid: lists or objects are nested too deeply") from None
+    except ValueError as error:  # also of a number of thousands of digits
         raise CalibrationError(f"not valid JSON: {error}") from None
+
+
+def _from_json(raw: object) -> Calibration:
     known = _known_fields(raw, Calibration, "")
     mixed = known.pop("mixed", None)
     if mixed is not None:

@@ -49,10 +49,10 @@ def empirical_hazard(
 class SlidingHazard:
     """The published estimator: the last ``window`` completions, without running requests.
 
-    Weighted least squares with the survivors as weights over [5th, 95th percentile], points with fewer than five
-    survivors dropped; then ``eta >= 0`` and ``p0 >= 1/mean``, each clamped separately. It is biased whenever
-    completions are not a representative sample of the requests: short ones complete first after a start, long ones last
-    in a drain.
+    Weighted least squares with the survivors as weights, up to the 95th percentile (section 3.4). After the authors'
+    code, not the paper: from the 5th percentile on, points with fewer than five survivors dropped, then ``eta >= 0``
+    and ``p0 >= 1/mean``, each clamped separately. It is biased whenever completions are not a
+    representative sample of the requests: short ones complete first after a start, long ones last in a drain.
     """
 
     def __init__(self, window: int = 500, min_samples: int = 30) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# Weights as in the authors' code; in the paper mu_l is the mean of the prompts in the window (section 3.4).
 MU_L_WEIGHT = 0.05  # per admitted prompt
 MU_O_WEIGHT = 0.2  # per update, for the mean over the completions since the last update
 # Initial values, as in the authors' code.

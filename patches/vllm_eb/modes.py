@@ -10,10 +10,8 @@ from vllm_eb.theory import Crossover, crossover
 
 Mode = Literal["eb", "mb"]
 
-COOLDOWN_EVALUATIONS = 3
-MIN_ACTIVE_SEQS = 16
-# N_obs follows a filling batch quickly and a draining one slowly, so that the dip at the end of each decode phase does
-# not look like light traffic.
+# The paper smooths N_obs and names no weight. Ours: a filling batch counts quickly and a draining one slowly, so that
+# the dip at the end of each decode phase does not look like light traffic.
 RISE_WEIGHT, FALL_WEIGHT = 0.3, 0.05
 
 
@@ -30,23 +28,27 @@ class Evaluation:
 
 
 class ModeSelector:
-    """Mode, smoothed batch size and cooldown.
+    """Mode and smoothed batch size: exclusive where eq. 8 holds, mixed everywhere else.
 
-    ``margin``, ``sticky`` and ``min_active`` (sequences) as in EbPlus.
+    ``margin``: delta of eq. 8 in s/token, None for the device's. The others are additions of this project, without
+    effect by default: ``sticky`` (margins by which exclusive batches must be behind to be left), ``min_active``
+    (sequences below which the mode stays) and ``cooldown`` (evaluations after a change during which the mode stays).
     """
 
     def __init__(
         self,
         calibration: Calibration,
         margin: float | None,
-        sticky: float,
         max_num_seqs: int,
         *,
-        min_active: int = MIN_ACTIVE_SEQS,
+        sticky: float | None = None,
+        min_active: int = 1,
+        cooldown: int = 0,
     ) -> None:
-        self._calibration, self._sticky = calibration, sticky
-        self._min_active = min_active
+        self._calibration = calibration
         self._margin = calibration.margin if margin is None else margin
+        self._leave_below = self._margin if sticky is None else -sticky * abs(self._margin)
+        self._min_active, self._cooldown_evaluations = min_active, cooldown
         self.mode: Mode = "mb"
         self.n_obs = float(max_num_seqs)
         self._cooldown = 0
@@ -64,16 +66,15 @@ class ModeSelector:
         if self._cooldown > 0:
             self._cooldown -= 1
             return self._stay(sides, "cooldown after a switch")
-        if self.mode == "mb" and sides.advantage > self._margin:
+        if self.mode == "mb" and sides.eb_wins(self._margin):
             return self._switch(sides, "eb", "mixing costs more than exclusive phases")
-        # A negative margin favours exclusive batches: they start earlier and end later.
-        if self.mode == "eb" and sides.advantage < -self._sticky * abs(self._margin):
-            return self._switch(sides, "mb", "exclusive phases cost more than mixing")
+        if self.mode == "eb" and not sides.eb_wins(self._leave_below):
+            return self._switch(sides, "mb", "exclusive phases do not gain the margin")
         return self._stay(sides, "within the margin" if abs(sides.advantage) <= abs(self._margin) else "mode confirmed")
 
     def _stay(self, sides: Crossover | None, reason: str) -> Evaluation:
         return Evaluation(sides, self.n_obs, self._margin, self.mode, False, reason)
 
     def _switch(self, sides: Crossover, mode: Mode, reason: str) -> Evaluation:
-        self.mode, self._cooldown = mode, COOLDOWN_EVALUATIONS
+        self.mode, self._cooldown = mode, self._cooldown_evaluations
         return Evaluation(sides, self.n_obs, self._margin, mode, True, reason)

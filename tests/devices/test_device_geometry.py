@@ -88,7 +88,7 @@ def test_bad_config_is_refused_with_the_field(tmp_path: Path, fields: dict[str, 
 def test_unreadable_config(tmp_path: Path) -> None:
     broken = tmp_path / "config.json"
     broken.write_text("{")
-    with pytest.raises(InputFileError, match="not JSON"):
+    with pytest.raises(InputFileError, match="is not valid JSON"):
         read_config(broken)
     with pytest.raises(InputFileError, match="cannot be read"):
         read_config(tmp_path / "nowhere.json")

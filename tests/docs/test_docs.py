@@ -61,7 +61,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     shims = tmp_path / "shims"
     shims.mkdir()
-    patient = 'case "$*" in run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
+    patient = 'case "$*" in *--lag-limit-ms*) ;; run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
     for name, first, words in (
         ("ebbench", patient, "-c 'from ebbench.cli.main import run; run()'"),
         ("python", "", ""),

@@ -10,7 +10,7 @@ import pytest
 from ebbench.analysis.gate.baselines import save_baseline, stored_units
 from ebbench.analysis.gate.margins import parse_margins
 from ebbench.analysis.gate.units import GateUnit
-from ebbench.analysis.gate.verdict import Rules, judge, pair_units
+from ebbench.analysis.gate.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
 from tests.gate.gate_data import side, unit
@@ -143,8 +143,25 @@ def test_other_environments_are_refused_by_name(changes: dict[str, str], keys: s
 
 
 def test_other_plans_are_refused() -> None:
-    with pytest.raises(DataError, match=r"plan: 1 plan\(s\) \(seed 6\) have no run of the same plan in the baseline"):
-        pair_units(side(SAME), side([0.0] * 7))
+    others = [replace(u, seed=u.seed + 6, plan_hash=f"plan-{u.seed + 6}") for u in side(SAME)]
+    with pytest.raises(DataError, match=r"plan: 6 plan\(s\) \(seed 0, 1, 2, 3, 4, ...\) have no run of the same plan"):
+        pair_units(side(SAME), others)
+
+
+def test_a_seed_with_another_plan_on_the_other_side_is_refused() -> None:
+    """The sides were measured with other requests or traffic, of which common seeds would hide a part."""
+    with pytest.raises(DataError, match=r"plan: 1 plan\(s\) \(seed 5\) have no run of the same plan in the candidate"):
+        pair_units(side(SAME), [*side(SAME[1:]), unit(5, plan_hash="another")])
+
+
+def test_seeds_of_one_side_only_are_left_out_with_a_note() -> None:
+    """A night that was cut short, or six repeats against ten: the common ones are a comparison."""
+    before, after = side(SAME), side([0.0] * 8)
+    assert len(pair_units(before, after)) == 6
+    assert left_out(before, after) == ("2 run(s) of the candidate left out: the other side has no run of seed 6, 7",)
+    twice = [*before, *(replace(u, anchor_unix_ns=u.anchor_unix_ns + 50) for u in before[:2])]
+    assert "2 run(s) of the baseline left out: the other side has fewer runs" in left_out(twice, before)[0]
+    assert not left_out(before, before)
 
 
 def test_a_side_of_two_policies_is_refused() -> None:
@@ -169,6 +186,41 @@ def test_sides_measured_one_after_the_other_are_pointed_out() -> None:
     turns = [replace(u, anchor_unix_ns=2 * u.anchor_unix_ns) for u in side(SAME)]
     back = [replace(u, anchor_unix_ns=2 * u.anchor_unix_ns + 1) for u in side(SAME)]
     assert not judge(pair_units(turns, back)).notes
+
+
+def in_turns(losses: list[float], second: float) -> list[Pair]:
+    """Pairs measured baseline first in even ones, candidate first in odd ones; the second run has ``second`` of the
+    TTFT of the first."""
+    pairs = []
+    for place, (before, after) in enumerate(zip(side(SAME, "ttft"), side(losses, "ttft"), strict=True)):
+        first = [before, after] if place % 2 == 0 else [after, before]
+        times = [replace(u, anchor_unix_ns=10 * place + at) for at, u in enumerate(first)]
+        warm = replace(times[1], figures={**times[1].figures, "median_ttft_ms": 100.0 * second})
+        pairs.append(Pair(times[0], warm) if place % 2 == 0 else Pair(warm, times[0]))
+    return pairs
+
+
+def test_an_effect_of_the_order_within_pairs_is_named_with_its_cause() -> None:
+    found = judge(in_turns(SAME, 0.05))
+    assert found.outcome == "inconclusive"
+    assert "whichever side ran second in a pair was better (TTFT median by 95 %)" in found.reason
+    assert "prefix cache" in found.reason
+    assert "measure longer runs" not in found.reason
+    slowing = judge(in_turns(SAME, 1.5))
+    assert "whichever side ran second in a pair was worse (TTFT median by 50 %)" in slowing.reason
+    assert "prefix cache" not in slowing.reason
+    assert "second" not in judge(pair_units(side(SAME), side(SAME))).reason
+
+
+def test_candidates_that_always_met_a_warm_prefix_cache_are_pointed_out() -> None:
+    """With one order throughout, nothing tells the candidate from a cache that holds the pair's prompts already."""
+    before = [replace(u, warm_server="http://gpu:8000") for u in side(SAME)]
+    after = [replace(u, anchor_unix_ns=u.anchor_unix_ns + 100) for u in before]
+    assert any("whose prefix cache" in note for note in judge(pair_units(before, after)).notes)
+    elsewhere = [replace(u, warm_server="http://other:8000") for u in after]
+    assert not any("whose prefix cache" in note for note in judge(pair_units(before, elsewhere)).notes)
+    emptied = [replace(u, warm_server="") for u in after]
+    assert not any("whose prefix cache" in note for note in judge(pair_units(before, emptied)).notes)
 
 
 @pytest.mark.parametrize("rules", [Rules(default_margin=0.0), Rules(alpha=0.6), Rules(min_pairs=1)])

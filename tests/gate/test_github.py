@@ -50,7 +50,7 @@ def shim(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     program = "from ebbench.cli.main import run; run()"
-    patient = 'case "$*" in run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
+    patient = 'case "$*" in *--lag-limit-ms*) ;; run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
     path.write_text(f'#!/bin/sh\n{patient}\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
     path.chmod(0o755)
 
@@ -214,7 +214,7 @@ def test_the_gpu_example_interleaves_two_installations(tmp_path: Path) -> None:
     done = bash(step(document, "measure in turns and gate")["run"], tmp_path, **quick)
     assert done.returncode == 5, done.stderr
     assert "1 pair(s) where the test needs 6" in done.stdout
-    assert sorted(path.name for path in (tmp_path / "runs").glob("*/*")) == ["pair-000", "pair-000"]
+    assert sorted(path.name for path in (tmp_path / "runs").glob("*/pair-*")) == ["pair-000", "pair-000"]
 
 
 def test_the_server_example_starts_measures_and_stops_each_side(

@@ -307,7 +307,7 @@ def test_the_header_says_which_settings_apply_shared_ones_once(tmp_path: Path) -
     [told] = [line for line in lines if line.startswith("Settings")]
     assert "eb:window=200, ebplus: " in told
     own = told.rpartition("; ebplus: ")[2]
-    assert "sticky 3" in own
+    assert "min_active 1" in own
     assert "window 500" in own
     assert "estimator" not in own, "said once, for both"
     assert told.count("min_samples 30") == 1

@@ -219,14 +219,18 @@ def test_ebplus_finishes_half_computed_prompts_before_it_decodes() -> None:
     assert phase(made, decoding=93) == "decode"
 
 
-def test_ebplus_stays_mixed_under_light_traffic() -> None:
-    made = controller("ebplus", max_num_seqs=10)
+@pytest.mark.parametrize(("decoding", "mode"), [(100, "eb"), (2, "mb")])
+def test_ebplus_decides_at_every_load_by_eq_8(decoding: int, mode: str) -> None:
+    made = controller("ebplus", max_num_seqs=100)
     feed(made, 100)
     for _ in range(200):
-        made.decide(VIEW._replace(decoding=4))
-    assert made.mode == "mb"
-    (record,) = [r for r in made.drain_records() if r.kind == "mode"]
-    assert "fewer than 16" in record.reason
+        made.decide(VIEW._replace(decoding=decoding))
+    feed(made, 100)
+    made.decide(VIEW._replace(decoding=decoding))
+    records = [r for r in made.drain_records() if r.kind == "mode"]
+    last = records[-1].values
+    assert made.mode == mode
+    assert (made.mode == "eb") == (last["lhs"] > last["rhs"] + last["margin"])
 
 
 def test_without_a_measured_mixed_cost_the_left_side_is_zero() -> None:

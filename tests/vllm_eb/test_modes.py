@@ -12,13 +12,13 @@ from scipy.optimize import brentq
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import View
-from vllm_eb.modes import COOLDOWN_EVALUATIONS, MIN_ACTIVE_SEQS, ModeSelector
+from vllm_eb.modes import ModeSelector
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import crossover
 
 MEANS = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
 SEQS = 512
-STICKY = 3.0
+STICKY, COOLDOWN = 3.0, 3
 
 
 def calibrated(mixed_s: float) -> Calibration:
@@ -27,8 +27,31 @@ def calibrated(mixed_s: float) -> Calibration:
 
 
 def selector(mixed_s: float, margin: float, sticky: float = STICKY) -> ModeSelector:
-    """A selector with SEQS active sequences."""
-    return ModeSelector(calibrated(mixed_s), margin, sticky, SEQS)
+    """A selector with SEQS active sequences and our additions to eq. 8."""
+    return ModeSelector(calibrated(mixed_s), margin, SEQS, sticky=sticky, cooldown=COOLDOWN)
+
+
+@given(
+    mixed_s=st.floats(0.0, 5e-4), margin=st.floats(-3e-4, 3e-4), active=st.lists(st.integers(1, SEQS), min_size=1),
+)  # fmt: skip
+def test_by_default_eq_8_alone_decides_at_every_load(mixed_s: float, margin: float, active: list[int]) -> None:
+    """Exclusive where the advantage is above the margin, mixed otherwise, whatever the mode was before."""
+    chosen = ModeSelector(calibrated(mixed_s), margin, SEQS)
+    for seqs in active:
+        for _ in range(100):
+            chosen.observe(seqs)
+        evaluation = chosen.evaluate(**MEANS)
+        sides = crossover(calibrated(mixed_s), **MEANS, n_obs=chosen.n_obs)
+        assert (evaluation.mode == "eb") == (sides.advantage > margin)
+
+
+def test_light_traffic_means_mixed_batches() -> None:
+    """Exclusive under a full batch; mixed at once with eight sequences, where fixed costs weigh most."""
+    chosen = ModeSelector(calibrated(2e-4), 1e-5, SEQS)
+    assert chosen.evaluate(**MEANS).mode == "eb"
+    for _ in range(200):
+        chosen.observe(8)
+    assert chosen.evaluate(**MEANS).mode == "mb"
 
 
 @given(mixed_s=st.floats(0.0, 5e-4), margin=st.floats(-3e-4, 3e-4))
@@ -49,7 +72,7 @@ def test_leaves_exclusive_batches_only_at_three_margins(margin: float, favours_e
     for share, left in ((0.99, False), (1.01, True)):
         chosen = selector(mixed, -margin if favours_exclusive else margin)
         assert chosen.evaluate(**MEANS).switched
-        for _ in range(COOLDOWN_EVALUATIONS):
+        for _ in range(COOLDOWN):
             assert not chosen.evaluate(**MEANS).switched
         lagging = MEANS | {"theta0": _threshold_that_lags(mixed, share * STICKY * margin)}
         assert chosen.evaluate(**lagging).switched == left
@@ -70,22 +93,13 @@ def _threshold_that_lags(mixed_s: float, lag_s: float) -> float:
 def test_a_stickiness_below_nothing_makes_it_change_at_every_chance(mixed_s: float) -> None:
     """With negative margins it switches at every chance; the tests of switching use this."""
     chosen = selector(mixed_s, margin=-1.0, sticky=-1.0)
-    switched = [chosen.evaluate(**MEANS).switched for _ in range(3 * (COOLDOWN_EVALUATIONS + 1))]
-    assert switched == ([True] + [False] * COOLDOWN_EVALUATIONS) * 3
+    switched = [chosen.evaluate(**MEANS).switched for _ in range(3 * (COOLDOWN + 1))]
+    assert switched == ([True] + [False] * COOLDOWN) * 3
 
 
-def test_decides_nothing_with_few_sequences() -> None:
-    chosen = selector(1e-3, 1e-5)
-    for _ in range(500):
-        chosen.observe(int(MIN_ACTIVE_SEQS) - 1)
-    assert not chosen.evaluate(**MEANS).switched
-    assert chosen.evaluate(**MEANS).crossover is None
-    assert chosen.mode == "mb"
-
-
-@given(least=st.integers(MIN_ACTIVE_SEQS + 1, SEQS), active=st.integers(1, SEQS))
+@given(least=st.integers(2, SEQS), active=st.integers(1, SEQS))
 def test_min_active_bounds_the_sequences_at_which_it_decides(least: int, active: int) -> None:
-    chosen = ModeSelector(calibrated(1e-3), 1e-5, STICKY, SEQS, min_active=least)
+    chosen = ModeSelector(calibrated(1.0), 1e-5, SEQS, min_active=least)
     for _ in range(500):
         chosen.observe(active)
     assert chosen.evaluate(**MEANS).switched == (chosen.n_obs >= least)

@@ -269,7 +269,7 @@ BAD = [
     ("a.csv", "time,prompt_tokens\n1,1\n", 1, "no column with output tokens"),
     ("a.csv", "time,prompt_tokens,completion_tokens\n1,2,3\n2,3\n", 3, "has 2 cells where the header names 3"),
     ("a.csv", "time,time,prompt_tokens\n1,2,3\n", 1, "two columns named 'time'"),
-    ("a.json", '{"a": 1,\n "b": \n', 2, "neither JSON lines nor one JSON document"),
+    ("a.json", '{"a": 1,\n "b": \n', 2, "is not valid JSON"),
     ("a.json", '{"request_throughput": 3.0, "num_prompts": 4}\n', 1, "--save-detailed"),
     ("a.json", '{"aiperf_version": "0.13.0", "request_throughput": {}}', None, "profile_export.jsonl"),
     ("a.csv", "Run Info,Run Info\nx,y\n", 1, "benchmarks.json"),

@@ -70,7 +70,7 @@ def test_a_last_column_that_is_empty_is_read(tmp_path: Path, content: str) -> No
         (b"\x28\xb5\x2f\xfdrest", "zstd -d"),
         ("timestamp,a\n".encode("utf-16"), "iconv -f utf-16"),
         ("timestamp,Größe\n".encode("latin-1"), "iconv -f latin1"),
-        (b"\x01\x00\x02\xff" * 9, "neither Parquet nor text"),
+        (b"\x01\x00\x02\xff" * 9, "not UTF-8 text, nor Parquet"),
     ],
 )
 def test_files_that_are_not_text_are_refused_with_a_remedy(tmp_path: Path, content: bytes, message: str) -> None:

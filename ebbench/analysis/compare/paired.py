@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ebbench.analysis.compare.cases import partition
@@ -18,7 +18,16 @@ from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.compare.policies import TIE, alike
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, GateUnit, load_units
-from ebbench.analysis.gate.verdict import GATED, Pair, losses_of, measured_somewhere, pair_units, repeated_until_clear
+from ebbench.analysis.gate.verdict import (
+    GATED,
+    Pair,
+    left_out,
+    losses_of,
+    measured_somewhere,
+    pair_units,
+    repeated_until_clear,
+    worse_by_gate,
+)
 from ebbench.analysis.sequential import confidence_sequence
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
@@ -54,7 +63,8 @@ class PolicyContrasts:
     some runs have or that cannot be compared, with the reason.
 
     ``deciding``: the figure that decides which is better, by the rule of ``show``
-    (:func:`ebbench.analysis.compare.certainty.deciding_figure`).
+    (:func:`ebbench.analysis.compare.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
+    finds the policy worse, with its p-value. ``left_out``: notes about runs that are in no pair.
     """
 
     label: str
@@ -62,6 +72,8 @@ class PolicyContrasts:
     contrasts: tuple[Contrast, ...]
     skipped: Mapping[str, str]
     deciding: str = THROUGHPUT
+    worse: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -163,7 +175,11 @@ def compare(
     if chosen not in groups:
         raise UnknownNameError("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
-    found = [_policy_contrasts(label, pair_units(groups[chosen], units, allowed)) for label, units in others.items()]
+    base = groups[chosen]
+    found = [
+        replace(_policy_contrasts(label, pair_units(base, units, allowed)), left_out=left_out(base, units))
+        for label, units in others.items()
+    ]
     return PairedComparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
 
 
@@ -186,7 +202,7 @@ def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
     deciding = _deciding(contrasts, pairs)
     if deciding == REQUEST_TIME:
         contrasts.append(_contrast(deciding, pairs))
-    return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding)
+    return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding, worse_by_gate(pairs))
 
 
 def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,9 +18,11 @@ import pyarrow as pa
 
 from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of
+from ebbench.analysis.load import machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run, find_runs
 
 FIGURES = (
@@ -60,6 +63,8 @@ class GateUnit:
     figures depend on besides policy and seed, by name; only runs just read have it. ``until_clear``: one of several
     repeats that were tested after each. ``steady_rate``: output tokens/s in the steady window; only of runs just read
     whose requests arrive at fixed times. ``caveats``: those of the device; only runs just read have them.
+    ``invalid_tries``: INVALID runs of the same plan and policy beside it, in whose place it was measured.
+    ``warm_server``: URL of a server whose prefix cache was not emptied before the run and whose hits are unknown.
     """
 
     environment: Mapping[str, str]
@@ -77,6 +82,8 @@ class GateUnit:
     until_clear: bool = False
     steady_rate: float | None = None
     caveats: tuple[str, ...] = ()
+    invalid_tries: int = 0
+    warm_server: str = ""
 
     @property
     def measurement(self) -> tuple[object, ...]:
@@ -94,21 +101,50 @@ class GateUnit:
 
 
 def load_units(paths: Sequence[Path]) -> list[GateUnit]:
-    """Units of the runs among ``paths`` (run directories or directories of runs), oldest first.
+    """:func:`units_of` of the runs among ``paths`` (run directories or directories of runs).
 
-    Raises DataError if there is no run, or if one is unreadable or INVALID.
+    Raises DataError if there is no run, too.
     """
-    units = [unit_of(Run.load(path)) for path in find_runs(paths)]
+    units = units_of([Run.load(path) for path in find_runs(paths)])
     if not units:
         raise DataError("no run to compare")
-    return sorted(units, key=lambda unit: (unit.seed, unit.anchor_unix_ns, unit.run))
+    return units
+
+
+def units_of(runs: Sequence[Run]) -> list[GateUnit]:
+    """Units by seed, then oldest first. An INVALID run is left out if the same plan was measured again.
+
+    Raises DataError for a run that is unreadable, or INVALID and not measured again: it is shown, but not compared.
+    """
+    units, invalid = valid_units(runs)
+    if invalid:
+        raise DataError(f"{invalid[0].path}: INVALID run ({'; '.join(invalid[0].manifest.reasons)}); measure it again")
+    return units
+
+
+def valid_units(runs: Sequence[Run]) -> tuple[list[GateUnit], list[Run]]:
+    """The units of the valid runs, and the INVALID runs that none of them replaces."""
+    invalid = [run for run in runs if not run.manifest.valid]
+    tries, units = Counter(map(_asked, invalid)), []
+    for run in runs:
+        if run.manifest.valid:
+            units.append(replace(_unit_of(run), invalid_tries=tries.pop(_asked(run), 0)))
+    units.sort(key=lambda unit: (unit.seed, unit.anchor_unix_ns, unit.run))
+    return units, [run for run in invalid if _asked(run) in tries]
+
+
+def _asked(run: Run) -> tuple[str, str]:
+    """What a run that is measured again has in common with the first one."""
+    return run.manifest.policy, run.manifest.plan_hash
 
 
 def unit_of(run: Run) -> GateUnit:
-    """Reduce a run to a unit. Raises DataError if it is INVALID: such a run is shown, but not compared or gated."""
+    """Reduce a run to a unit. Raises DataError if it is INVALID or damaged."""
+    return units_of([run])[0]
+
+
+def _unit_of(run: Run) -> GateUnit:
     manifest = run.manifest
-    if not manifest.valid:
-        raise DataError(f"{run.path}: INVALID run ({'; '.join(manifest.reasons)}); measure it again")
     summary = summarise(run)
     steady = summary.metrics.steady
     return GateUnit(
@@ -127,7 +163,13 @@ def unit_of(run: Run) -> GateUnit:
         steady_rate=steady.output_throughput if summary.open_loop and steady else None,
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
+        warm_server=_warm_server(manifest),
     )
+
+
+def _warm_server(manifest: Manifest) -> str:
+    known = manifest.facts.get("prefix_hit_rate") is not None
+    return str(manifest.facts.get("server", "")) if machine_of_run(manifest).cache_kept and not known else ""
 
 
 def lengths_hash(run: Run) -> str:

@@ -41,6 +41,12 @@ COPIES = (
     "whatever their seed; take another trace or other requests to measure more"
 )
 
+ORDER_P = 1 / 16
+"""Largest p of an order within pairs that is named as the cause of their spread: four pairs that all agree."""
+EMPTY_CACHE = (
+    "restart the server between runs, or let it empty its cache (vLLM: VLLM_SERVER_DEV_MODE=1; SGLang has /flush_cache)"
+)
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -115,18 +121,61 @@ class Verdict:
 def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allowed: Sequence[str] = ()) -> list[Pair]:
     """Pair units of the same plan, in order of time if a plan was run several times.
 
-    Raises DataError if the sides differ in environment or plans, or if one side mixes several. Left out: runs in excess
-    of the shorter side, and copies in virtual time, which are not measurements (repeats of one plan, and plans that
-    differ only in token content without effect on any figure).
+    Raises DataError if the sides are not comparable (:func:`require_comparable`) or have no plan in common. Left out:
+    plans of one side only and runs in excess of the shorter side, which :func:`left_out` names, and copies in virtual
+    time, which are not measurements (repeats of one plan, and plans that differ only in token content without effect on
+    any figure).
     """
+    require_comparable(baseline, candidate, allowed)
+    ours, theirs = _by_plan(baseline), _by_plan(candidate)
+    if not ours.keys() & theirs.keys():
+        raise DataError(_other_plan(len(ours), baseline, "candidate"))
+    common = [plan for plan in ours if plan in theirs]
+    return _measured([Pair(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)])
+
+
+def require_comparable(
+    baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allowed: Sequence[str] = ()
+) -> None:
+    """Raise DataError if the sides differ in environment, if one mixes several, or if a seed has other plans."""
     require_one_environment(baseline, allowed, "baseline")
     require_one_environment(candidate, allowed, "candidate")
     found = differences(baseline[0].environment, candidate[0].environment, allowed)
     if found:
         raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}")
-    ours, theirs = _by_plan(baseline), _by_plan(candidate)
-    _require_same_plans(ours, theirs)
-    return _measured([Pair(b, c) for plan in ours for b, c in zip(ours[plan], theirs[plan], strict=False)])
+    for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
+        seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
+        unlike = [unit for unit in ours if unit.plan_hash not in plans and unit.seed in seeds]
+        if unlike:
+            raise DataError(_other_plan(len({unit.plan_hash for unit in unlike}), unlike, side))
+
+
+def _other_plan(count: int, units: Sequence[GateUnit], side: str) -> str:
+    return (
+        f"plan: {count} plan(s) ({_seeds(units)}) have no run of the same plan in the {side}; "
+        "measure both sides with the same seeds, requests and traffic"
+    )
+
+
+def _seeds(units: Sequence[GateUnit]) -> str:
+    seeds = sorted({unit.seed for unit in units})
+    return f"seed {', '.join(map(str, seeds[:5]))}{', ...' if len(seeds) > 5 else ''}"
+
+
+def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tuple[str, ...]:
+    """Notes about runs that are in no pair: of plans that only one side has, in excess of the other side's, INVALID."""
+    notes = []
+    for side, units, others in (("baseline", baseline, candidate), ("candidate", candidate, baseline)):
+        theirs = _by_plan(others)
+        lonely = [unit for unit in units if unit.plan_hash not in theirs]
+        if lonely:
+            notes.append(f"{len(lonely)} run(s) of the {side} left out: the other side has no run of {_seeds(lonely)}")
+        more = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
+        if more:
+            notes.append(f"{more} run(s) of the {side} left out: the other side has fewer runs of the same plan")
+        if tries := sum(unit.invalid_tries for unit in units):
+            notes.append(f"{tries} INVALID run(s) of the {side} left out: the same plan was measured again")
+    return tuple(notes)
 
 
 def _measured(pairs: Sequence[Pair]) -> list[Pair]:
@@ -151,22 +200,17 @@ def _by_plan(units: Sequence[GateUnit]) -> dict[str, list[GateUnit]]:
     return plans
 
 
-def _require_same_plans(ours: Mapping[str, Sequence[GateUnit]], theirs: Mapping[str, Sequence[GateUnit]]) -> None:
-    for one, other, side in ((ours, theirs, "candidate"), (theirs, ours, "baseline")):
-        lonely = [units[0] for plan, units in one.items() if plan not in other]
-        if lonely:
-            seeds = ", ".join(str(unit.seed) for unit in lonely[:5])
-            raise DataError(
-                f"plan: {len(lonely)} plan(s) (seed {seeds}) have no run of the same plan in the {side}; "
-                "measure both sides with the same seeds, requests and traffic"
-            )
-
-
-def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectable: bool = True) -> Verdict:
+def judge(
+    pairs: Sequence[Pair],
+    rules: Rules = DEFAULT_RULES,
+    *,
+    with_detectable: bool = True,
+    further_notes: Sequence[str] = (),
+) -> Verdict:
     """Judge paired units. Raises UsageError for invalid rules.
 
-    ``with_detectable`` False skips the minimum detectable effects, which do not influence the verdict. Pairs with
-    a run of ``--repeats auto`` are judged by the sequential rules.
+    ``further_notes`` precede those on the pairs. ``with_detectable`` False skips the least detectable effects, which do
+    not influence the verdict. Pairs with a run of ``--repeats auto`` are judged by the sequential rules.
     """
     _check(rules)
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
@@ -182,8 +226,17 @@ def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectabl
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
     partial = [figure for figure in rules.gated if figure in skipped and _missed(figure, pairs, rules)]
-    outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules)
-    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, _notes(pairs))
+    cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
+    outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)))
+
+
+def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
+    """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
+    rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
+    losses = {figure: found for figure in rules.gated if not isinstance(found := losses_of(figure, pairs), str)}
+    adjusted = zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True)
+    return {figure: p for figure, p in adjusted if p <= rules.alpha}
 
 
 def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
@@ -275,7 +328,10 @@ def _outcome(interval: PairedInterval, p_adjusted: float, margin: float, alpha: 
     return "pass" if interval.high < margin else "inconclusive"
 
 
-def _conclude(gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules) -> tuple[Outcome, str]:
+def _conclude(
+    gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules, cause: str
+) -> tuple[Outcome, str]:
+    """The verdict and its reason. ``cause``: what explains the spread of the pairs, if it is known."""
     if not gated:
         return "inconclusive", "no gated figure is defined in every run"
     needed = pairs_needed(rules, len(gated))
@@ -290,7 +346,7 @@ def _conclude(gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules
             f"{LABELS[entry.figure]} may be up to {entry.high:.1%} worse (margin {entry.margin:.1%})"
             for entry in open_ones
         )
-        return "inconclusive", f"{bounds}; {_more(open_ones, rules)}"
+        return "inconclusive", f"{bounds}; {cause or _more(open_ones, rules)}"
     if partial:
         names = ", ".join(LABELS[figure] for figure in partial)
         return "inconclusive", f"{names} cannot be judged, since some runs have no value or zero"
@@ -316,6 +372,47 @@ def _more(open_ones: Sequence[Judged], rules: Rules) -> str:
     return f"with this spread about {least} pairs show that equal sides are equal, or take longer runs"
 
 
+def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], rules: Rules) -> str:
+    """Why the second run of a pair was better or worse than the first on either side; empty if it was not.
+
+    The sides must have taken turns to be first. Losses that follow the order more than the sides, and by more than the
+    margin, are tested like a difference between the sides.
+    """
+    second = [1 if pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns else -1 for pair in pairs]
+    if any(pair.baseline.virtual for pair in pairs) or len(set(second)) < 2:
+        return ""
+    better: list[str] = []
+    worse: list[str] = []
+    for figure, values in losses.items():
+        turned = [sign * value for sign, value in zip(second, values, strict=True)]
+        mean = math.fsum(turned) / len(turned)
+        follows = abs(mean) > max(abs(math.fsum(values) / len(values)), math.log1p(rules.margin_of(figure)))
+        if follows and sign_flip_p([value * math.copysign(1.0, mean) for value in turned]) <= ORDER_P:
+            (better if mean < 0 else worse).append(
+                f"{LABELS[figure]} by {abs(math.expm1(mean)):.0%}".replace("%", " %")
+            )
+    if better:
+        return (
+            f"whichever side ran second in a pair was better ({', '.join(better)}): both runs of a pair send the same "
+            f"prompts, which a prefix cache that nothing emptied still holds; {EMPTY_CACHE}"
+        )
+    if worse:
+        return (
+            f"whichever side ran second in a pair was worse ({', '.join(worse)}): the machine or server slows down "
+            "within a pair (temperature, clocks, memory of the server); leave more time between runs, or restart it"
+        )
+    return ""
+
+
+def _warm_server(pairs: Sequence[Pair]) -> str:
+    """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
+    found = {
+        pair.candidate.warm_server if pair.candidate.warm_server == pair.baseline.warm_server else "" for pair in pairs
+    }
+    orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
+    return found.pop() if len(found) == len(orders) == 1 else ""
+
+
 def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
     notes = []
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
@@ -333,6 +430,12 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
         notes.append(
             "the two sides were not measured interleaved, so a drift of the machine counts as a difference; "
             "use --pairs with --baseline-command and --candidate-command"
+        )
+    if server := _warm_server(pairs):
+        side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
+        notes.append(
+            f"every run of the {side} sent prompts that {server} had met in the other side's run, and whose prefix "
+            f"cache nothing emptied and no figure shows: it may look faster for that; {EMPTY_CACHE}"
         )
     return tuple(notes)
 

@@ -9,18 +9,19 @@ from typing import Literal
 from vllm_eb.adaptive import EstimatingSpec
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
-from vllm_eb.modes import MIN_ACTIVE_SEQS, Mode, ModeSelector
+from vllm_eb.modes import Mode, ModeSelector
 from vllm_eb.policies.eb import OnlineThreshold
 from vllm_eb.policy import setting
 from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
 
 MOST_ACTIVE = 65_536
+MOST_UPDATES = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class EbPlus(EstimatingSpec):
-    """EB+ leaves exclusive batches if they are behind by ``sticky`` margins (-1 with a negative margin: at any
-    advantage of mixed ones)."""
+    """Equation 8 decides, at each update of Algorithm 1. ``sticky``, ``min_active`` and ``cooldown`` are additions of
+    this project that make EB+ change less often; by default they do nothing."""
 
     description = "switches online between mixed and exclusive batches at the predicted crossover"
     colour = "#009E73"
@@ -29,10 +30,17 @@ class EbPlus(EstimatingSpec):
     margin: float | None = setting(
         None, "advantage in s/token at which EB+ changes mode; default: the device's published value", unit="s/token"
     )
-    sticky: float = setting(3.0, "EB+ leaves exclusive batches when they are behind by this many margins")
+    sticky: float | None = setting(
+        None, "ours: margins that exclusive batches must be behind before EB+ leaves them; default: eq. 8 both ways",
+        unit="margins",
+    )  # fmt: skip
     min_active: int = setting(
-        MIN_ACTIVE_SEQS, "active sequences (smoothed) below which EB+ keeps its mode", unit="sequences", at_least=1,
+        1, "ours: active sequences (smoothed) below which EB+ keeps its mode", unit="sequences", at_least=1,
         at_most=MOST_ACTIVE,
+    )  # fmt: skip
+    cooldown: int = setting(
+        0, "ours: updates after a change of mode during which EB+ keeps it", unit="updates", at_least=0,
+        at_most=MOST_UPDATES,
     )  # fmt: skip
     crossover_theta: Literal["base", "used"] = setting(
         "base", "threshold of the crossover: base (paper: theta0) or used (published code: smoothed, within its bounds)"
@@ -69,8 +77,9 @@ class Switching(OnlineThreshold):
         super().__init__(spec, engine, lengths)
         self._crossover_theta = spec.crossover_theta
         self._selector = ModeSelector(
-            engine.calibration, spec.margin, spec.sticky, engine.max_num_seqs, min_active=spec.min_active
-        )
+            engine.calibration, spec.margin, engine.max_num_seqs,
+            sticky=spec.sticky, min_active=spec.min_active, cooldown=spec.cooldown,
+        )  # fmt: skip
 
     @property
     def facts(self) -> Values:

@@ -1,0 +1,160 @@
+"""Opens regular files, unpacks gzip and yields lines, within limits."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from ebbench.errors import InputFileError
+
+SETTINGS_BYTES = 16 << 20
+"""Largest file of settings: TOML, config.json, a manifest. Written by hand or by tools, they have kilobytes."""
+DOCUMENT_BYTES = 512 << 20
+"""Largest JSON document that is decoded as a whole: the detailed result of 50,000 requests has 300 MB."""
+LINE_BYTES = 64 << 20
+"""Longest line, and longest record of a JSON array. A prompt of a million tokens has 4 MB."""
+BLANK_LINES = 1_000_000
+"""Most empty lines in a file."""
+UNPACKED_RATIO = 300
+"""Most bytes per compressed byte. Logs have 5 to 20 times, tables of equal rows 200 times; zeros have 1,000 times."""
+_UNCHECKED_BYTES = 64 << 20  # unpacked bytes from which the ratio counts: less does no harm
+_GZIP, _MARK = b"\x1f\x8b", b"\xef\xbb\xbf"
+_CHUNK_BYTES = 1 << 17
+_LATIN = "is not UTF-8 text ({}); convert it first, from Latin 1 with: iconv -f latin1 -t utf-8"
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "is a folder; give a file"),
+    (stat.S_ISFIFO, "is a pipe, which can be read only once; write it into a file first"),
+    (stat.S_ISCHR, "is a device, which never ends; give a file"),
+    (stat.S_ISBLK, "is a device; give a file"),
+    (stat.S_ISSOCK, "is a socket; give a file"),
+)
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """A regular file, opened to be read. Raises InputFileError for anything else; it never waits, as a pipe would."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = os.fstat(descriptor).st_mode
+    except OSError as error:
+        kind = next((what for is_kind, what in _KINDS if is_kind(_mode(path))), "")
+        raise InputFileError(path, kind or f"cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise InputFileError(str(path).replace("\0", "\\0"), "is no path: it holds a zero byte") from None
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise InputFileError(path, next((what for is_kind, what in _KINDS if is_kind(mode)), "is no regular file"))
+    return os.fdopen(descriptor, "rb")
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return 0
+
+
+def open_unpacked(path: Path) -> io.BufferedReader:
+    """A regular file, unpacked if it is compressed with gzip. Raises InputFileError, also while it is read."""
+    stream = open_regular(path)
+    packed = stream.read(2) == _GZIP
+    stream.seek(0)
+    return io.BufferedReader(_Unpacked(path, stream), _CHUNK_BYTES) if packed else stream
+
+
+class _Unpacked(io.RawIOBase):
+    """The contents of a gzip file. Raises InputFileError if they are damaged, or unpack to far more than they are."""
+
+    def __init__(self, path: Path, packed: IO[bytes]) -> None:
+        self._path, self._packed, self._size = path, packed, os.fstat(packed.fileno()).st_size
+        self._file = gzip.GzipFile(fileobj=packed, mode="rb")
+        self._unpacked = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: object) -> int:
+        try:
+            count = self._file.readinto(buffer)  # type: ignore[arg-type]
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputFileError(self._path, f"cannot be unpacked: {error}") from None
+        self._unpacked += count
+        if self._unpacked > max(_UNCHECKED_BYTES, UNPACKED_RATIO * self._size):
+            raise InputFileError(
+                self._path, f"unpacks to more than {UNPACKED_RATIO} times its size; if that is meant, unpack it first: "
+                "gunzip"
+            )  # fmt: skip
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        self._packed.close()
+        super().close()
+
+
+def read_bytes(path: Path, most: int = SETTINGS_BYTES) -> bytes:
+    """A whole file of at most ``most`` bytes. Raises InputFileError."""
+    with open_regular(path) as stream:
+        return read_rest(path, stream, most)
+
+
+def read_rest(path: Path, stream: IO[bytes], most: int) -> bytes:
+    """What is left of a stream, at most ``most`` bytes. Raises InputFileError."""
+    try:
+        content = stream.read(most + 1)
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
+    if len(content) > most:
+        raise InputFileError(path, f"is larger than {most >> 20} MiB, the most that is read as a whole")
+    return content
+
+
+def read_text(path: Path, most: int = SETTINGS_BYTES) -> str:
+    """A whole text in UTF-8, without a byte order mark. Raises InputFileError with the line."""
+    return decoded(path, read_bytes(path, most))
+
+
+def decoded(path: Path, content: bytes, line: int = 1) -> str:
+    """UTF-8 text that begins in this line, without a byte order mark. Raises InputFileError with the line."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_text(path, error, line) from None
+
+
+def not_text(path: Path, error: UnicodeDecodeError, line: int | None = None) -> InputFileError:
+    """The error of bytes that are no UTF-8 text. ``line``: the one with which they begin, if it is known."""
+    problem = "is not UTF-8 text, nor Parquet" if b"\0" in error.object else _LATIN.format(error.reason)
+    return InputFileError(path, problem, line and line + error.object.count(b"\n", 0, error.start))
+
+
+def lines_of(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers, without a byte order mark. Raises InputFileError."""
+    blank = 0
+    try:
+        for number, line in enumerate(iter(partial(stream.readline, LINE_BYTES + 1), b""), start=1):
+            if line.isspace():
+                blank += 1
+                if blank > BLANK_LINES:
+                    raise InputFileError(path, f"has more than {BLANK_LINES:,} empty lines; remove them", number)
+                continue
+            if len(line) > LINE_BYTES:
+                raise InputFileError(path, f"has a line of more than {LINE_BYTES >> 20} MiB; is it a log?", number)
+            yield number, line.removeprefix(_MARK) if number == 1 else line
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
