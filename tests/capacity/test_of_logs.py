@@ -90,3 +90,31 @@ def test_the_difference_of_recorded_arrivals_has_direction_and_size(tmp_path: Pa
 
 def test_workloads_without_arrivals_have_none_to_be_replaced() -> None:
     assert poisson_instead("sharegpt", {}) == ""
+
+
+def test_a_plan_of_a_short_log_is_that_of_a_long_one(short: str, tmp_path: Path) -> None:
+    """At 20/s the log lasts four seconds: on two replicas, which are too few, nothing has queued by then."""
+    load = f"{SERVER} --tp 1 --workers 1 --request-rate 20 --goodput ttft:400 --json"
+    planned = json.loads(call("plan", short, *load.split()))
+    assert "taken from a log of 80: it is read again" in planned["notes"][1]
+    assert planned["notes"][0].startswith("Arrivals are Poisson at each rate.")
+    header, *rows = Path(short.removeprefix("log:")).read_text().splitlines()
+    lengths = [row.split(",", 1)[1] for row in rows * 50]
+    times = np.cumsum(poisson(len(lengths)))
+    long = tmp_path / "long.csv"
+    long.write_text("\n".join([header, *(f"{t:.6f},{row}" for t, row in zip(times, lengths, strict=True)), ""]))
+    expected = json.loads(call("plan", f"log:{long}", *load.split()))
+    assert [each["replicas"] for each in planned["deployments"]] == [
+        each["replicas"] for each in expected["deployments"]
+    ]
+    assert planned["deployments"][0]["whole"]["met"]
+
+
+def test_a_plan_can_be_of_the_recorded_arrivals(tmp_path: Path) -> None:
+    """64 at once and then a pause: more replicas of 16 sequences than Poisson arrivals of the same rate need."""
+    log = log_of(tmp_path / "bursts.csv", np.tile([*[0.001] * 63, 8.0], 8))
+    load = f"{SERVER} --tp 1 --workers 1 --request-rate 8 --goodput ttft:400 --json".split()
+    by_poisson, own = (json.loads(call("plan", log, *load, *more)) for more in ((), ("--scenario", "trace")))
+    assert own["deployments"][0]["replicas"] > by_poisson["deployments"][0]["replicas"]
+    assert own["scenario"] == "trace"
+    assert not any("Poisson" in note for note in own["notes"])
