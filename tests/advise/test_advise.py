@@ -19,6 +19,7 @@ from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
 from ebbench.advice.theory import ExpectedLoad
 from ebbench.analysis.slo import Slo
+from ebbench.cli.advise import TrafficFlags
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
@@ -232,6 +233,27 @@ def test_a_replayed_trace_is_one_run_however_many_seeds(runs: Path, trace: str) 
     assert "Every seed gives the same requests at the same times" in said
     assert "which decides (one seed)" in said
     assert "lengths from file:/" in said
+
+
+def test_all_rows_of_a_log_are_used_up_to_a_limit_that_is_said(
+    runs: Path, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--max-num-batched-tokens", "8192", "--seeds", "2")
+    whole = quick(runs, trace, *options)
+    assert TrafficFlags().plan(trace)["num_prompts"] == 40
+    assert not any("sessions are taken" in note for note in whole["notes"])
+    assert whole["seeds"] == 1
+    monkeypatch.setattr("ebbench.cli.advise.MOST_OF_A_LOG", 20)
+    part = quick(runs, trace, *options)
+    assert "20 of the log's 40 sessions are taken, from a place that the seed draws" in part["notes"]
+    assert part["seeds"] == 2
+
+
+def test_where_arrivals_set_the_throughput_it_is_said_to_tell_nothing(runs: Path, trace: str) -> None:
+    options = ("--policy", "v1", "--policy", "eb", "--no-crossover", "--runs", str(runs), "-q")
+    said = " ".join(invoke("advise", trace, *options).output.split())
+    assert "Run v1 with --max-num-batched-tokens 8192; 2,048 to 16,384 make no difference. Why:" in said
+    assert "All candidates keep up with the arrivals, so tokens/s cannot tell them apart: --goodput" in said
 
 
 def test_seeds_that_differ_in_anything_stay_several(runs: Path, trace: str) -> None:
