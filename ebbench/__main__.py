@@ -12,13 +12,14 @@ import sys
 def run() -> None:
     """Console entry of the distribution."""
     try:
-        from ebbench.termination import as_ctrl_c
+        from ebbench.termination import handle_signals, held
 
-        as_ctrl_c()
+        handle_signals()
         from ebbench.without_pandas import process_of_ebbench
 
         process_of_ebbench()
-        from ebbench.cli import main
+        with held():  # an import that is broken off may raise anything
+            from ebbench.cli import main
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
         sys.exit(130)

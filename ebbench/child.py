@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ebbench.termination import hastened
 from ebbench.without_pandas import process_of_ebbench
 
 STDIN, STDERR = 0, 2
@@ -55,14 +56,18 @@ class Child(subprocess.Popen[bytes]):
             os.close(lifeline)
 
     def end(self, grace_s: float) -> None:
-        """Send SIGTERM, kill the process if it has not ended after ``grace_s``, and wait for it."""
-        self.terminate()
-        try:
-            self.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self.wait()
-        self._close_lifeline()
+        """Send SIGTERM, kill the process if it has not ended after ``grace_s``, and wait for it.
+
+        No signal interrupts this; each is passed on as another SIGTERM, which asks the process for haste.
+        """
+        with hastened(self.terminate):
+            self.terminate()
+            try:
+                self.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                self.wait()
+            self._close_lifeline()
 
 
 def child_command(module: str, *arguments: str) -> list[str]:

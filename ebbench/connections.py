@@ -12,7 +12,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import httpx
 
@@ -24,6 +24,7 @@ IDLE_LIMIT_S = 2.0
 uvicorn, and with it vLLM and SGLang, closes a connection that was idle for 5 s. The price is a new connection: a round
 trip, with TLS two.
 """
+_STARVED_NS = 50_000_000  # shorter waits are no sign of a server without a free thread
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables that name certificate authorities to trust; the first takes precedence."""
 
@@ -50,11 +51,13 @@ def tls_context(
 
 
 class BaseConnection(asyncio.Protocol):
-    """A connection that can be kept in a pool."""
+    """A connection that can be kept in a pool. ``answered``: whether a response has begun on it."""
 
-    def __init__(self) -> None:
-        self.idle_since_ns = 0
+    def __init__(self, connections: Connections[Any]) -> None:
+        self.idle_since_ns = self.used_since_ns = 0
+        self.answered = False
         self.transport: asyncio.Transport | None = None
+        self._connections = connections
 
     @property
     def usable(self) -> bool:
@@ -66,9 +69,32 @@ class BaseConnection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
+    def complete(self, keep_alive: bool) -> None:
+        """Return the connection to the pool after a response, or close it if the server or the pool does."""
+        self.begun()
+        if keep_alive and self.usable and self._connections.keeps(self):
+            self._connections.give(self)
+        else:
+            self.abort()
+
+    def begun(self) -> None:
+        """Note that a response has begun."""
+        if not self.answered:
+            self.answered = True
+            self._connections.waiting.pop(self, None)
+
+    def detach(self) -> None:
+        """Forget the transport, which is closed."""
+        self.transport = None
+        self._connections.lost(self)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self.detach()
 
 
 class Address(NamedTuple):
@@ -91,8 +117,14 @@ W = TypeVar("W", bound=BaseConnection)
 class Connections(Generic[W]):
     """Keep-alive connections to one server, unlimited in number.
 
-    ``make`` builds the protocol of a connection. A connection idle for ``idle_limit_ns`` is closed. ``reserve`` (may be
-    changed) is the number of idle connections kept open once requests are sent.
+    ``make`` builds the protocol of a connection. Idle ones that have answered are used first, the latest of them; then
+    those opened ahead, in the order in which the server accepts them. A connection idle for ``idle_limit_ns`` is
+    closed. ``reserve`` (may be changed): up to so many idle connections are kept open, but never more than an eighth
+    (at least one) beyond those that were in use at a time: each occupies a thread of a server that has one for each
+    connection. ``reuse`` False: every connection is closed after one response.
+
+    A connection on which nothing has come yet may wait for such a thread. Once a later request on another connection
+    completed meanwhile, none is opened ahead any more, and none is kept after its response while others wait so.
     """
 
     def __init__(
@@ -104,30 +136,60 @@ class Connections(Generic[W]):
         connect_timeout_s: float,
         idle_limit_ns: int,
         reserve: int = 0,
+        reuse: bool = True,
     ) -> None:
-        self.reserve = reserve
+        self.reserve, self.reuse = reserve, reuse
         self.refill: asyncio.Task[None] | None = None
+        self.opened = self.most_open = self.most_held = 0
+        """Connections opened so far, most in use at a time, and most there were at a time."""
         self._address, self._make, self._tls = address, make, tls
         self._connect_timeout_s, self._idle_limit_ns = connect_timeout_s, idle_limit_ns
-        self._idle: deque[W] = deque()  # most recently used last
+        self.waiting: dict[object, int] = {}
+        """When requests were sent (monotonic ns) on connections on which no response has begun."""
+        self._held: set[W] = set()
+        self._idle: deque[W] = deque()  # those that have answered, most recently used last
+        self._ahead: deque[W] = deque()  # those that were never used, oldest first
+        self._scarce = False  # the server does not serve as many connections as there are
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def held(self) -> int:
+        """Open connections, in use or idle."""
+        return len(self._held)
 
     def take(self) -> W | None:
-        """The most recently used idle connection that is not too old, or None. The others age and are closed."""
-        found = None
-        while self._idle and found is None:
-            connection = self._idle.pop()
-            if self._fresh(connection):
-                found = connection
-            else:
-                connection.abort()
-        if len(self._idle) < self.reserve and self.refill is None:
+        """An idle connection that is not too old, or None."""
+        self._close_old()
+        found = self._idle.pop() if self._idle else self._ahead.popleft() if self._ahead else None
+        if found is not None:
+            self._begin_use(found, time.monotonic_ns())
+        if self._wants_more() and self.refill is None:
             self.refill = asyncio.create_task(self._open_reserve())
         return found
 
     def give(self, connection: W) -> None:
         """Return an idle connection to the pool."""
         connection.idle_since_ns = time.monotonic_ns()
-        self._idle.append(connection)
+        (self._idle if connection.answered else self._ahead).append(connection)
+        if self._expiry is None:
+            self._expire_later()
+
+    def lost(self, connection: W) -> None:
+        """Forget a connection that is closed."""
+        self._held.discard(connection)
+        self.waiting.pop(connection, None)
+
+    def keeps(self, connection: W) -> bool:
+        """Whether the connection stays open after its response."""
+        if not self.waiting or not self.reuse:
+            return self.reuse
+        oldest_ns = min(self.waiting.values())
+        overtaken = connection.used_since_ns > oldest_ns and time.monotonic_ns() - oldest_ns > _STARVED_NS
+        if overtaken and not self._scarce:
+            self._scarce, self.reserve = True, 0
+            while self._ahead:
+                self._ahead.pop().abort()
+        return not self._scarce
 
     async def connect(self) -> W:
         """Open a connection. Raises ConnectTimeout, ConnectError."""
@@ -145,6 +207,20 @@ class Connections(Generic[W]):
             raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
         except (OSError, ssl.SSLError) as error:
             raise httpx.ConnectError(str(error)) from error
+        self._held.add(connection)
+        self.opened += 1
+        self.most_held = max(self.most_held, len(self._held))
+        return connection
+
+    async def open_for_use(self) -> W:
+        """Open a connection for a request. Raises ConnectTimeout, ConnectError."""
+        began_ns, key = time.monotonic_ns(), object()
+        self.waiting[key] = began_ns
+        try:
+            connection = await self.connect()
+        finally:
+            del self.waiting[key]
+        self._begin_use(connection, began_ns)
         return connection
 
     def close(self) -> None:
@@ -152,18 +228,41 @@ class Connections(Generic[W]):
         self.reserve = 0
         if self.refill is not None:
             self.refill.cancel()
-        for connection in self._idle:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for connection in (*self._idle, *self._ahead):
             connection.abort()
         self._idle.clear()
+        self._ahead.clear()
 
-    def _fresh(self, connection: W) -> bool:
-        return connection.usable and time.monotonic_ns() - connection.idle_since_ns < self._idle_limit_ns
+    def _begin_use(self, connection: W, now_ns: int) -> None:
+        connection.used_since_ns = now_ns
+        if not connection.answered:
+            self.waiting[connection] = now_ns
+        self.most_open = max(self.most_open, len(self._held) - len(self._idle) - len(self._ahead))
+
+    def _wants_more(self) -> bool:
+        beyond = max(1, self.most_open // 8)
+        return len(self._idle) + len(self._ahead) < self.reserve and len(self._held) < self.most_open + beyond
+
+    def _close_old(self) -> None:
+        """Close the connections that are idle for too long, or that the server has closed."""
+        oldest_ns = time.monotonic_ns() - self._idle_limit_ns
+        for waiting in (self._idle, self._ahead):
+            while waiting and (waiting[0].idle_since_ns <= oldest_ns or not waiting[0].usable):
+                waiting.popleft().abort()
+        while self._idle and not self._idle[-1].usable:
+            self._idle.pop().abort()
+
+    def _expire_later(self) -> None:
+        self._close_old()
+        left = self._idle or self._ahead
+        loop = asyncio.get_running_loop()
+        self._expiry = loop.call_later(self._idle_limit_ns / 4e9, self._expire_later) if left else None
 
     async def _open_reserve(self) -> None:
         try:
-            while self._idle and not self._fresh(self._idle[0]):
-                self._idle.popleft().abort()
-            while len(self._idle) < self.reserve:
+            while self._wants_more():
                 self.give(await self.connect())
         except httpx.TransportError:
             pass  # the request that needs the connection will report the error

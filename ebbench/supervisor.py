@@ -4,9 +4,9 @@ For servers that start processes of their own (vLLM's engine core), which outliv
 parent has ended become children of this process (Linux: PR_SET_CHILD_SUBREAPER), so it can find and end them.
 
 It ends the program when its own standard input closes (the process that started it has ended), or on SIGTERM, SIGINT or
-SIGHUP: the program gets SIGTERM and GRACE_S seconds, then all descendants are killed. A second signal skips the wait.
-When the program ends by itself, remaining descendants are killed. Exit status: the program's, or 128 plus the number of
-the signal that ended it.
+SIGHUP: the program gets SIGTERM and GRACE_S seconds, then all descendants are killed. A further signal is passed on as
+another SIGTERM and leaves the program ten seconds at most: it may be storing what it measured. When the program ends
+by itself, remaining descendants are killed. Exit status: the program's, or 128 plus the number of its signal.
 
 Standard library only, no import from ebbench: it starts in milliseconds and needs no import path.
 """
@@ -26,6 +26,7 @@ LIFELINE = 0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CANNOT_START = 127
+_HASTE_S = 10.0
 _LINUX = sys.platform.startswith("linux")
 
 
@@ -89,7 +90,7 @@ def _until_ended(program: int, wakeups: int, grace_s: float) -> int:
             if LIFELINE in ready:
                 watched = [wakeups]  # closed: it would always be ready
             first = deadline == float("inf")
-            deadline = time.monotonic() + (grace_s if first else 0.0)
+            deadline = min(deadline, time.monotonic() + (grace_s if first else _HASTE_S))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(program, signal.SIGTERM)
 

@@ -1,39 +1,195 @@
-"""SIGTERM and SIGHUP act like Ctrl-C: child processes end, measurements are kept, exit code 130."""
+"""SIGINT, SIGTERM and SIGHUP of a command. All three ask it to end: what was measured is kept, exit code 130.
+
+The handler counts a signal and calls the current *reaction*; blocks of code choose it:
+
+- outside every block, and in :func:`interruptible`, the first signal raises KeyboardInterrupt;
+- in :func:`on_signal` each signal calls a function, which asks an event loop or a child process to stop;
+- in :func:`held` a signal waits: nothing is raised while a run is measured and stored.
+
+A signal that no reaction has taken up reaches the next one that can; at the latest it is raised when the outermost
+block ends. A further signal asks for haste and undoes nothing: after one was taken up, none is raised for ``QUIET_S``,
+in which a command stores and shows what it has.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+QUIET_S = 5.0
+"""How long after a signal no further one raises KeyboardInterrupt. Later ones do, in case code swallowed the first."""
 _TERMINALS = (0, 1, 2)
 
 
-def as_ctrl_c() -> None:
-    """Make SIGTERM and SIGHUP act like SIGINT. For the main thread of a command.
+class _Signals:
+    """The signals that this process got. ``taken``: those that a reaction has taken up."""
 
-    A signal that was ignored when this process started stays ignored (``nohup``).
-    """
-    terminals = [number for number in _TERMINALS if _is_terminal(number)]
+    def __init__(self) -> None:
+        self.received = self.taken = 0
+        self.react: Callable[[], None] = self.interrupt
+        self._quiet_until_s = 0.0
 
-    def turn(_number: int, frame: FrameType | None) -> None:
-        for descriptor in terminals:
-            if not _is_terminal(descriptor):  # hung up; writing to it would fail in the middle of storing a run
-                _silence(descriptor)
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            # Called, not raised as a signal: uvloop would count a signal raised inside a handler twice, and the second
-            # one aborts running requests.
-            handler(signal.SIGINT, frame)
-        else:  # started in the background by a shell, which makes it ignore SIGINT
+    @property
+    def waiting(self) -> bool:
+        """Whether a signal has come that no reaction has taken up."""
+        return self.received > self.taken
+
+    def take(self) -> None:
+        """Take up what has come so far."""
+        self.taken = self.received
+        self._quiet_until_s = time.monotonic() + QUIET_S
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt, unless a signal was taken up just before."""
+        quiet = time.monotonic() < self._quiet_until_s
+        self.taken = self.received
+        if not quiet:
+            self.take()
             raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    def hold(self) -> None:
+        """Let signals wait."""
+
+
+_signals = _Signals()
+
+
+class Reaction:
+    """Context manager: inside, ``react`` is called at every signal, and at once if one is waiting.
+
+    ``raises``: it raises KeyboardInterrupt. In other threads than the main one, which gets no signals, it does nothing.
+    ``received``: signals while it was entered, and those that were waiting before.
+    """
+
+    def __init__(self, react: Callable[[], None], *, raises: bool = False) -> None:
+        self._react, self._raises = react, raises
+        self._active = threading.current_thread() is threading.main_thread()
+        self._outer = _signals.react
+        self._handlers: dict[int, object] = {}
+        self._inside = False
+        self._before = self._after = 0
+
+    @property
+    def received(self) -> int:
+        """Signals that this reaction got."""
+        return (_signals.received if self._inside else self._after) - self._before
+
+    def __enter__(self) -> Reaction:
+        if self._active:
+            self._before = _signals.taken
+            self._outer = _signals.react
+            self._inside = True
+            self._handle()
+            _signals.react = self._signalled
+            if _signals.waiting:
+                self._signalled()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._inside:
+            return
+        _signals.react = self._outer
+        self._after, self._inside = _signals.received, False
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if error is None and _signals.waiting and _raises(self._outer):
+            self._outer()
+
+    def _signalled(self) -> None:
+        try:
+            self._react()
+        except KeyboardInterrupt:
+            _signals.react = self._outer  # raised within __enter__ it would skip __exit__
+            raise
+
+    def _handle(self) -> None:
+        """Handle SIGINT where the program is not ours and has not set handlers, as in a script."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._handlers[signal.SIGINT] = signal.default_int_handler
+            signal.signal(signal.SIGINT, _handler)
+
+
+def _raises(react: Callable[[], None]) -> bool:
+    owner = getattr(react, "__self__", None)
+    return react == _signals.interrupt or (isinstance(owner, Reaction) and owner._raises)
+
+
+def held() -> Reaction:
+    """Inside, signals wait, but for blocks in it that react to them."""
+    return Reaction(_signals.hold)
+
+
+def interruptible() -> Reaction:
+    """Inside, a signal raises KeyboardInterrupt, also within :func:`held`."""
+    return Reaction(_signals.interrupt, raises=True)
+
+
+def on_signal(react: Callable[[], None]) -> Reaction:
+    """Inside, every signal calls ``react``, which takes it up: the code around it must end the command."""
+
+    def taken() -> None:
+        _signals.take()
+        react()
+
+    return Reaction(taken)
+
+
+def hastened(react: Callable[[], None]) -> Reaction:
+    """Inside, every signal calls ``react``, which only makes haste: the signal waits for another reaction."""
+    return Reaction(react)
+
+
+def received() -> int:
+    """How many signals to end this process has got."""
+    return _signals.received
+
+
+def handle_signals() -> None:
+    """Handle SIGINT, SIGTERM and SIGHUP from now on. For the main thread of a command.
+
+    A signal that was ignored when this process started stays ignored (``nohup``, the background of a shell).
+    """
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, turn)
+            signal.signal(number, _handler)
+    atexit.register(_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    """At the end of the process, when Python gives signals their default action again, which is to kill it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def finish() -> None:
+    """The command has ended: signals change neither its exit code nor its output any more."""
+    _signals.take()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+
+
+def _handler(number: int, frame: FrameType | None) -> None:
+    for descriptor in _terminals:
+        if not _is_terminal(descriptor):  # hung up; writing to it would fail in the middle of storing a run
+            _silence(descriptor)
+    interrupt = signal.getsignal(signal.SIGINT)
+    if number != signal.SIGINT and interrupt is not _handler and callable(interrupt):
+        # A server that runs in this process (uvicorn) has set its own handler. Called, not raised as a signal: uvloop
+        # would count a signal raised inside a handler twice.
+        interrupt(signal.SIGINT, frame)
+        return
+    _signals.received += 1
+    _signals.react()
 
 
 @contextlib.contextmanager
@@ -60,3 +216,6 @@ def _silence(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, descriptor)
     os.close(null)
+
+
+_terminals = [number for number in _TERMINALS if _is_terminal(number)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ebbench.engines.base import VIRTUAL_TIME
-from ebbench.records.manifest import RunWarning
+from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 
 Owner = Callable[[Collection[int]], str]
 """What stands before a caveat of the runs at these places; "" if it holds for all runs."""
@@ -19,9 +19,10 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
     """What a run's device estimates, simplifies or leaves out, among the warnings of the run.
 
     A simulated engine speaks for its devices, too: the units of another pool, images, a server that would not start. A
-    real one speaks about its client and this one run.
+    real one speaks about its client and this one run; what it says of the server, such as answers of another model and
+    prompts that it had cached, holds for every figure.
     """
-    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device"}
+    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", WARM_CACHE, OTHER_MODEL}
     return tuple(str(warning) for warning in warnings if warning.code in codes)
 
 

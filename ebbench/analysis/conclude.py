@@ -19,6 +19,7 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
+from ebbench.devices.identity import identity_of
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions, EngineResult
 from ebbench.engines.checks import start_notes
 from ebbench.engines.versions import engine_versions
@@ -104,6 +105,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         tables["server_metrics"] = result.server_metrics
     try:
         run = writer.finish(manifest, tables)
+    except NotStoredError:
+        raise  # it holds the run, stored elsewhere
     except RunError as error:
         lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
@@ -119,7 +122,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
-    facts = {**plan.facts, **result.facts}
+    facts = {**plan.facts, **result.facts, **(identity_of(device) if context.device_known else {})}
     return Manifest(
         versions=software_versions({**engine_versions(context.engine), **context.versions}),
         git_commit=git_commit(),
@@ -170,6 +173,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *_of("plan", context.plan.warnings),
         *_of("device", (result.device or context.device).warnings),
         *_of("engine", result.warnings),
+        *result.about_server,
         *_of("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),

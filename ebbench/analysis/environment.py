@@ -30,21 +30,41 @@ Runs of a single engine without such options do not have them, so their stored b
 """
 
 UNKNOWN = ""
+UNKNOWN_DEVICE = "unknown"
+"""Device name stored for a server that ebbench did not start, if nobody stated it."""
 
 
 def environment_of(manifest: Manifest) -> dict[str, str]:
     """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
     return {
         "engine": manifest.engine,
-        "device": manifest.device,
+        "device": _device(manifest),
         "driver": _recorded(manifest, "driver"),
         "vllm": _recorded(manifest, "vllm"),
-        "model": manifest.model,
+        "model": _model(manifest),
         "workload": manifest.workload,
         "scenario": manifest.scenario,
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
     }
+
+
+def _device(manifest: Manifest) -> str:
+    """The device with what tells it from others of its name: an own profile's numbers, or the machine of a server.
+
+    Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
+    """
+    machine = manifest.facts.get("server_machine") if manifest.device == UNKNOWN_DEVICE else None
+    apart = machine or manifest.facts.get("device_profile")
+    return f"{manifest.device} ({apart})" if apart else manifest.device
+
+
+def _model(manifest: Manifest) -> str:
+    """The model with what tells it from others of its name: an own shape, and the models that answered in its place."""
+    others = manifest.facts.get("other_models")
+    answers = f"answers of {', '.join(sorted(others))}" if others else ""
+    apart = ", ".join(filter(None, [manifest.facts.get("model_shape"), answers]))
+    return f"{manifest.model} ({apart})" if apart else manifest.model
 
 
 def _compared(manifest: Manifest) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.analysis.kv_pressure import KvPressure, kv_pressure
 from ebbench.records.run import Run
 
 TIMELINE_BINS = 20
@@ -99,6 +100,7 @@ class Explanation:
     policy: str
     steps: StepFacts | None
     decisions: DecisionFacts | None
+    kv: KvPressure | None = None
 
 
 def explain(run: Run) -> Explanation:
@@ -108,6 +110,7 @@ def explain(run: Run) -> Explanation:
         policy=run.manifest.policy,
         steps=_step_facts(steps) if steps.num_rows else None,
         decisions=_decision_facts(run.decisions) if run.table("decisions", ["kind"]).num_rows else None,
+        kv=kv_pressure(run),
     )
 
 

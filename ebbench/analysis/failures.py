@@ -17,6 +17,8 @@ FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
 """Columns of the requests table that :func:`failures_of` reads."""
 
 LONGEST_EXAMPLE = 200  # characters
+_ADVICE = re.compile(r"\((Retry-After|Location|Content-Type): [^)]*\) ")
+"""What the client puts before the body of a refusal: the headers that say what to do."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class _Cause:
         return bool(re.fullmatch(self.error_class, error_class) and re.search(self.message, message, re.IGNORECASE))
 
 
+_REFUSED_FIELD = r"(un(supported|known|recogni[sz]ed|expected)|not (permitted|supported|allowed)|extra|additional)"
+_LEAVE_OUT = "--extra-body '{{\"{}\": null}}'"
+_OTHER_LIMIT = "--max-tokens-field max_tokens (or max_completion_tokens, which chat sends by default)"
 _SERVER_LOG = "the server's log says why"
 _CAUSES = (
     _Cause(".*", r"out of vocabulary|vocab(ulary)? size", "give --vocab-size, no larger than the model's vocabulary"),
@@ -63,15 +68,41 @@ _CAUSES = (
     _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
     _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
     _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
+    _Cause("http_4.*", r"ignore_eos", "--no-ignore-eos: the server does not know ignore_eos"),
+    _Cause("http_4.*", r"temperature", f"--temperature 1, or leave it out with {_LEAVE_OUT.format('temperature')}"),
+    _Cause(
+        "http_4.*",
+        r"stream_options",
+        f"leave it out with {_LEAVE_OUT.format('stream_options')}, if the server reports usage without being asked",
+    ),
+    _Cause("http_4.*", rf"(?=.*{_REFUSED_FIELD}).*max_(completion_)?tokens", _OTHER_LIMIT),
+    _Cause(
+        "http_4.*",
+        rf"{_REFUSED_FIELD}.*(param|argument|field|input|propert)",
+        f"try --no-ignore-eos (ignore_eos is no field of OpenAI's); leave another out with {_LEAVE_OUT.format('NAME')}",
+    ),
     _Cause("http_4.*", "", "the server refuses the request: check --endpoint, --extra-body and --temperature"),
+    _Cause("http_3.*", r"completions/\)", "a proxy wants a slash at the end, which the API has not: change its rule"),
+    _Cause("http_3.*", "", "the server points to another URL: give that one as --engine"),
     _Cause("http_5.*", "", _SERVER_LOG),
     _Cause("connect_.*", r"certificate", "give the certificate authority with --ca-file, or in SSL_CERT_FILE"),
+    _Cause(
+        "client_limit", "too many open files", "a limit of this machine: raise it with `ulimit -n`, or more --workers"
+    ),
+    _Cause(
+        "client_limit",
+        "assign requested address",
+        "this machine has no free port left to the server: a lower load, or --connections other than per-request",
+    ),
+    _Cause("client_limit", "", "a limit of this machine, not of the server: check its memory and its limits"),
     _Cause("connect_timeout", "", "a longer --connect-timeout, or a lower load"),
     _Cause("connect_error", "", "check that the server runs at this URL"),
     _Cause("(idle|first_token)_timeout", "", "a longer --idle-timeout, or a lower load"),
     _Cause("total_timeout", "", "a longer --total-timeout, or a lower load"),
     _Cause("no_usage", "", "the server must report usage in streams (stream_options.include_usage)"),
     _Cause("short_output", "", "--no-ignore-eos, if the server cannot ignore the end-of-sequence token"),
+    _Cause("long_output", "", f"if the server did not take the limit: {_OTHER_LIMIT}"),
+    _Cause("not_a_stream", r"<html|<!doctype", "a log-in page or another service answers: check the URL and the key"),
     _Cause("not_a_stream", "", "the server must stream its answers (text/event-stream)"),
     _Cause("error_frame|aborted|truncated|connection_(reset|closed)", "", _SERVER_LOG),
     _Cause(EARLIER_TURN_FAILED, "", "see the failures of the turns before them"),
@@ -152,16 +183,25 @@ def _example(messages: Sequence[tuple[str, int]]) -> str:
 def _words(body: str) -> str:
     """The message in an error body: OpenAI's ``error.message``, FastAPI's ``detail``, or the text itself."""
     text = body.strip()
+    advice = mark[0] if (mark := _ADVICE.match(text)) else ""
+    text = text[len(advice) :]
     if text.startswith("{"):
-        with suppress(msgspec.DecodeError):  # not JSON, or cut at the maximum length
+        with suppress(msgspec.DecodeError, RecursionError):  # not JSON, or cut at the maximum length
             text = _message_in(msgspec.json.decode(text)) or text
-    return " ".join(text.split())
+    return " ".join(f"{advice}{text}".split())
 
 
 def _message_in(value: object) -> str:
     """The message inside a decoded error; empty if there is none."""
     if isinstance(value, str):
         return value
+    if isinstance(value, list):  # FastAPI: one entry per field
+        return "; ".join(filter(None, map(_message_in, value)))
     if not isinstance(value, dict):
         return ""
-    return next((found for key in ("error", "message", "detail") if (found := _message_in(value.get(key)))), "")
+    message = next(
+        (found for key in ("error", "message", "detail", "msg") if (found := _message_in(value.get(key)))), ""
+    )
+    field = value.get("param") or value.get("loc")
+    name = field[-1] if isinstance(field, list) and field else field
+    return f"{message} ({name})" if message and isinstance(name, str) and name not in message else message

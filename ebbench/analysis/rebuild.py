@@ -22,7 +22,7 @@ from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import Manifest, RunWarning, decode_manifest
-from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, Run, RunWriter, require_directory
+from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
 
 NOT_RECORDED = "not_recorded"
@@ -66,7 +66,7 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     if not shards["plan"] and (directory / "plan.parquet").exists():
         shards["plan"] = [directory / "plan.parquet"]  # the run was being stored: its plan is complete
     damaged: list[Path] = []
-    tables = {name: _joined(name, paths, damaged, skip=skip_damaged) for name, paths in shards.items()}
+    tables = {name: _joined(name, paths, damaged, directory, skip=skip_damaged) for name, paths in shards.items()}
     if not tables["plan"].num_rows:
         raise DataError(f"{directory}: nothing to rebuild; the plan was not stored")
     recorded = _once(tables["requests"])
@@ -76,13 +76,14 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
         if shard not in damaged:
             with suppress(OSError):
                 shard.unlink()
-    for leftover in (path, *directory.glob(".*.parquet.tmp")):
+    for leftover in (path, *directory.glob(f"*{TAIL}"), *directory.glob(".*.tmp")):
         with suppress(OSError):
             leftover.unlink()
     return Rebuilt(finished, recorded.num_rows, tables["plan"].num_rows, tuple(damaged))
 
 
-def _joined(name: str, paths: Sequence[Path], damaged: list[Path], *, skip: bool) -> pa.Table:
+def _joined(name: str, paths: Sequence[Path], damaged: list[Path], directory: Path, *, skip: bool) -> pa.Table:
+    """The shards of a table and the tail, which ends where the program was killed."""
     tables = []
     for path in paths:
         try:
@@ -91,6 +92,9 @@ def _joined(name: str, paths: Sequence[Path], damaged: list[Path], *, skip: bool
             if not skip:
                 raise DataError(f"{error}; --skip-damaged rebuilds the run without it") from None
             damaged.append(path)
+    tail = files.read_stream(directory / f"{name}{TAIL}")
+    if tail is not None:
+        tables.append(tail)
     if not tables:
         return SCHEMAS[name].empty_table()
     return pa.concat_tables(tables, promote_options="default").combine_chunks()

@@ -12,7 +12,8 @@ of the served span.
   20); from the phase's first intended start to the end of the last block of the first half whose median TTFT exceeds
   1.5 times the median over the second half; 0 if no block does
 - lost time: tokens short of the settled rate over the first half of the span, as seconds of work at that rate
-- controller time: from the start of the served span to the last change of mode inside it; 0 without a change
+- controller time: from the start of the served span to the last change of mode inside it; 0 without a change; the
+  requests that ended meanwhile are those whose last token lies in it
 
 A window is the larger of 5 s and a tenth of the span; phases served for less than four windows have no settled rate.
 """
@@ -35,17 +36,20 @@ _STEPS = 400  # points in time at which the rate is evaluated
 
 @dataclass(frozen=True)
 class Recovery:
-    """One phase: its served span, its settled rate in tokens/s, and the times defined above (s)."""
+    """One phase: its served span, its mean and settled rate in tokens/s, the times defined above (s), and how many
+    requests ended in the controller's."""
 
     phase: str
     start_s: float
     end_s: float
-    settled_tokens_per_s: float | None
-    recovery_s: float | None
-    ttft_recovery_s: float | None
-    lost_s: float | None
-    controller_s: float | None
-    switches: int
+    mean_tokens_per_s: float | None
+    settled_tokens_per_s: float | None = None
+    recovery_s: float | None = None
+    ttft_recovery_s: float | None = None
+    lost_s: float | None = None
+    controller_s: float = 0.0
+    controller_requests: int = 0
+    switches: int = 0
 
     @property
     def span_s(self) -> float:
@@ -62,10 +66,15 @@ def recoveries(run: Run) -> tuple[Recovery, ...]:
     times_s, tokens = token_times(columns)
     cumulative = np.concatenate([[0.0], np.cumsum(tokens)])
     changes = mode_changes(run)
-    return tuple(
-        replace(_recovery(name, start, end, times_s, cumulative, changes), ttft_recovery_s=ttft_recovery(columns, name))
-        for name, start, end in spans
-    )
+    last_tokens_s = np.sort(columns.last_token[columns.ok]) / 1e9
+    phases = []
+    for name, start, end in spans:
+        phase = _recovery(name, start, end, times_s, cumulative, changes)
+        ended = np.searchsorted(last_tokens_s, [start, start + phase.controller_s], "right")
+        phases.append(
+            replace(phase, ttft_recovery_s=ttft_recovery(columns, name), controller_requests=int(ended[1] - ended[0]))
+        )
+    return tuple(phases)
 
 
 def ttft_recovery(columns: RequestColumns, phase: str) -> float | None:
@@ -138,28 +147,26 @@ def _recovery(
     changes: npt.NDArray[np.float64],
 ) -> Recovery:
     inside = changes[(changes > start) & (changes < end)]
-    controller = float(inside[-1]) - start if len(inside) else 0.0
     span = end - start
-    window = max(WINDOW_S, WINDOW_SHARE * span)
-    if span < 4 * window:
-        return Recovery(name, start, end, None, None, None, None, controller, len(inside))
 
     def done(at: npt.NDArray[np.float64] | float) -> npt.NDArray[np.float64]:
         return np.asarray(cumulative[np.searchsorted(times_s, at, "right")])
 
+    phase = Recovery(
+        name, start, end, float(done(end) - done(start)) / span if span else None,
+        controller_s=float(inside[-1]) - start if len(inside) else 0.0, switches=len(inside),
+    )  # fmt: skip
+    window = max(WINDOW_S, WINDOW_SHARE * span)
+    if span < 4 * window:
+        return phase
     middle = start + span / 2
     settled = float(done(end) - done(middle)) / (end - middle)
     moments = np.linspace(start, middle - window, _STEPS)
     enough = np.flatnonzero((done(middle) - done(moments)) / (middle - moments) >= BAND * settled)
     lost = max(settled * (middle - start) - float(done(middle) - done(start)), 0.0) / settled if settled else None
-    return Recovery(
-        phase=name,
-        start_s=start,
-        end_s=end,
+    return replace(
+        phase,
         settled_tokens_per_s=settled,
         recovery_s=float(moments[enough[0]]) - start if len(enough) else None,
-        ttft_recovery_s=None,
         lost_s=lost,
-        controller_s=controller,
-        switches=len(inside),
     )

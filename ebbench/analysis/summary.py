@@ -55,6 +55,7 @@ class Summary:
     clients: ClientNodes = ClientNodes()  # noqa: RUF009 - frozen
     until_clear: bool = False  # one of several repeats that were tested after each
     virtual: bool = False  # simulated time: repeating the run gives a copy
+    anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -164,6 +165,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         clients=ClientNodes.of(manifest.facts),
         until_clear=bool(manifest.facts.get("until_clear")),
         virtual=manifest.clock == "virtual",
+        anchor_unix_ns=manifest.anchor_unix_ns,
     )
 
 

@@ -22,6 +22,7 @@ from ebbench.devices.startup import start_up
 from ebbench.engines.base import Engine, EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, UsageError
+from ebbench.records import files
 from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import calibration_to_json
@@ -136,9 +137,8 @@ def write_profile(measured: MeasuredCosts, device: Device, model: str, folder: P
     path = folder / "profile.toml"
     if path.exists():
         raise UsageError(f"{path} exists; choose another --output-dir or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "calibration.json").write_text(calibration_to_json(measured.calibration), encoding="utf-8")
-    path.write_text(_profile_text(measured, device, model), encoding="utf-8")
+    files.write_text(calibration_to_json(measured.calibration), folder / "calibration.json")
+    files.write_text(_profile_text(measured, device, model), path)
     return path
 
 

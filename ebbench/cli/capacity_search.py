@@ -22,6 +22,7 @@ from ebbench.engines.setup import topology_of
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
+from ebbench.records.lock import sole_use
 from ebbench.records.run import default_run_dir
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
         chart.check_suffix(plot)
     system = _system(question, limits)
     folder, begun = _folder(question, limits), time.monotonic()
+    with sole_use(folder):
+        _search_in(folder, begun, question, limits, system, messages, plot=plot, as_json=as_json)
+
+
+def _search_in(
+    folder: Path, begun: float, question: CapacityQuestion, limits: LatencyLimits, system: _System, messages: Console,
+    *, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     try:
         _search_all(question, limits, system, messages, folder, folder, begun, plot=plot, as_json=as_json)
     except ApiServerBusyError as busy:

@@ -38,6 +38,13 @@ class ClientFlags:
             help="auto or HOST:PORT of the cluster whose nodes send; without ray:N all. Default: RAY_ADDRESS.",
         ),
     ] = None
+    connections: Annotated[
+        str | None,
+        _opt(
+            "--connections",
+            help="ahead (default: some are opened before requests need them), on-demand or per-request.",
+        ),
+    ] = None
     connect_timeout_s: Annotated[
         float | None,
         _opt("--connect-timeout", help="Seconds to connect. Default: 10."),
@@ -59,7 +66,16 @@ class ClientFlags:
         ),
     ] = None
     temperature: Annotated[float | None, _opt("--temperature", help="Sampling temperature. Default: 0.")] = None
-    extra_body: Annotated[str | None, _opt("--extra-body", help="JSON object merged into every request body.")] = None
+    max_tokens_field: Annotated[
+        str | None,
+        _opt(
+            "--max-tokens-field",
+            help="Field that limits the output. Default: max_tokens, for chat max_completion_tokens.",
+        ),
+    ] = None
+    extra_body: Annotated[
+        str | None, _opt("--extra-body", help="JSON object merged into every request body; null leaves a field out.")
+    ] = None
     header: Annotated[
         list[str] | None, _opt("--header", help="KEY=VALUE, sent with every request; may be repeated.")
     ] = None

@@ -73,13 +73,15 @@ def fake_server(
     if ledger is not None and (ledger.exists() or not ledger.absolute().parent.is_dir()):
         why = "exists" if ledger.exists() else "is in a folder that does not exist"
         raise UsageError(f"--ledger {ledger} {why}; give another path")
+    from ebbench.records import files
+
     first, *further = model or ["fake-model"]
     faults = tuple(parse_fault(text) for text in fault or ())
     config = FakeConfig(**vars(served), model=first, further_models=tuple(further), faults=faults)
     scheme = "http" if served.ssl_certfile is None else "https"
     kept = run(config, lambda bound: typer.echo(f"{scheme}://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
     if ledger is not None:
-        ledger.write_bytes(kept.encode())
+        files.write_bytes(kept.encode(), ledger)
     counts = f"{kept.received} requests, {kept.completed} complete answers, {kept.sent_tokens} tokens"
     typer.echo(counts, err=True)
 

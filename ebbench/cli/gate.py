@@ -241,6 +241,7 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
     from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
+    from ebbench.records.lock import sole_use
 
     rules = question.rules
     if question.baseline.resolve() == question.candidate.resolve():
@@ -251,7 +252,8 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
         if not rules.sequential or pairs < least:
             return False
         verdict = question.judged(with_detectable=False)
-        _say(f"after {pairs} pairs: {verdict.outcome}" + ("" if verdict.outcome != "inconclusive" else ", continuing"))
+        going_on = ", continuing" + (f": {verdict.cause}" if verdict.cause else "")
+        _say(f"after {pairs} pairs: {verdict.outcome}{going_on if verdict.outcome == 'inconclusive' else ''}")
         return verdict.outcome != "inconclusive"
 
     sides = (
@@ -260,7 +262,8 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     )
     most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
     check = question.check_stored
-    measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=_say, check=check, decided=decided)
+    with sole_use(question.baseline), sole_use(question.candidate):
+        measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=_say, check=check, decided=decided)
 
 
 def _say(line: str) -> None:
@@ -291,8 +294,7 @@ def _write(junit: bytes, markdown: str, wanted: VerdictFlags) -> None:
     from ebbench.records import files
 
     if wanted.junit is not None:
-        wanted.junit.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(junit, wanted.junit)
+        files.write_text(junit.decode(), wanted.junit)
     target = wanted.summary or (Path(given) if (given := os.environ.get("GITHUB_STEP_SUMMARY")) else None)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -313,6 +315,7 @@ def _save(runs: list[Path], path: Path) -> None:
 
 def _self_test(rules: Rules, wanted: OtherFlags) -> None:
     from ebbench.analysis.gate.self_test import run_self_test, run_trial
+    from ebbench.records import files
     from ebbench.report.selftest import markdown
     from ebbench.runs.pool import pool_of, values
 
@@ -329,8 +332,7 @@ def _self_test(rules: Rules, wanted: OtherFlags) -> None:
     )
     text = markdown(found)
     if report is not None:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(text, encoding="utf-8")
+        files.write_text(text, report)
         _say(f"wrote {report}")
     else:
         typer.echo(text)

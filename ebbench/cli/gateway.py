@@ -48,8 +48,27 @@ class GatewayFlags:
     max_queue: Annotated[int, opt("--max-queue", help="Requests in the queue before 429.", panel=_DISPATCH)] = 10_000
     max_wait_s: Annotated[
         float,
-        opt("--max-wait", help="Seconds in the queue before 503.", panel=_DISPATCH),
-    ] = 120.0
+        opt(
+            "--max-wait",
+            help="Seconds in the queue before 503, and without a byte from the server before 504.",
+            panel=_DISPATCH,
+        ),
+    ] = 300.0
+    resends: Annotated[
+        int,
+        opt(
+            "--resends",
+            help="Further servers that get a request whose server broke off before any answer.",
+            panel=_DISPATCH,
+        ),
+    ] = 1
+    max_body_mb: Annotated[float, opt("--max-body-mb", help="Largest body of a request; 413 above.", panel=_SERVER)] = (
+        64.0
+    )
+    max_bodies_mb: Annotated[
+        float,
+        opt("--max-bodies-mb", help="Bodies of all requests without an answer; 503 above.", panel=_SERVER),
+    ] = 1024.0
     host: Annotated[
         str,
         opt("--host", help="Address to listen on; default: this machine only.", panel=_SERVER),

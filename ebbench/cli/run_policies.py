@@ -23,6 +23,7 @@ from ebbench.engines.setup import is_server, journalled, make_engine, policy_lab
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
 from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir, slug, unused
+from ebbench.termination import held
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -170,6 +171,8 @@ def _check(config: RunConfig) -> None:
         raise UsageError("--save-as-vllm writes one run; give one --policy and no --repeats")
     if config.save_as_vllm is not None and (config.save_as_vllm.is_dir() or not config.save_as_vllm.parent.is_dir()):
         raise UsageError(f"--save-as-vllm {config.save_as_vllm}: give a file in a directory that exists")
+    if config.save_as_vllm is not None and config.save_as_vllm.exists():
+        raise UsageError(f"--save-as-vllm {config.save_as_vllm} exists; give another file or remove it")
     if config.output_dir is not None and config.output_dir.exists():
         raise UsageError(f"output directory {config.output_dir} exists; give another --output-dir or remove it")
 
@@ -247,12 +250,18 @@ def _run_one(
 ) -> None:
     seed = int(plan.facts.get("seed", config.seed))
     label = spec.name if config.repeats == 1 else f"{spec.name} seed {seed}"
-    try:
-        stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
-    except NotStoredError as error:
-        if error.run is not None:
-            _keep(error.run, done)  # show the run although it could not be stored
-        raise
+    with held():  # what was measured is in ``done`` before a signal ends the command
+        try:
+            stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
+        except NotStoredError as error:
+            if error.run is not None:
+                _keep(error.run, done)  # show the run although it could not be stored
+            raise
+        _take_up(config, stored, done)
+
+
+def _take_up(config: RunConfig, stored: Run, done: _Done) -> None:
+    """Keep a stored run in ``done``, and export it if that was asked for."""
     done.stored.append(stored.path)
     if config.api_server_if_busy:
         _refuse_busy(stored, done)
@@ -312,7 +321,7 @@ def measure(
         device_known=not is_server(config.engine),
         warnings=_warnings(config, engine, spec, plan),
     )
-    with RunWriter.create(run_dir) as writer:
+    with held(), RunWriter.create(run_dir) as writer:
         if context.kind_of_time == "real":
             begin(writer, context)
             engine = journalled(engine, writer)

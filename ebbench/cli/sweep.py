@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ebbench.sweep.store import SweepStore
 
 EXECUTORS = ("process", "ray")
-METRICS = ("request_throughput", "output_throughput", "total_token_throughput")
+METRICS = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,25 @@ def sweep(
     ] = None,
     *,
     pool: PoolFlags,
-    metric: Annotated[str, typer.Option("--metric", help="Figure to maximise: request_throughput, ...")] = METRICS[0],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            help="Figure to maximise: request_throughput, output_throughput, total_token_throughput, request_goodput. "
+            "Default: request_goodput if all cells have limits (goodput), else request_throughput.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again: earlier results get a name with their date.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid and the cells left to run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Run every combination of a grid and show the best configuration of each policy.
 
-    A stopped or killed sweep continues where it was: finished cells are not run again. A cell that fails is reported,
-    the others continue, and the next call tries it again. Cells on a server's URL run one at a time.
+    A stopped or killed sweep continues where it was: finished cells are not run again, without --fresh. A cell that
+    fails is reported, the others continue, and the next call tries it again. Cells on a server's URL run one at a time.
     """
     from rich.console import Console
 
@@ -72,18 +82,23 @@ def sweep(
     from ebbench.sweep.spec import load_sweep
     from ebbench.sweep.store import SweepStore
 
-    if metric not in METRICS:
+    if metric is not None and metric not in METRICS:
         raise UnknownNameError("metric", metric, METRICS)
     grid = load_sweep(spec)
+    metric = _metric(grid, metric)
     store = SweepStore(output_dir or Path("sweeps") / slug(grid.name))
     output = Console(highlight=False)
     if not quiet:
         for note in trace_notes(grid.cells):
             Console(stderr=True, highlight=False).print(note, markup=False, soft_wrap=True)
+    if dry_run and fresh:
+        raise UsageError("--dry-run changes nothing, so leave out --fresh")
     if dry_run:
         _dry_run(grid, store, output, as_json=as_json)
         return
     chosen = pool_of(grid, pool)
+    if fresh and (kept := store.set_aside()) is not None:
+        typer.echo(f"earlier results: {kept}", err=True)
     with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
         result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), report=report)
     found = findings(result.finished, grid.axes, metric)
@@ -92,6 +107,17 @@ def sweep(
     else:
         output.print(show.console_report(result, found, metric))
     _verdict(grid, store, result)
+
+
+def _metric(grid: Sweep, asked: str | None) -> str:
+    """The figure that ranks. Raises UsageError for goodput without limits."""
+    from ebbench.sweep.findings import GOODPUT, metric_of
+
+    if asked == GOODPUT and not all(cell.goodput for cell in grid.cells):
+        raise UsageError(
+            '--metric request_goodput needs limits for all cells: goodput = "ttft:500 tpot:50" in [common]'
+        )
+    return asked or metric_of(grid.cells)
 
 
 def _verdict(grid: Sweep, store: SweepStore, result: Result) -> None:

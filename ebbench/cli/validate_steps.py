@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ebbench.engines.machine import machine_name
 from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
+from ebbench.records.lock import sole_use
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.validation.document import as_dict, as_document
 from ebbench.validation.drive import validate
@@ -34,10 +35,19 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
     """
     from rich.console import Console
 
-    from ebbench.export.markdown import as_markdown
-
     messages = Console(stderr=True, highlight=False)
     _open_folder(question, folder)
+    with sole_use(folder):
+        return _run_validation(question, folder, max_time_s, messages, as_json=as_json, quiet=quiet)
+
+
+def _run_validation(
+    question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
+) -> str:
+    from rich.console import Console
+
+    from ebbench.export.markdown import as_markdown
+
     call = Call(sys.argv[1:], wall_clock_ns())
 
     def say(text: str) -> None:

@@ -104,6 +104,7 @@ def fit(
     The file is a workload like any other: ebbench run FILE.toml, longer with -n, at another rate with --rate-scale.
     """
     from ebbench.errors import UsageError
+    from ebbench.records import files
     from ebbench.workloads.fit_log import as_toml, fit_workload
     from ebbench.workloads.options import recorded_file
     from ebbench.workloads.trace import read_trace
@@ -115,7 +116,7 @@ def fit(
         raise UsageError(f"--output must end in .toml, as workload files do, not {output.name!r}")
     trace = read_trace(path, columns, tokenizer)
     workload = fit_workload(trace, output.stem, time_unit)
-    output.write_text(as_toml(workload, f"log:{path.name}"), encoding="utf-8")
+    files.write_text(as_toml(workload, f"log:{path.name}"), output)
     typer.echo(f"{output}: {workload.description}; ebbench run {output}")
 
 

@@ -59,8 +59,10 @@ class RequestBodies:
         if options.ignore_eos:
             self._fixed["ignore_eos"] = True
         self._fixed |= options.extra_body
+        self._fixed = {name: value for name, value in self._fixed.items() if value is not None}
+        self._limit = options.max_tokens_field or ("max_completion_tokens" if self._chat else "max_tokens")
         self._table = PromptTable.of_words(_WORDS) if self._chat else PromptTable.of_ids(options.vocab_size)
-        self.path = "/v1/chat/completions" if self._chat else "/v1/completions"
+        self.path = "chat/completions" if self._chat else "completions"
 
     def build(self, turn: Turn, history: Sequence[tuple[str, str]] = (), *, may_hang_up: bool = False) -> bytes:
         """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session.
@@ -74,13 +76,12 @@ class RequestBodies:
                 for message in (_message("user", question), _message("assistant", answer))
             ]
             prompt: dict[str, Any] = {"messages": [*said, self._question(turn)]}
-            limit = "max_completion_tokens"
         else:
-            prompt, limit = {"prompt": self._prompt(turn, history)}, "max_tokens"
-        whole = self._fixed | prompt | {limit: turn.output_tokens}
+            prompt = {"prompt": self._prompt(turn, history)}
+        whole = self._fixed | prompt | {self._limit: turn.output_tokens}
         if turn.lora is not None:
             whole["model"] = turn.lora
-        if may_hang_up:
+        if may_hang_up and isinstance(whole.get("stream_options"), dict):
             whole["stream_options"] = {**whole["stream_options"], "continuous_usage_stats": True}
         return msgspec.json.encode(whole)
 

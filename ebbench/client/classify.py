@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import httpx
@@ -12,9 +14,14 @@ from ebbench.client.response import StreamedResponse
 from ebbench.records.schema import ABANDONED
 
 _ABORT_REASONS = frozenset({"abort", "error"})  # finish reasons of a server that ended a response early
+_OWN_LIMITS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.EPERM}
+)
+"""Errors of opening a connection that lie with this machine: descriptors, ports, memory, a firewall's rule."""
 HUNG_UP = "hung_up"
 """Error class of a response that the client did not wait for to the end, as the plan said."""
-BODY_LIMIT = 4096  # characters of an error body that are kept
+BODY_LIMIT = 4096
+"""Characters of an error body that are kept, once secrets are removed: a cut could leave half of one."""
 
 
 class TokenTimes(NamedTuple):
@@ -54,7 +61,7 @@ def classify(streamed: StreamedResponse, planned_tokens: int, exact: bool) -> Cl
         status = "cancelled"
     if error_class == HUNG_UP:
         return Classified(ABANDONED, None, None, len(tokens.times_ns) + tokens.bundled, tokens)
-    return Classified(status, error_class, body[:BODY_LIMIT] or None, count, tokens)
+    return Classified(status, error_class, body or None, count, tokens)
 
 
 def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:
@@ -96,6 +103,8 @@ def token_times(times_ns: Sequence[int], empty: Sequence[int], count: int | None
 
 def transport_failure(error: Exception) -> str:
     """The error class of an exception raised below HTTP."""
+    if any(isinstance(one, OSError) and _OWN_LIMITS & _numbers(one) for one in _causes(error)):
+        return "client_limit"
     if isinstance(error, httpx.ConnectTimeout):
         return "connect_timeout"
     if isinstance(error, httpx.TimeoutException):
@@ -107,3 +116,16 @@ def transport_failure(error: Exception) -> str:
     if isinstance(error, httpx.RemoteProtocolError):
         return "connection_closed"
     return "client_error"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The errors that led to ``error``, nearest first."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _numbers(error: OSError) -> set[int]:
+    """The error numbers of a failed connection attempt; asyncio gives one text for several addresses."""
+    return {error.errno} if error.errno else {int(number) for number in re.findall(r"Errno (\d+)", str(error))}

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from ebbench.client import prefix_cache
 from ebbench.client.blocking import run_to_end
+from ebbench.client.connection_use import connection_totals, slow_first_uses
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.node_senders import node_senders
@@ -42,10 +43,13 @@ from ebbench.client.verdict import (
     send_lag_p99_ms,
 )
 from ebbench.client.warmup import warm_up
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.records.lateness import lag_limit_ms
+from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
+from ebbench.termination import held
 
 
 class DriveResult(NamedTuple):
@@ -54,7 +58,7 @@ class DriveResult(NamedTuple):
     ``requests``: one row per planned request, in plan order (schema REQUESTS; with ``keep_text`` also a column
     ``text``). ``server_metrics``: schema SERVER_METRICS, empty if the server has no /metrics. ``invalid``: reasons that
     make the run invalid and that only the client knows; the analysis derives the others from the table. ``facts``:
-    entries for the manifest.
+    entries for the manifest. ``about_server``: warnings that the figures are not of what was asked for.
     """
 
     requests: pa.Table
@@ -63,6 +67,7 @@ class DriveResult(NamedTuple):
     invalid: tuple[str, ...]
     interrupted: bool
     facts: Mapping[str, Any]
+    about_server: tuple[RunWarning, ...] = ()
 
 
 def drive(
@@ -73,34 +78,35 @@ def drive(
     on_batch: Callable[[pa.Table], None] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> DriveResult:
-    """Send ``plan`` to the OpenAI-compatible server at ``url`` (without ``/v1``) and wait for all responses.
+    """Send ``plan`` to the OpenAI-compatible server at ``url`` and wait for all responses.
 
     ``observer`` receives progress; ``on_batch`` receives finished requests while the run goes on, as tables in the
     REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second SIGINT aborts
     them. Signals are handled only if the caller is the main thread.
 
-    Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached.
+    Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached, KeyboardInterrupt
+    after a signal before the first request.
     """
     options = options or ClientOptions()
-    base = server_url(url)
+    server = checked_url(url, options)
 
-    return run_to_end(lambda: _drive(base, plan, options, observer, on_batch, environ))
+    with held():
+        try:
+            return run_to_end(lambda: _drive(server, plan, options, observer, on_batch, environ))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None  # interrupted before the first request
 
 
-def server_url(url: str) -> str:
-    """The server's base URL with scheme, without ``/v1`` or another API path. Raises UsageError."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url!r} is no server URL; write http://HOST:PORT")
-    if "@" in url.split("/")[2]:
-        raise UsageError("leave credentials out of the URL; give the API key in EBBENCH_API_KEY or OPENAI_API_KEY")
-    base = url.rstrip("/")
-    for suffix in ("/v1/completions", "/v1/chat/completions", "/v1"):
-        base = base.removesuffix(suffix)
-    return base
+def checked_url(url: str, options: ClientOptions) -> ServerUrl:
+    """The server at ``url``. Raises UsageError if the URL names another endpoint than the options."""
+    server = ServerUrl.parse(url)
+    if server.named not in (None, options.endpoint):
+        raise UsageError(f"{url} is the URL of {server.named}: give --endpoint {server.named}, or the URL without it")
+    return server
 
 
 async def _drive(
-    url: str,
+    url: ServerUrl,
     plan: Plan,
     options: ClientOptions,
     observer: SnapshotObserver | None,
@@ -110,10 +116,13 @@ async def _drive(
     table, renamed = unique_ids(plan.table)
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
     async with AsyncExitStack() as stack:
-        nodes = await stack.enter_async_context(client_nodes(url, options, environ)) if wants_nodes(options) else None
+        interrupts = stack.enter_context(Interrupts())
+        nodes = (
+            await stack.enter_async_context(client_nodes(str(url), options, environ)) if wants_nodes(options) else None
+        )
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
         await server.ready()
-        served = await server.served()
+        served, version = await server.served(), await server.version()
         check_attachments(table, options.endpoint, served.names)
         dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
         await warm_up(url, served.model, plan, options, environ)
@@ -121,24 +130,20 @@ async def _drive(
         part = whole(table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
         tally = Tally(table, observer, on_batch, options.keep_text, thinking=options.endpoint == "chat")
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
-        power = open_power(url, options.power, environ, made_up=served.made_up)
+        power = open_power(str(url), options.power, environ, made_up=served.made_up)
         async with _senders(nodes, part, url, served.model, options, id_prefix, environ) as senders:
             watching = telemetry(options, served.model, len(plan), lambda: tally.open_requests)
             with power or contextlib.nullcontext(), watching as seen:
                 tally.followers.append(seen.add)
-                await _run(senders, tally, scraper, plan.release_for_s)
+                await _run(senders, tally, scraper, plan.release_for_s, interrupts)
                 tally.followers.clear()
             requests = tally.complete(senders)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     rate, rate_source = prefix_cache.hit_rate(requests, server_metrics)
-    completed = pc.sum(pc.equal(requests["status"], "ok")).as_py() or 0
-    reports, others, asked = _reported(server_metrics), dict(tally.other_models), served.model
-    kept = completed and not cache_reset and reports.get("enable_prefix_caching") is not False
-    met = note_prompts(url, served.model, table, environ) if kept else None
     facts = {
-        "server": url,
+        "server": str(url),
         "served_model": served.model,
         "client_transport": options.transport,
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
@@ -147,14 +152,16 @@ async def _drive(
         "prefix_cache_reset": cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": rate_source,
-        "server_reports": reports,
-        **({"other_models": others} if others else {}),
+        "server_reports": _reported(server_metrics),
+        **({"server_version": version} if version else {}),
+        **({"other_models": dict(tally.other_models)} if tally.other_models else {}),
     }
     return DriveResult(
         requests=requests,
         warnings=(
-            *client_warnings(requests, table, renamed, len(dropped), rate),
-            *filter(None, [prefix_cache.met_before(met, rate, table), other_models_warning(others, asked, completed)]),
+            *client_warnings(requests, table, renamed, len(dropped)),
+            *server.notes,
+            *slow_first_uses(requests, tally.first_on_connection),
             *_power_warnings(facts),
             *seen.warnings,
             *findings.warnings,
@@ -163,7 +170,27 @@ async def _drive(
         invalid=(*findings.invalid, *invalid_reasons(limit_ms, senders.workers())),
         interrupted=tally.interrupted,
         facts=facts,
+        about_server=_about_server(requests, table, facts, environ, made_up=served.made_up),
     )
+
+
+def _about_server(
+    requests: pa.Table, plan: pa.Table, facts: Mapping[str, Any], environ: Mapping[str, str], *, made_up: bool
+) -> tuple[RunWarning, ...]:
+    """Warnings that other figures were measured than asked for: of cached prompts, or of other models.
+
+    ``made_up``: it is ebbench's fake server, which caches nothing.
+    """
+    completed, rate = pc.sum(pc.equal(requests["status"], "ok")).as_py() or 0, facts["prefix_hit_rate"]
+    cache = facts["server_reports"].get("enable_prefix_caching") is not False
+    kept = completed and cache and not (made_up or facts["prefix_cache_reset"])
+    met = note_prompts(facts["server"], facts["served_model"], plan, environ) if kept else None
+    found = (
+        (WARM_CACHE, prefix_cache.unplanned_hits(rate, plan)),
+        (WARM_CACHE, prefix_cache.met_before(met, rate, plan)),
+        (OTHER_MODEL, other_models_warning(facts.get("other_models", {}), facts["served_model"], completed)),
+    )
+    return tuple(RunWarning(code, text) for code, text in found if text)
 
 
 def _reported(server_metrics: pa.Table) -> dict[str, Any]:
@@ -174,7 +201,7 @@ def _reported(server_metrics: pa.Table) -> dict[str, Any]:
 def _senders(
     nodes: Sequence[ClientNode] | None,
     part: PlanPart,
-    url: str,
+    url: ServerUrl,
     model: str,
     options: ClientOptions,
     id_prefix: str,
@@ -200,6 +227,7 @@ def _client_facts(
         "send_lag_p99_ms": send_lag_p99_ms(requests),
         "loop_lag_p99_ms": loop_lag_p99_ms(workers.values()),
         "lag_limit_ms": lag_limit_ms,
+        "client_connections": connection_totals(workers.values()),
         "start_monotonic_ns": start_ns,
     }
     if power is not None:
@@ -213,19 +241,22 @@ def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
     return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
 
 
-async def _run(senders: Senders, tally: Tally, scraper: Scraper | None, release_for_s: float | None) -> None:
+async def _run(
+    senders: Senders, tally: Tally, scraper: Scraper | None, release_for_s: float | None, interrupts: Interrupts
+) -> None:
     """Start the workers once all are ready, wait for the last; release no session after ``release_for_s``."""
     await senders.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
-    with Interrupts(senders) as interrupts:
-        start_ns = time.monotonic_ns() + senders.lead_ns
-        tally.start_ns = start_ns
-        await senders.begin(start_ns)
-        ending = None if release_for_s is None else asyncio.create_task(_stop_at(senders, start_ns, release_for_s))
-        await senders.listen(tally.add)
-        if ending is not None:
-            ending.cancel()
-    tally.interrupted = interrupts.count > 0
+    interrupts.stop(senders)
+    start_ns = time.monotonic_ns() + senders.lead_ns
+    tally.start_ns = start_ns
+    await senders.begin(start_ns)
+    ending = None if release_for_s is None else asyncio.create_task(_stop_at(senders, start_ns, release_for_s))
+    await senders.listen(tally.add)
+    if ending is not None:
+        ending.cancel()
+    interrupts.close()
+    tally.interrupted = interrupts.interrupted
     if scraper is not None and scraping is not None:
         scraping.cancel()
         await scraper.once()

@@ -10,6 +10,7 @@ httpx's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import Awaitable
@@ -18,14 +19,30 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
+from ebbench.client.options import Connecting
 from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections
 
 _CONNECTS_AT_ONCE = 64
+_OVERHEAD_BYTES = 256 << 10  # of headers, or of framing between two pieces of a body; servers send a few kB
+BODY_BYTES = 64 << 10
+"""How much of a body is read that is no event stream."""
+BODY_S = 10.0
+"""How long such a body is waited for."""
 _RESERVE = 16  # idle connections; a request that must first open a connection is sent up to 20 ms later in a busy loop
 
 
+def is_event_stream(content_type: str) -> bool:
+    """Whether a content type is that of server-sent events, whatever its case and parameters."""
+    return content_type.partition(";")[0].strip().lower() == "text/event-stream"
+
+
 class AnswerReceiver(Protocol):
-    """Receives the events of one exchange with their times (monotonic ns), inside the read callback."""
+    """Receives the events of one exchange with their times (monotonic ns), inside the read callback.
+
+    ``first_on_connection`` is set when the request is sent: no response has come on its connection before.
+    """
+
+    first_on_connection: bool
 
     def sent(self, now_ns: int) -> None:
         """The request is being sent; a new connection, if needed, is opened now."""
@@ -46,13 +63,21 @@ class ConnectionPool:
     ``template``: a request built by httpx whose method, target and headers every request gets.
     """
 
-    def __init__(self, template: httpx.Request, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
-        self._connections = Connections(
+    def __init__(
+        self,
+        template: httpx.Request,
+        tls: ssl.SSLContext | None,
+        connect_timeout_s: float,
+        connecting: Connecting = "ahead",
+    ) -> None:
+        self._connecting = connecting
+        self.connections: Connections[_Connection] = Connections(
             Address.of(template.url),
             _Connection,
             tls=tls,
             connect_timeout_s=connect_timeout_s,
             idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
+            reuse=connecting != "per-request",
         )
         lines = [b"%b %b HTTP/1.1" % (template.method.encode(), template.url.raw_path)]
         lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
@@ -60,10 +85,11 @@ class ConnectionPool:
 
     async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> HttpExchange:
         """Send one request; returns once the response headers are complete. Raises httpx's transport errors."""
-        connection = self._connections.take()
+        connection = self.connections.take()
         receiver.sent(time.monotonic_ns())
+        receiver.first_on_connection = connection is None or not connection.answered
         if connection is None:
-            connection = await self._connections.connect()
+            connection = await self.connections.open_for_use()
         try:
             data = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
                 self._head, request_id.encode(), len(body), body,
@@ -77,27 +103,25 @@ class ConnectionPool:
 
     async def prepare(self, connections: int, *, reserve: bool) -> None:
         """Open connections before the start, as many as the server accepts; ``reserve`` keeps some idle ones open
-        later."""
-        self._connections.reserve = _RESERVE if reserve else 0
+        later. Does nothing unless connections are opened ahead of need."""
+        if self._connecting != "ahead":
+            return
+        self.connections.reserve = _RESERVE if reserve else 0
         gate = asyncio.Semaphore(_CONNECTS_AT_ONCE)
 
         async def one() -> None:
             async with gate:
-                self._connections.give(await self._connections.connect())
+                self.connections.give(await self.connections.connect())
 
         await asyncio.gather(*(one() for _ in range(connections)), return_exceptions=True)
 
     def close(self) -> None:
         """Close the idle connections."""
-        self._connections.close()
+        self.connections.close()
 
 
 class _Connection(BaseConnection):
     """One connection with at most one open exchange."""
-
-    def __init__(self, connections: Connections[_Connection]) -> None:
-        super().__init__()
-        self._connections = connections
 
     def begin(self, data: bytes, receiver: AnswerReceiver) -> HttpExchange:
         """Send a request and return its exchange."""
@@ -110,25 +134,14 @@ class _Connection(BaseConnection):
         return exchange
 
     def complete(self, keep_alive: bool) -> None:
-        """Return the connection to the pool, if the server keeps it open."""
+        """See BaseConnection; the exchange receives no further bytes."""
         if self.transport is not None:
             self.transport.set_protocol(self)
-        if keep_alive and self.usable:
-            self._connections.give(self)
-        else:
-            self.abort()
+        super().complete(keep_alive)
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop. Bytes outside an exchange break the protocol: close the connection."""
         self.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop."""
-        self.detach()
-
-    def detach(self) -> None:
-        """Remove the connection from the pool."""
-        self.transport = None
 
 
 class HttpExchange(asyncio.Protocol):
@@ -146,7 +159,7 @@ class HttpExchange(asyncio.Protocol):
         # The parser refers to the exchange: dropped at the end, since no full collection runs during a measurement.
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._tapped = False
-        self._now_ns = 0
+        self._now_ns = self._overhead_bytes = self._kept_bytes = 0
 
     @property
     def streaming(self) -> bool:
@@ -154,9 +167,17 @@ class HttpExchange(asyncio.Protocol):
         return self._tapped
 
     async def body(self) -> bytes:
-        """The complete body, unless the receiver got it. Raises httpx's transport errors."""
-        await self._end
-        return b"".join(self._parts)
+        """The body, unless the receiver got it. Raises httpx's transport errors.
+
+        A body that is no event stream is read up to BODY_BYTES and for BODY_S; the rest is left.
+        """
+        if self._tapped:
+            await self._end
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BODY_S):
+                    await self._end
+        return b"".join(self._parts)[:BODY_BYTES]
 
     def close(self) -> None:
         """Abort the exchange if it is incomplete, and close its connection: the server then stops generating.
@@ -172,12 +193,17 @@ class HttpExchange(asyncio.Protocol):
         parser = self._parser
         if parser is None:
             return
+        self._overhead_bytes += len(data)
         try:
             parser.feed_data(data)
+            if self._overhead_bytes > _OVERHEAD_BYTES:
+                self._refuse(f"more than {_OVERHEAD_BYTES >> 10} kB of headers or framing")
         except httptools.HttpParserError as error:
-            why = error.__context__ or error  # the exception raised in a callback, if there was one
-            self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why!r}"))
-            self.close()
+            self._refuse(repr(error.__context__ or error))  # the exception raised in a callback, if there was one
+
+    def _refuse(self, why: str) -> None:
+        self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why}"))
+        self._connection.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop when the connection closes before the exchange is complete."""
@@ -185,7 +211,8 @@ class HttpExchange(asyncio.Protocol):
         self._connection.detach()
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if exc is None and self._start.done() and not framed:
-            self._end.set_result(None)  # the end of the connection ends a body that has neither length nor chunks
+            if not self._end.done():  # cancelled when the client gave up
+                self._end.set_result(None)  # the end of the connection ends a body that has neither length nor chunks
             return
         where = "in the middle of the response" if self._start.done() else "before any response"
         if exc is None:
@@ -210,17 +237,23 @@ class HttpExchange(asyncio.Protocol):
         if self.status < 200:  # an interim response; the final one follows
             self.headers = {}
             return
-        self._tapped = self.status == 200 and self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._tapped = self.status == 200 and is_event_stream(self.headers.get(b"content-type", b"").decode("latin-1"))
+        self._connection.begun()
         self._receiver.head(self.status, self._now_ns)
         if not self._start.done():
             self._start.set_result(None)
 
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
+        self._overhead_bytes = 0
         if self._tapped:
             self._feed(data, self._now_ns)
-        else:
-            self._parts.append(data)
+            return
+        self._parts.append(data)
+        self._kept_bytes += len(data)
+        if self._kept_bytes >= BODY_BYTES and not self._end.done():
+            self._end.set_result(None)
+            self._connection.abort()
 
     def on_message_complete(self) -> None:
         """Called by the parser."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ebbench.client.options import ClientOptions
+from ebbench.config.server_url import ServerUrl
 from ebbench.records.plan import ClosedPhase
 
 
@@ -37,6 +38,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     text: str | None = None
     thinking_tokens: int | None = None
     first_answer_ns: int = 0
+    first_on_connection: bool = False
     other_model: str | None = None
 
 
@@ -57,7 +59,7 @@ class Assignment(msgspec.Struct, tag="assignment"):
 
     worker: int
     workers: int
-    url: str
+    url: ServerUrl
     model: str
     options: ClientOptions
     id_prefix: str
@@ -83,6 +85,14 @@ class Stop(msgspec.Struct, tag="stop"):
     finish_sessions: bool = False
 
 
+class ConnectionCounts(msgspec.Struct, frozen=True):
+    """Connections that a worker opened, the most that were open at a time, and the most of them in use at a time."""
+
+    opened: int = 0
+    most_held: int = 0
+    most_used: int = 0
+
+
 class WorkerDone(msgspec.Struct, tag="done"):
     """The worker has finished.
 
@@ -93,12 +103,13 @@ class WorkerDone(msgspec.Struct, tag="done"):
     late_ns: bytes
     cpu_s: float
     error: str | None = None
+    connections: ConnectionCounts = ConnectionCounts()
 
 
 class NodeTask(msgspec.Struct):
     """What a client node sends, beside the requests themselves. ``rows``: their rows in the whole plan."""
 
-    url: str
+    url: ServerUrl
     model: str
     options: ClientOptions
     id_prefix: str

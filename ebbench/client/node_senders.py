@@ -20,9 +20,11 @@ import pyarrow as pa
 from ebbench.client.messages import FromParent, NodeReport, NodeTask, RequestRecord, Stop, WorkerDone
 from ebbench.client.node_clock import ClockOffset, alignment_error_ns, measured_offset
 from ebbench.client.nodes import CallFailedError, ClientNode, result_of
-from ebbench.client.options import KEY_VARIABLES, ClientOptions
+from ebbench.client.options import ClientOptions
 from ebbench.client.plan_parts import PlanPart, split
 from ebbench.client.senders import Findings, OnBatch, Seen, missing_records
+from ebbench.config.server_url import ServerUrl
+from ebbench.credentials import KEY_VARIABLES
 from ebbench.errors import RunError
 
 NODE_LOST = "node_lost"
@@ -84,7 +86,7 @@ class NodeSenders:
     """The workers of several machines; see :class:`~ebbench.client.senders.Senders`."""
 
     sending: list[Sending]
-    url: str
+    url: ServerUrl
     model: str
     options: ClientOptions
     id_prefix: str
@@ -239,7 +241,7 @@ class NodeSenders:
 async def node_senders(
     nodes: Sequence[ClientNode],
     plan: PlanPart,
-    url: str,
+    url: ServerUrl,
     model: str,
     options: ClientOptions,
     id_prefix: str,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
+from ebbench.credentials import api_key
 from ebbench.errors import UsageError
 
 Endpoint = Literal["completions", "chat"]
+Connecting = Literal["ahead", "on-demand", "per-request"]
 _SHORTEST_SECRET = 8
-KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
+_NOT_A_LIMIT = ("model", "prompt", "messages", "stream", "stream_options")
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,13 @@ class ClientOptions:
     from the calling process (short runs, tests). ``client_nodes``: how many nodes of the Ray cluster at ``ray_address``
     (None: RAY_ADDRESS) send, each with ``workers``; None with an address: all of them.
 
+    ``max_tokens_field``: name of the field that limits the output; None: max_tokens for completions,
+    max_completion_tokens for chat. ``connections``: "ahead" opens some before requests need them, "on-demand" opens one
+    when a request finds none idle, "per-request" closes each after one response.
+
     ``ignore_eos``: request exactly the planned number of tokens; fewer tokens are then a failure. ``vocab_size``: upper
-    bound of synthetic token ids. ``extra_body`` and ``headers`` are
-    added to every request. ``warmup``: number of requests sent before the start and not recorded. ``idle_timeout_s``
+    bound of synthetic token ids. ``extra_body`` and ``headers`` are added to every request; a null in ``extra_body``
+    leaves a field out. ``warmup``: number of requests sent before the start and not recorded. ``idle_timeout_s``
     limits the wait for the first and for each further byte, ``total_timeout_s`` a whole request.
     ``metrics_interval_s``: how often /metrics is read; None never.
 
@@ -50,6 +55,7 @@ class ClientOptions:
     ignore_eos: bool = True
     vocab_size: int = 30_000
     temperature: float | None = 0.0
+    max_tokens_field: str | None = None
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     warmup: int = 0
@@ -65,6 +71,7 @@ class ClientOptions:
     keep_text: bool = False
     slot_spacing_s: float = 0.0004
     transport: Literal["direct", "httpx"] = "direct"
+    connections: Connecting = "ahead"
     verify_tls: bool = True
     ca_file: str | None = None
     lag_limit_ms: float | None = None
@@ -79,6 +86,12 @@ class ClientOptions:
         check_fields(self, ("warmup", "ready_timeout_s", "slot_spacing_s", "workers"), NOT_NEGATIVE)
         check_fields(self, ("vocab_size", "client_nodes"), COUNT)
         check_fields(self, ("metrics_port",), PORT)
+        if self.connections not in get_args(Connecting):
+            raise UsageError(f"--connections must be {', '.join(get_args(Connecting))}, not {self.connections!r}")
+        if self.max_tokens_field in _NOT_A_LIMIT or self.max_tokens_field == "":
+            raise UsageError(
+                f"--max-tokens-field {self.max_tokens_field!r}: give the name of a field, such as max_tokens"
+            )
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
             raise UsageError("a header must not contain a line break")
 
@@ -86,11 +99,6 @@ class ClientOptions:
 def spacing_ns(options: ClientOptions) -> int:
     """``slot_spacing_s`` in ns."""
     return round(options.slot_spacing_s * 1e9)
-
-
-def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The API key from the environment. It is not stored or logged, and sent to the server only."""
-    return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -67,6 +67,8 @@ class Tally:
         self._completed = self._output_tokens = self._input_tokens = 0
         self.followers: list[Callable[[pa.Table, int], None]] = []
         """Called with finished requests and the run's start (monotonic ns)."""
+        self.first_on_connection: list[int] = []
+        """Rows of the requests before which no response had come on their connection."""
         self.start_ns = 0
         self.interrupted = False
 
@@ -105,6 +107,8 @@ class Tally:
 
     def _count(self, record: RequestRecord) -> None:
         self._seen[record.row] = True
+        if record.first_on_connection:
+            self.first_on_connection.append(record.row)
         if record.status != "ok":
             self._failures[record.error_class or record.status] += 1
             return

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 
 import httpx
 
-from ebbench.client.classify import BODY_LIMIT, HUNG_UP, transport_failure
-from ebbench.client.http_streams import ConnectionPool
-from ebbench.client.options import ClientOptions, api_key
+from ebbench.client.classify import HUNG_UP, transport_failure
+from ebbench.client.http_streams import BODY_BYTES, BODY_S, ConnectionPool, is_event_stream
+from ebbench.client.messages import ConnectionCounts
+from ebbench.client.options import ClientOptions
 from ebbench.client.response import StreamedResponse
+from ebbench.config.server_url import ServerUrl
 from ebbench.connections import IDLE_LIMIT_S, tls_context
+from ebbench.credentials import api_key
+
+_HEADER_CHARACTERS = 200  # of a header that is kept with an error
 
 
 class _OpenRequest:
@@ -35,11 +41,11 @@ class _OpenRequest:
 class RequestSender:
     """Sends requests to one server. Use as an asynchronous context manager."""
 
-    def __init__(self, url: str, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
+    def __init__(self, url: ServerUrl, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._options = options
         self._key = api_key(environ)
-        self._target = url.rstrip("/") + path
-        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.startswith("https:") else None
+        self._target = url.endpoint(path)
+        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.secure else None
         self._client = httpx.AsyncClient(
             verify=tls if tls is not None else False,
             headers=_headers(options, self._key),
@@ -50,7 +56,7 @@ class RequestSender:
         self._pool: ConnectionPool | None = None
         if options.transport == "direct":
             template = self._client.build_request("POST", self._target)
-            self._pool = ConnectionPool(template, tls, options.connect_timeout_s)
+            self._pool = ConnectionPool(template, tls, options.connect_timeout_s, options.connections)
         self._requests: set[_OpenRequest] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -69,6 +75,14 @@ class RequestSender:
     def in_flight(self) -> int:
         """Number of open requests."""
         return len(self._requests)
+
+    @property
+    def connections(self) -> ConnectionCounts:
+        """The connections so far (direct transport only)."""
+        if self._pool is None:
+            return ConnectionCounts()
+        pool = self._pool.connections
+        return ConnectionCounts(pool.opened, pool.most_held, pool.most_open)
 
     async def prepare(self, connections: int, *, reserve: bool) -> None:
         """Open connections before the start; ``reserve`` also keeps idle ones open later (direct transport only)."""
@@ -131,8 +145,8 @@ class RequestSender:
         finally:
             exchange.close()
         if not exchange.streaming:
-            advice = exchange.headers.get(b"retry-after")
-            _refused(streamed, exchange.status, rest, advice.decode("latin-1") if advice else None)
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
+            _refused(streamed, exchange.status, rest, headers)
 
     async def _httpx(self, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
         headers = {"x-request-id": request_id}
@@ -141,13 +155,11 @@ class RequestSender:
         response = await self._client.send(request, stream=True)
         try:
             streamed.head(response.status_code, time.monotonic_ns())
-            content_type = response.headers.get("content-type", "")
-            if response.status_code == 200 and content_type.startswith("text/event-stream"):
+            if response.status_code == 200 and is_event_stream(response.headers.get("content-type", "")):
                 async for data in response.aiter_raw():
                     streamed.feed(data, time.monotonic_ns())
             else:
-                rest = await response.aread()
-                _refused(streamed, response.status_code, rest, response.headers.get("retry-after"))
+                _refused(streamed, response.status_code, await _bounded_body(response), response.headers)
         finally:
             await response.aclose()
 
@@ -170,15 +182,31 @@ class RequestSender:
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
-def _refused(streamed: StreamedResponse, status: int, body: bytes, retry_after: str | None) -> None:
-    """Record a response that is not an event stream as an error, with the server's Retry-After if there is one."""
-    text = body[:BODY_LIMIT].decode("utf-8", "backslashreplace")
-    advice = f" (Retry-After: {retry_after})" if retry_after else ""
-    streamed.fail("not_a_stream" if status == 200 else f"http_{status}", text + advice)
+async def _bounded_body(response: httpx.Response) -> bytes:
+    """What is kept of a body that is no event stream."""
+    body = bytearray()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_S):
+            async for data in response.aiter_raw():
+                body += data
+                if len(body) >= BODY_BYTES:
+                    break
+    return bytes(body[:BODY_BYTES])
+
+
+def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    """Record a response that is not an event stream as an error, with those headers that say what to do."""
+    text = body.decode("utf-8", "backslashreplace")
+    wanted = ("Content-Type",) if status == 200 else ("Retry-After", "Location")
+    advice = [f"{name}: {headers[name.lower()][:_HEADER_CHARACTERS]}" for name in wanted if headers.get(name.lower())]
+    error_class = "not_a_stream" if status == 200 else f"http_{status}"
+    streamed.fail(error_class, (f"({'; '.join(advice)}) " if advice else "") + text)
 
 
 def _headers(options: ClientOptions, key: str | None) -> dict[str, str]:
     headers = {"content-type": "application/json", "accept": "text/event-stream", **options.headers}
+    if options.connections == "per-request":
+        headers["connection"] = "close"
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     return headers

@@ -85,6 +85,7 @@ class StreamedResponse:
         "finish_reason",
         "first_answer_ns",
         "first_byte_ns",
+        "first_on_connection",
         "last_ns",
         "models",
         "sent_ns",
@@ -109,7 +110,7 @@ class StreamedResponse:
         self.error_class: str | None = None
         self.error_body = ""
         self.status: int | None = None
-        self.done = False
+        self.done = self.first_on_connection = False
 
     @property
     def model(self) -> str:

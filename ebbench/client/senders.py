@@ -19,6 +19,9 @@ from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.session_plan import SessionPlan
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.worker_pool import WorkerPool, worker_pool, workers_for
+from ebbench.config.server_url import ServerUrl
+from ebbench.errors import UsageError
+from ebbench.open_files import OTHER_FILES, allow_open_files
 
 LEAD_NS = 100_000_000
 """Time between "all workers are ready" and the start: the message must reach every worker in time."""
@@ -115,9 +118,14 @@ class LocalSenders:
 
 @contextlib.asynccontextmanager
 async def local_senders(
-    part: PlanPart, url: str, model: str, options: ClientOptions, id_prefix: str, environ: Mapping[str, str]
+    part: PlanPart, url: ServerUrl, model: str, options: ClientOptions, id_prefix: str, environ: Mapping[str, str]
 ) -> AsyncIterator[LocalSenders]:
-    """Start this machine's workers with ``part``; on exit, end them in every case."""
+    """Start this machine's workers with ``part``; on exit, end them in every case.
+
+    Raises UsageError if a worker may not open as many connections as its share of the load needs.
+    """
+    workers = workers_for(part.most_open, options)
+    _allow_connections(part, max(1, workers))
     with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
         schedule = _shared_files(folder, part.table, part.sessions)
         assignment = Assignment(
@@ -125,8 +133,24 @@ async def local_senders(
             options=replace(options, slot_spacing_s=part.spacing_ns / 1e9),
             phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
         )  # fmt: skip
-        async with worker_pool(assignment, workers_for(part.most_open, options), environ) as pool:
+        async with worker_pool(assignment, workers, environ) as pool:
             yield LocalSenders(pool, schedule, part)
+
+
+def _allow_connections(part: PlanPart, workers: int) -> None:
+    """Raise this process's limit on open files, which the workers inherit, to what one of them needs.
+
+    Without a limit on open sessions that is as many as there are, or as the system lets.
+    """
+    each = -(-part.most_open // workers)
+    allowed = allow_open_files(2 * (each or part.sessions.sessions) + OTHER_FILES)
+    if each and allowed < each + OTHER_FILES:
+        enough = -(-part.most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
+        remedy = f", or give --workers {enough}" if enough else ""
+        raise UsageError(
+            f"{part.most_open:,} requests open at a time need {each + OTHER_FILES:,} open files in a client process, "
+            f"and the hard limit is {allowed:,}: raise it (ulimit -Hn, as root){remedy}"
+        )
 
 
 def missing_records(

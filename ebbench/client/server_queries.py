@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 
-from ebbench.client.options import ClientOptions, api_key, redacted, secrets
-from ebbench.connections import IDLE_LIMIT_S, tls_context
+from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
+from ebbench.config.server_url import ServerUrl
+from ebbench.connections import tls_context
+from ebbench.credentials import KEY_VARIABLES, api_key
 from ebbench.errors import RunError, UsageError
+from ebbench.queries import Answer, AnswerTooLargeError, ask, one_off_limits
 
 _ASK_TIMEOUT_S = 10.0
-RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
+_SHORTEST_ASK_S = 1.0  # for a server that is asked when the time to be ready is nearly over
+_MODELS_BYTES, _METRICS_BYTES, _OTHER_BYTES = 4 << 20, 16 << 20, 64 << 10
+_REASON_CHARACTERS, _NAMES_SHOWN = 300, 20
+_FORBIDDEN, _NO_SUCH_PAGE = (401, 403), (404, 405, 501)
+RESET_PATHS = ("reset_prefix_cache", "flush_cache")
 """Paths that empty a prefix cache: of vLLM, which needs VLLM_SERVER_DEV_MODE=1, and of SGLang."""
+LONGEST_VERSION = 80
+"""Characters of a server's version that are kept."""
 MADE_UP = "ebbench-fake-server"
 """What ebbench's fake server names as the owner of its models."""
-_UNTRUSTED = "give its certificate authority with --ca-file FILE or in SSL_CERT_FILE, or do not verify: --insecure"
 
 
 @dataclass(frozen=True)
@@ -47,18 +57,32 @@ def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return list(first.values())
 
 
-class ServerQueries:
-    """Sends unmeasured requests to one server. Use as an asynchronous context manager."""
+class _Ready(NamedTuple):
+    """What one round of questions found. ``waiting``: why the server is not ready, None if it is.
 
-    def __init__(self, url: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
-        self._url, self._options = url.rstrip("/"), options
+    ``despite``: what /health says although the server lists its models: a request decides at the deadline.
+    """
+
+    waiting: str | None = None
+    despite: str | None = None
+
+
+class ServerQueries:
+    """Sends unmeasured requests to one server. Use as an asynchronous context manager.
+
+    ``notes``: what is to be said about the server in the run, as sentences.
+    """
+
+    def __init__(self, server: ServerUrl, options: ClientOptions, environ: Mapping[str, str]) -> None:
+        self._server, self._options, self._environ = server, options, environ
         self._secrets = secrets(options, environ)
-        headers, key = dict(options.headers), api_key(environ)
-        if key is not None:
-            headers["authorization"] = f"Bearer {key}"
+        self.notes: list[str] = []
+        headers, self._key = dict(options.headers), api_key(environ)
+        if self._key is not None:
+            headers["authorization"] = f"Bearer {self._key}"
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S, limits=httpx.Limits(keepalive_expiry=IDLE_LIMIT_S),
-            verify=tls_context(options.verify_tls, options.ca_file, environ) if url.startswith("https:") else False,
+            headers=headers, timeout=_ASK_TIMEOUT_S, limits=one_off_limits(),
+            verify=tls_context(options.verify_tls, options.ca_file, environ) if server.secure else False,
             trust_env=options.transport != "direct",
         )  # fmt: skip
 
@@ -69,77 +93,212 @@ class ServerQueries:
         await self._client.aclose()
 
     async def ready(self) -> None:
-        """Wait until the server is ready. Raises RunError with the last reason after ``ready_timeout_s``."""
+        """Wait until the server is ready: /health says so, or it lists its models and has no /health for us.
+
+        Raises RunError with the last reason after ``ready_timeout_s``, or at once for one that does not pass.
+        """
         deadline_s = time.monotonic() + self._options.ready_timeout_s
         while True:
-            reason = await self._not_ready_reason()
-            if reason is None:
+            state = await self._state(min(_ASK_TIMEOUT_S, max(_SHORTEST_ASK_S, deadline_s - time.monotonic())))
+            if state.waiting is None:
                 return
             if time.monotonic() >= deadline_s:
-                raise RunError(
-                    f"{self._url} is not ready after {self._options.ready_timeout_s:g} s: {reason}; "
-                    "is the server running there?"
-                )
+                if state.despite is not None and await self._completes():
+                    self.notes.append(f"{state.despite}; a request for one token was answered, so the run went on.")
+                    return
+                cause = await self._cause() or "is the server running there?"
+                after = f"is not ready after {self._options.ready_timeout_s:g} s"
+                raise RunError(f"{self._server} {after}: {state.waiting}; {cause}")
             await asyncio.sleep(0.2)
 
     async def served(self) -> Served:
         """The model to request. Raises RunError if the server serves none, UsageError if not the one asked for."""
         asked = self._options.model
         try:
-            response = await self._client.get(f"{self._url}/v1/models")
-            models = {m["id"]: m for m in response.raise_for_status().json()["data"]}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            models = _models_in(await self._models(_ASK_TIMEOUT_S))
+        except _NoModelsError as error:
             if asked is not None:
                 return Served(asked, self._options.max_model_len)
-            raise RunError(self._redacted(f"{self._url}/v1/models: {error}; name the model that is served")) from None
-        if not models:
-            raise RunError(f"{self._url} serves no model")
+            where = self._server.endpoint("models")
+            raise RunError(f"{where} {_cut(self._redacted(str(error)))}; or name the model with --model") from None
         if asked is not None and asked not in models:
-            raise UsageError(f"{self._url} does not serve {asked!r}; it serves {', '.join(sorted(models))}")
+            raise UsageError(f"{self._server} does not serve {asked!r}; it serves {_listed(sorted(models))}")
         different = _distinct_models(models)
         if asked is None and len(different) > 1:
-            raise UsageError(f"{self._url} serves several models: {', '.join(different)}; say which with --model")
+            raise UsageError(f"{self._server} serves several models: {_listed(different)}; say which with --model")
         name = asked or different[0]
         limit = self._options.max_model_len or models[name].get("max_model_len")
-        return Served(
-            name, limit if isinstance(limit, int) else None, models[name].get("owned_by") == MADE_UP, frozenset(models)
-        )
+        return Served(name, limit, models[name].get("owned_by") == MADE_UP, frozenset(models))
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the server's prefix cache. Returns False if the server cannot."""
         for path in RESET_PATHS:
             try:
-                response = await self._client.post(f"{self._url}{path}")
+                answer = await self._ask("POST", self._server.page(path), _OTHER_BYTES)
             except httpx.HTTPError:
                 return False
-            if response.status_code == 200:
+            if answer.status == 200:
                 return True
         return False
 
-    async def metrics(self) -> str | None:
-        """The text of /metrics, or None if the server has none."""
+    async def version(self) -> str | None:
+        """The version that the server names at /version, as vLLM does; None if it names none."""
         try:
-            response = await self._client.get(f"{self._url}/metrics")
+            answer = await self._ask("GET", self._server.page("version"), _OTHER_BYTES)
+            found = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return self._redacted(found)[:LONGEST_VERSION] if isinstance(found, str) and found else None
+
+    async def metrics(self) -> str | None:
+        """The text of /metrics, or None if the server has none that can be read."""
+        try:
+            answer = await self._ask("GET", self._server.page("metrics"), _METRICS_BYTES)
+        except AnswerTooLargeError as error:
+            self._note(f"The server's /metrics is {error} and was not read.")
+            return None
         except httpx.HTTPError:
             return None
-        return response.text if response.status_code == 200 else None
+        return answer.text if answer.status == 200 else None
 
-    async def _not_ready_reason(self) -> str | None:
-        """Why the server is not ready, or None if it is. A server without /health is ready if /v1/models responds."""
-        for path in ("/health", "/v1/models"):
-            try:
-                response = await self._client.get(self._url + path)
-            except httpx.InvalidURL as error:
-                raise UsageError(f"{self._url}: {error}") from None
-            except httpx.HTTPError as error:
-                if "CERTIFICATE_VERIFY_FAILED" in str(error):  # a certificate does not become valid by waiting
-                    raise RunError(f"{self._url}: {error}; {_UNTRUSTED}") from None
-                return self._redacted(str(error) or type(error).__name__)
-            if response.status_code == 200:
-                return None
-            if response.status_code not in (404, 405):
-                return f"{path} answers {response.status_code}"
-        return None
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        limit_bytes: int | None,
+        timeout_s: float = _ASK_TIMEOUT_S,
+        body: bytes | None = None,
+    ) -> Answer:
+        return await ask(self._client, method, url, timeout_s=timeout_s, limit_bytes=limit_bytes, json=body)
+
+    async def _models(self, timeout_s: float) -> Answer:
+        """The answer of /v1/models. Raises _NoModelsError, with the reason, if there is none."""
+        try:
+            return await self._ask("GET", self._server.endpoint("models"), _MODELS_BYTES, timeout_s)
+        except httpx.HTTPError as error:
+            raise _NoModelsError(f"gives no answer ({_reason(error)})") from None
+
+    async def _state(self, timeout_s: float) -> _Ready:
+        """Ask once. Raises RunError for what does not pass by waiting."""
+        slow = False
+        try:
+            status = (await self._ask("GET", self._server.page("health"), None, timeout_s)).status
+        except httpx.InvalidURL as error:
+            raise UsageError(f"{self._server}: {error}") from None
+        except httpx.HTTPError as error:
+            if remedy := certificate_remedy(str(error)):
+                raise RunError(f"{self._server}: {error}; {remedy}") from None
+            slow, status = isinstance(error, httpx.ReadTimeout), 0
+            if not slow:
+                return _Ready(self._redacted(_reason(error)))
+        if 200 <= status < 300:
+            return _Ready()
+        found = f"/health gives no answer within {timeout_s:.3g} s" if slow else f"/health answers {status}"
+        passing = slow or status >= 500 or status in (408, 429)
+        return await self._state_without_health(found, passing and status != 501, timeout_s)
+
+    async def _state_without_health(self, found: str, passing: bool, timeout_s: float) -> _Ready:
+        """Judge by /v1/models. ``passing``: /health may still become good."""
+        try:
+            status = (await self._models(timeout_s)).status
+        except _NoModelsError as error:
+            return _Ready(f"{found}, and /v1/models {error}")
+        if passing:
+            return _Ready(found, f"The server's {found}" if status == 200 else None)
+        if status in _FORBIDDEN and self._options.model is None:
+            raise RunError(f"{self._server}: {found}, /v1/models {status}; {self._key_remedy()}")
+        if status >= 500 or status in (408, 429):
+            return _Ready(f"{found}, /v1/models {status}")
+        return _Ready()
+
+    async def _completes(self) -> bool:
+        """Whether a request for one token is answered, in a form that every server takes."""
+        try:
+            model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
+            chat = self._options.endpoint == "chat"
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+            body = msgspec.json.encode({"model": model, "max_tokens": 1, **asked})
+            where = self._server.endpoint("chat/completions" if chat else "completions")
+            answer = await self._ask("POST", where, None, body=body)
+        except (httpx.HTTPError, _NoModelsError):
+            return False
+        return answer.status == 200
+
+    def _key_remedy(self) -> str:
+        if self._key is None:
+            return f"set {KEY_VARIABLES[0]} (or {KEY_VARIABLES[1]}) to a key that the server accepts"
+        named = next(name for name in KEY_VARIABLES if self._environ.get(name))
+        return f"the server does not accept the key in {named}"
+
+    async def _cause(self) -> str | None:
+        """What the address has instead of the server that the URL says."""
+        if self._options.transport != "direct":
+            return None
+        return await other_protocol(self._server) or unused_proxy(self._server, self._environ)
 
     def _redacted(self, text: str) -> str:
         return redacted(text, self._secrets)
+
+
+class _NoModelsError(Exception):
+    """Why /v1/models names no model: the rest of a sentence that begins with its URL, and what to do."""
+
+
+def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
+    """The models by id, each with those of its fields that have the right type. Raises _NoModelsError."""
+    if answer.status != 200:
+        raise _NoModelsError(_refusal(answer))
+    try:
+        document = msgspec.json.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        kind = answer.headers.get("content-type", "no content type")
+        raise _NoModelsError(
+            f"answers with {kind}, not JSON: a log-in page or another service? check the URL and the key"
+        ) from None
+    entries = document.get("data") if isinstance(document, dict) else None
+    models: dict[str, dict[str, Any]] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"]:
+            models.setdefault(entry["id"], _typed(entry))
+    if not models:
+        raise _NoModelsError("lists no model with an id; check the URL")
+    return models
+
+
+def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
+    found = {name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)}
+    limit = entry.get("max_model_len")
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+        found["max_model_len"] = limit
+    return found
+
+
+def _refusal(answer: Answer) -> str:
+    """What a status other than 200 means for the URL that was asked."""
+    if 300 <= answer.status < 400:
+        where = answer.headers.get("location", "another address")
+        return f"answers {answer.status} and points to {where}: give the URL it lies at"
+    if answer.status in _FORBIDDEN:
+        return f"answers {answer.status}: check EBBENCH_API_KEY (or OPENAI_API_KEY)"
+    if answer.status in _NO_SUCH_PAGE:
+        return f"answers {answer.status}: is its API at another path? give the URL that precedes /completions"
+    words = " ".join(answer.text.split())
+    return f"answers {answer.status}" + (f" ({words})" if words else "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(_cut(name) for name in names[:_NAMES_SHOWN]) + more
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

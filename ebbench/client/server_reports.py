@@ -12,6 +12,7 @@ from ebbench.client.blocking import run_to_end
 from ebbench.client.options import ClientOptions
 from ebbench.client.scrape import parse
 from ebbench.client.server_queries import ServerQueries
+from ebbench.config.server_url import ServerUrl
 
 POLICY = "policy"
 _POLICY_INFO, _CACHE_INFO = "vllm_eb_info", "vllm:cache_config_info"
@@ -59,7 +60,7 @@ def read_reports(url: str, options: ClientOptions, environ: Mapping[str, str] = 
     """Ask the server at ``url``, once it is ready; empty if it has no /metrics. Raises RunError if it is not ready."""
 
     async def ask() -> str | None:
-        async with ServerQueries(url, options, environ) as server:
+        async with ServerQueries(ServerUrl.parse(url), options, environ) as server:
             await server.ready()
             return await server.metrics()
 

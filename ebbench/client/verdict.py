@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.messages import WorkerDone
-from ebbench.client.prefix_cache import unplanned_hits
 from ebbench.records.lateness import LAG_REMEDY
 
 _TOKENIZER_TOLERANCE = 0.02  # share by which prompt token counts may differ, for special tokens
@@ -45,11 +44,9 @@ def invalid_reasons(limit_ms: float, workers: Mapping[int, WorkerDone | None]) -
     return tuple(reasons)
 
 
-def client_warnings(
-    requests: pa.Table, plan: pa.Table, renamed: int, dropped: int, hit_rate: float | None
-) -> tuple[str, ...]:
-    """Warnings about the measurement, one sentence each. ``hit_rate``: share of prompt tokens found cached."""
-    found = [_tokenizer_warning(requests, plan), _bundle_warning(requests), unplanned_hits(hit_rate, plan)]
+def client_warnings(requests: pa.Table, plan: pa.Table, renamed: int, dropped: int) -> tuple[str, ...]:
+    """Warnings about the measurement, one sentence each."""
+    found = [_tokenizer_warning(requests, plan), _bundle_warning(requests)]
     if renamed:
         found.append(f"{renamed} request ids occurred more than once and were made unique")
     if dropped:

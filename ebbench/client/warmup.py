@@ -9,13 +9,14 @@ from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.options import ClientOptions, redacted, secrets
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
 
 _AT_ONCE = 64
 
 
-async def warm_up(url: str, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
+async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
     """Send ``options.warmup`` requests. Raises RunError if all of them fail: the run would fail too."""
     if not options.warmup:
         return

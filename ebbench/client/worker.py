@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ebbench.alarm import Alarm
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.bodies_ahead import BodiesAhead
-from ebbench.client.classify import classify
+from ebbench.client.classify import BODY_LIMIT, classify
 from ebbench.client.messages import (
     Assignment,
     Batch,
@@ -29,10 +29,12 @@ from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
-from ebbench.connections import IDLE_LIMIT_S
 
-_REPORT_EVERY_S = 0.25
+_REPORT_EVERY_S, _REPORT_AT = 0.2, 64
+"""A worker reports finished requests after so many seconds, or as soon as it holds so many."""
 _MAX_PRECONNECTIONS = 512  # connections that a worker opens before an open loop starts
+_SOON_S, _AT_ONCE_S = 2.0, 0.01
+_SLOTS_OPEN_S = 0.5  # of a closed loop; a connection that waits longer for its slot may be too old by then
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,26 @@ class Worker:
         if self._failure is not None:
             raise self._failure
 
-    def initial_connections(self) -> int:
-        """Number of connections needed at the start: this worker's share of the slots, or of the first arrivals."""
+    def first_sessions(self) -> int:
+        """Number of sessions that this worker releases soon after the start: those of its slots, or that arrive."""
         if self._session_plan.arrivals is not None:
-            soon = bisect_right(self._session_plan.arrivals.arrival_ns, round(IDLE_LIMIT_S * 1e9))
+            soon = bisect_right(self._session_plan.arrivals.arrival_ns, round(_SOON_S * 1e9))
             return min(-(-soon // self._assignment.workers), _MAX_PRECONNECTIONS)
         share = self._schedule.share(self._assignment.workers)
         return self._session_plan.sessions if share is None else min(share, self._session_plan.sessions)
+
+    def initial_connections(self) -> int:
+        """Number of connections that are surely in use together soon after the start.
+
+        Of an open loop only those that arrive at once: how many requests will be open at a time is not known, and each
+        idle connection occupies a thread of a server that has few.
+        """
+        first = self.first_sessions()
+        if self._session_plan.arrivals is not None:
+            at_once = bisect_right(self._session_plan.arrivals.arrival_ns, round(_AT_ONCE_S * 1e9))
+            return min(-(-at_once // self._assignment.workers), first)
+        spacing_s = self._assignment.options.slot_spacing_s
+        return first if not spacing_s else min(first, 1 + round(_SLOTS_OPEN_S / spacing_s / self._assignment.workers))
 
     @property
     def open_loop(self) -> bool:
@@ -208,6 +223,8 @@ class Worker:
         record = self._record_of(turn, intended_ns, streamed)
         self._records.append(record)
         self._tokens += record.output_tokens or 0
+        if len(self._records) >= _REPORT_AT:
+            self._report()
         return record.status
 
     def never_sent(self, rows: Sequence[int], reason: str) -> None:
@@ -235,11 +252,12 @@ class Worker:
             cached_tokens=details.get("cached_tokens"),
             finish_reason=streamed.finish_reason,
             error_class=verdict.error_class,
-            error_body=redacted(body, self._secrets) if body is not None else None,
+            error_body=redacted(body, self._secrets)[:BODY_LIMIT] if body is not None else None,
             http_status=streamed.status,
             text=streamed.text if self._assignment.options.keep_text else None,
             thinking_tokens=streamed.thinking_tokens,
             first_answer_ns=streamed.first_answer_ns,
+            first_on_connection=streamed.first_on_connection,
             other_model=_other_model(streamed, turn.lora or self._assignment.model),
         )
 

@@ -39,12 +39,11 @@ async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None
     if not isinstance(assignment, Assignment):
         writer.close()
         return
-    error, late_ns, cpu_s = None, b"", 0.0
     try:
-        late_ns, cpu_s = await _send_part(assignment, sockets, environ, reader, writer)
+        done = await _send_part(assignment, sockets, environ, reader, writer)
     except Exception as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    send(writer, WorkerDone(late_ns, cpu_s, error))
+        done = WorkerDone(b"", 0.0, f"{type(problem).__name__}: {problem}")
+    send(writer, done)
     with contextlib.suppress(ConnectionError):
         await writer.drain()
     writer.close()
@@ -56,8 +55,8 @@ async def _send_part(
     environ: Mapping[str, str],
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-) -> tuple[bytes, float]:
-    """Send the requests. Returns the lateness of the loop's ticks (ns) and the CPU seconds since the start."""
+) -> WorkerDone:
+    """Send the requests."""
     session_plan = plan_sessions(
         _mapped(plan_path(assignment.folder)),
         assignment.phases,
@@ -77,11 +76,11 @@ async def _send_part(
         async with RequestSender(assignment.url, bodies.path, assignment.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
             await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
-            worker.ahead.start(worker.initial_connections())
+            worker.ahead.start(worker.first_sessions())
             no_full_collections()
             send(writer, Ready())
             if not isinstance(await from_parent(reader), Start):
-                return b"", 0.0
+                return WorkerDone(b"", 0.0)
             started_s = time.process_time()
             monitor = LagMonitor(asyncio.get_running_loop())
             try:
@@ -89,7 +88,8 @@ async def _send_part(
             finally:
                 worker.ahead.close()
                 monitor.close()
-            return monitor.late_ns.tobytes(), time.process_time() - started_s
+            cpu_s = time.process_time() - started_s
+            return WorkerDone(monitor.late_ns.tobytes(), cpu_s, connections=sender.connections)
     finally:
         lock.close()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.capacity import requested_capacity
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.identity import has_other_shape
+from ebbench.devices.linear import LinearCost
 from ebbench.devices.parallel import Parallel
-from ebbench.devices.profiles import DeviceProfile, HostCosts, find_profile, list_devices
+from ebbench.devices.profiles import DeviceProfile, HostCosts, find_profile
 from ebbench.devices.request import DeviceRequest
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.surfaces import has_joint_tables
@@ -20,6 +23,8 @@ SLOWER = 1.02
 """From this ratio on, a step is said to be slower than with weights in 16 bits, or than on half the GPUs."""
 SAME = 0.02
 """Largest relative difference at which a device file's numbers are those of the bundled device of its name."""
+SKIP = "leave them out"
+_RATES = ("bandwidth_bytes_per_s", "bf16_flops_per_s")
 _STEPS = {
     "256 decodes": StepShape((), 256, 256 * 1024, 256),
     "2,048 prompt tokens": StepShape(((2048, 0),), 0, 0, 1),
@@ -35,12 +40,15 @@ def caveats(
 
     ``model``: in the types that are served. ``host``: the constants in ``cost``.
     """
-    found = (*_of_model(request, model), *_of_options(request, cost))
+    found = (
+        *_of_model(request, model),
+        *_of_options(request, cost),
+        *_unused_numbers(request, profile, model, cost),
+    )
     if isinstance(cost, TableCost | RooflineCost):
         found += _unfitted_host(request, host)
     if isinstance(cost, TableCost):
         found += (
-            *_other_tables(request, profile),
             *_unmeasured_mixing(profile),
             *_doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
@@ -51,6 +59,11 @@ def caveats(
 
 def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
     found: tuple[str, ...] = (f"{model.name}: {model.note}",) if model.note else ()
+    if has_other_shape(model):
+        found += (
+            f"{request.model} has the name of {model.name} and another shape ({model.params / 1e9:.2f}B parameters): "
+            "what is published and fitted for that model is not used",
+        )
     if model.sliding_layers and request.kv_tokens is None:
         found += (
             f"{model.sliding_layers} of the {model.layers} layers of {model.name} attend to the last "
@@ -73,22 +86,47 @@ def _unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
     )
 
 
-def _other_tables(request: DeviceRequest, profile: DeviceProfile) -> tuple[str, ...]:
-    """A device file with the name of a bundled device has its kernel tables, whatever numbers the file states."""
-    if not request.name.endswith(".toml") or profile.name not in list_devices():
+def _unused_numbers(
+    request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: CostModel
+) -> tuple[str, ...]:
+    """Numbers in the user's device file that the step times do not depend on, with what they are taken from instead."""
+    if not request.name.endswith(".toml"):
         return ()
-    bundled = find_profile(profile.name)
-    unused = [
-        name
-        for name in ("bandwidth_bytes_per_s", "bf16_flops_per_s")
-        if abs(getattr(profile, name) / getattr(bundled, name) - 1.0) > SAME
-    ]
+    if isinstance(cost, TableCost):
+        bundled = find_profile(profile.name)
+        unused = [name for name in _RATES if abs(getattr(profile, name) / getattr(bundled, name) - 1.0) > SAME]
+        why = (
+            f"step times are the kernel tables of the bundled {profile.name}, the name in {request.name}",
+            "under a name of its own the device is a roofline by them",
+        )
+    elif isinstance(cost, LinearCost):
+        unused = [*_RATES, *_stated(profile, ("gemm_factor", "host"))]
+        why = (
+            f"step times of {model.name} are the coefficients published for {', '.join(profile.calibration_names)}, "
+            f"which {request.name} names in calibration_names",
+            "without that the device is a roofline by them",
+        )
+    elif isinstance(cost, RooflineCost):
+        unused = _stated(profile, ("gemm_factor", "mixed_from"))
+        unused += [f"host.{name}.mixed_excess" for name, host in profile.host.items() if host.mixed_excess != 1.0]
+        why = (
+            f"step times of {model.name} are a roofline by the bandwidth and arithmetic rate of {request.name}",
+            SKIP,
+        )
+    else:
+        unused = _stated(profile, ("gemm_factor", "mixed_from"))
+        why = (f"step times are the measured ones that {request.name} names", SKIP)
     if not unused:
         return ()
-    return (
-        f"step times are the kernel tables of the bundled {profile.name}, the name in {request.name}: its "
-        f"{' and '.join(unused)} are not used; under a name of its own the device is a roofline by them",
-    )
+    *others, last = unused
+    named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return (f"{why[0]}: its {named} not used; {why[1]}",)
+
+
+def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
+    """Those fields that are not at their defaults."""
+    defaults = {one.name: one for one in fields(DeviceProfile)}
+    return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
 
 def _unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from ebbench.devices.caveats import caveats
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
+from ebbench.devices.identity import has_bundled_shape, has_other_shape
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, published_calibration
 from ebbench.devices.parallel import SINGLE, Parallel
@@ -98,9 +99,10 @@ def load(request: DeviceRequest) -> Device:
             "several; leave tp and ep out of the topology, or use a device with kernel tables (`ebbench devices list`)"
         )
     published = measured or _published(profile, geometry, request.parallel)
-    constants = request.host or profile.host.get(geometry.name) or profile.host.get("default") or DEFAULT_HOST
+    own = None if has_other_shape(named) else profile.host.get(geometry.name)
+    constants = request.host or own or profile.host.get("default") or DEFAULT_HOST
     built = (
-        _grid(profile, measured, profile.host.get(geometry.name))
+        _grid(profile, measured, own)
         if measured is not None and request.cost == "auto"
         else _build(request, profile, geometry, published, constants)
     )
@@ -127,14 +129,16 @@ def resized(device: Device, request: DeviceRequest) -> Device:
 
 
 def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel) -> Calibration | None:
-    """The authors' coefficients, which are for one GPU in 16 bits; None for other shapes."""
-    return published_calibration(profile, model) if parallel.single and model.plain else None
+    """The authors' coefficients, which are for one GPU in 16 bits; None for other models, whatever their name."""
+    same = parallel.single and model.plain and has_bundled_shape(model)
+    return published_calibration(profile, model) if same else None
 
 
 def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Calibration | None:
     """The calibration measured on this device for this model, if the profile names one."""
     measured = {measured_name(name): path for name, path in profile.measured.items()}
-    for name in (measured_name(model), geometry.name, geometry.hf_id):
+    by_name = () if has_other_shape(geometry) else (geometry.name, geometry.hf_id)
+    for name in (measured_name(model), *by_name):
         if name in measured:
             return measured_calibration(Path(measured[name]))
     return None

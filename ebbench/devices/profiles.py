@@ -115,6 +115,12 @@ def find_model(name: str) -> ModelGeometry:
     raise UnknownNameError("model", name, [*models, "PATH/config.json"])
 
 
+def bundled_model(model: ModelGeometry) -> ModelGeometry | None:
+    """The bundled model of the same short or Hugging Face name; None if there is none."""
+    names = {model.name.lower(), model.hf_id.lower()}
+    return next((one for one in _models().values() if names & {one.name, one.hf_id.lower()}), None)
+
+
 def read_profile(path: Path) -> DeviceProfile:
     """Read and check a device profile. Raises InputFileError that names the field."""
     raw = read_toml(path)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
+from ebbench.config.server_url import is_server_url
 from ebbench.engines.base import Engine
-from ebbench.errors import UnknownNameError
+from ebbench.errors import UnknownNameError, UsageError
 
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+(/|$)")
 ENGINES = ("auto", "sim", "emulated", "vllm")
 
 
 def select_engine(name: str) -> tuple[Engine, str]:
     """The engine of that name (or URL), and a sentence that tells the user which engine runs and why."""
-    if name.startswith(("http://", "https://")):
+    if is_server_url(name):
         from ebbench.engines.endpoint import EndpointEngine
 
         return EndpointEngine(name), f"engine: the server at {name}"
+    if name not in ENGINES and ("://" in name or _HOST_AND_PORT.match(name)):
+        address = name.partition("://")[2] or name
+        raise UsageError(f"--engine {name}: write a server's URL as http://HOST:PORT" + _hint(address))
     if name not in ENGINES:
         raise UnknownNameError("engine", name, (*ENGINES, "http://HOST:PORT"))
     if name == "auto":
@@ -35,6 +41,12 @@ def select_engine(name: str) -> tuple[Engine, str]:
     from ebbench.engines.vllm import VllmEngine
 
     return VllmEngine(), "engine: vllm (a vLLM server started for this run)"
+
+
+def _hint(address: str) -> str:
+    if _HOST_AND_PORT.match(address):
+        return f", such as http://{address}"
+    return "; Unix sockets and other schemes are not supported"
 
 
 def _automatic() -> tuple[str, str]:

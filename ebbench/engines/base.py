@@ -11,6 +11,7 @@ import pyarrow as pa
 from ebbench.devices.apiserver import OFF
 from ebbench.devices.base import Device
 from ebbench.records.files import TableParts
+from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
 from vllm_eb.policy import PolicySpec
 
@@ -114,7 +115,8 @@ class EngineResult:
     ``invalid``: reasons that make the run INVALID and that only the engine knows. ``facts`` are added to the plan's.
     ``server_metrics``: samples of the server's metrics page, if it has one. ``device``: the device of one instance, if
     that is a unit of several GPUs instead of the given single GPU. ``step_parts``: the steps of a long run in parts, to
-    be stored one after the other; ``steps`` is then empty.
+    be stored one after the other; ``steps`` is then empty. ``about_server``: warnings that figures measured on a server
+    are not of what was asked for.
     """
 
     requests: pa.Table
@@ -127,6 +129,7 @@ class EngineResult:
     server_metrics: pa.Table | None = None
     device: Device | None = None
     step_parts: StepTableParts | None = None
+    about_server: tuple[RunWarning, ...] = ()
 
     @property
     def last_mode(self) -> str:

@@ -42,6 +42,7 @@ from ebbench.simulation.step import Step
 from ebbench.simulation.step_log import StepLog
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
+from ebbench.termination import interruptible
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
@@ -162,16 +163,17 @@ class _EmulatedRun:
         core, clients, clock = self.core, self._clients, self._clock
         next_report = 0.0
         try:
-            while self._completed + self._clients.lost < len(self._plan):
-                for row in clients.due(clock.now_ns):
-                    core.add_request(self._request(row))
-                self._abort(clients.left())
-                if not self._step():
-                    self._jump()
-                if observer is not None and time.monotonic() >= next_report:
-                    next_report = time.monotonic() + PROGRESS_EVERY_S
-                    observer.update(self._progress())
-            clients.catch_up(AFTER_ALL_NS)  # clients may still hang up on answers that leave the API server
+            with interruptible():
+                while self._completed + self._clients.lost < len(self._plan):
+                    for row in clients.due(clock.now_ns):
+                        core.add_request(self._request(row))
+                    self._abort(clients.left())
+                    if not self._step():
+                        self._jump()
+                    if observer is not None and time.monotonic() >= next_report:
+                        next_report = time.monotonic() + PROGRESS_EVERY_S
+                        observer.update(self._progress())
+                clients.catch_up(AFTER_ALL_NS)  # clients may still hang up on answers that leave the API server
         except KeyboardInterrupt:
             return True
         finally:

@@ -15,11 +15,12 @@ import pyarrow as pa
 
 from ebbench import client
 from ebbench.client import ClientOptions, DriveResult
-from ebbench.client.drive import server_url
 from ebbench.client.progress import Snapshot
+from ebbench.config.server_url import ServerUrl
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
+from ebbench.engines.machine import machine_behind
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.policy import PolicySpec
@@ -71,7 +72,8 @@ class EndpointEngine(SendingEngine):
     name: str = "endpoint"
 
     def __post_init__(self) -> None:
-        self.url = server_url(self.url)
+        self.url = str(self.url).strip()
+        ServerUrl.parse(self.url)
 
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
@@ -86,9 +88,10 @@ class EndpointEngine(SendingEngine):
             steps=STEPS.empty_table(),
             decisions=DECISIONS.empty_table(),
             warnings=done.warnings,
+            about_server=done.about_server,
             interrupted=done.interrupted,
             invalid=done.invalid,
-            facts=done.facts,
+            facts={**done.facts, "server_machine": machine_behind(str(done.facts["server"]))},
             server_metrics=done.server_metrics,
         )
 

@@ -6,7 +6,10 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from vllm_eb.calibration import device_key
 
@@ -58,6 +61,22 @@ def machine_name() -> str:
     """Name of the hardware: the first GPU as named by its driver, else the processor."""
     gpus = visible_gpus()
     return gpus[0].name if gpus else f"CPU ({_processor()})"
+
+
+@cache
+def _this_machine() -> str:
+    count = len(visible_gpus())
+    return f"{count} x {machine_name()}" if count > 1 else machine_name()
+
+
+def machine_behind(url: str) -> str:
+    """What is known of the machine of a server: the hardware of this one for a local address, else the host's name."""
+    host = urlsplit(url).hostname or ""
+    try:
+        local = ip_address(host).is_loopback or ip_address(host).is_unspecified
+    except ValueError:
+        local = host == "localhost" or host.endswith(".localhost")
+    return _this_machine() if local else host
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ebbench.client import ClientOptions
 from ebbench.devices.base import Device
 from ebbench.dispatch import DEFAULT_DISPATCH
 from ebbench.engines.base import EngineOptions
@@ -63,4 +64,5 @@ class ReplicatedVllmEngine(VllmEngine):
             signals=tuple(s.signals for s in servings if s.signals is not None),
             chunk_tokens=options.max_num_batched_tokens,
             drain_s=5.0,
+            max_wait_s=ClientOptions.total_timeout_s,  # the load generator's own limits decide
         )

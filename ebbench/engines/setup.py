@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ebbench.config.server_url import is_server_url
 from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def is_server(engine: str) -> bool:
     """Whether the engine is a server that ebbench does not start: it is only measured, and policies are labels."""
-    return engine.startswith(("http://", "https://"))
+    return is_server_url(engine)
 
 
 class _NoCost:
@@ -158,7 +159,7 @@ def _check_tls(engine: Engine, given: Collection[str]) -> None:
     """Raise UsageError for options of an encrypted connection to a server that is asked without one."""
     url = str(getattr(engine, "url", ""))
     for name in ("ca_file", "verify_tls"):
-        if name in given and url.startswith("http:"):
+        if name in given and url.lower().startswith("http:"):
             flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
             raise UsageError(f"{flag} is for https, and {url} is asked without it; write https:// or leave {flag} out")
 

@@ -13,6 +13,7 @@ from ebbench.records.plan import Plan
 from ebbench.simulation.engine import Unit
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import SchedulerLimits
+from ebbench.termination import interruptible
 from vllm_eb.controller import Controller
 from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec
@@ -31,7 +32,8 @@ class StoppableLoop(Protocol):
 def run_through(simulation: StoppableLoop) -> bool:
     """Run to the end of the plan. Returns whether the user interrupted it."""
     try:
-        simulation.run()
+        with interruptible():
+            simulation.run()
     except KeyboardInterrupt:
         return True
     return False

@@ -76,10 +76,13 @@ class StartedServers(SendingEngine):
         logs = [process.log for process in self.processes]
         if self.log is None:
             return logs[0] if len(logs) == 1 else logs[0].parent
-        if len(logs) == 1:
-            shutil.copy(logs[0], self.log)
-        else:
-            self.log.write_bytes(b"".join(f"== {path.name}\n".encode() + path.read_bytes() for path in logs))
+        try:
+            if len(logs) == 1:
+                shutil.copy(logs[0], self.log)
+            else:
+                self.log.write_bytes(b"".join(f"== {path.name}\n".encode() + path.read_bytes() for path in logs))
+        except OSError:  # the disk is full, the directory gone: no reason to lose the run
+            return logs[0].parent
         self.log_kept.set()
         return self.log
 
@@ -141,6 +144,7 @@ def engine_result(
         steps=recording.steps if recording else STEPS.empty_table(),
         decisions=recording.decisions if recording else DECISIONS.empty_table(),
         warnings=done.warnings,
+        about_server=done.about_server,
         interrupted=done.interrupted,
         invalid=(*done.invalid, *died),
         facts={**done.facts, **facts},

@@ -29,6 +29,7 @@ from ebbench.engines.vllm_command import (
 from ebbench.engines.vllm_server import ServerProcess, free_port
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
+from ebbench.termination import interruptible
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
 from vllm_eb.recorder import read_frames
@@ -85,11 +86,12 @@ class VllmEngine(SendingEngine):
         logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when a run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             servings = self._servings(policy, device, options, Path(folder))
-            processes = [stack.enter_context(process) for process in self._processes(servings, logs)]
-            for serving, process in zip(servings, processes, strict=True):
-                process.wait_ready(self.ready_timeout_s, progress(process.log))
-                if serving.record is not None:
-                    prove_policy(serving.record, policy, process)
+            with interruptible():  # a server may take minutes to start, and nothing has been measured yet
+                processes = [stack.enter_context(process) for process in self._processes(servings, logs)]
+                for serving, process in zip(servings, processes, strict=True):
+                    process.wait_ready(self.ready_timeout_s, progress(process.log))
+                    if serving.record is not None:
+                        prove_policy(serving.record, policy, process)
             servers = StartedServers(
                 client=self.client_for(servings[0].model),
                 on_batch=self.on_batch,

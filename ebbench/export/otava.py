@@ -1,8 +1,10 @@
 """Exports runs over time as CSV for change-point detection (Apache Otava), one row per commit.
 
-A series is one policy in one environment, under one load and one set of limits, so that its rows are comparable.
-Several runs of one commit (seeds, restarts) form one row with their geometric mean, at the time of the first run. A
-cell is empty if one of the runs lacks the figure.
+A series is one policy in one environment, on one server, under one load and one set of limits, so that its rows are
+comparable. Several runs of one commit (seeds, restarts) form one row with their geometric mean, at the time of the
+first run. ebbench's commit says nothing of a server that it did not start: there a row is one measurement (runs that
+follow each other, no seed twice), and the commit is the version that the server names. A cell is empty if one of the
+runs lacks the figure.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, GateUnit, uni
 from ebbench.errors import DataError
 from ebbench.records.run import Run, slug
 
-TIME, ATTRIBUTES = "time", ("commit", "policy", "environment", "load", "limits", "seeds", "runs")
+TIME = "time"
+ATTRIBUTES = ("commit", "policy", "environment", "server", "load", "limits", "seeds", "runs")
+NEXT_MEASUREMENT_S = 6 * 3600
+"""A run that begins so long after the one before it belongs to another measurement of a server."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,14 @@ class _SeriesKind:
 
     policy: str
     environment: str
+    server: str
     load: str
     limits: str
 
     @property
     def name(self) -> str:
         """A unique file stem."""
-        shared = "\n".join((self.environment, self.load, self.limits))
+        shared = "\n".join((self.environment, *filter(None, (self.server,)), self.load, self.limits))
         return f"{slug(self.policy)}-{hashlib.sha256(shared.encode()).hexdigest()[:12]}"
 
 
@@ -56,7 +62,7 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
     for run in runs:
         if run.manifest.valid:
             unit = unit_of(run)
-            kind = _SeriesKind(unit.policy, unit.configuration_hash, unit.load, unit.slo)
+            kind = _SeriesKind(unit.policy, unit.configuration_hash, unit.server, unit.load, unit.slo)
             groups.setdefault(kind, []).append((_commit(run), unit))
     if not groups:
         raise DataError("no valid run to make a history of")
@@ -64,23 +70,45 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
 
 
 def _commit(run: Run) -> str:
+    """The commit of ebbench, which holds simulator and plugin; of a server that runs already, its own version."""
+    if run.manifest.engine == "endpoint":
+        return str(run.manifest.facts.get("server_version") or "")
     return run.manifest.git_commit or f"ebbench-{run.manifest.versions.get('ebbench', '')}"
 
 
 def _series(kind: _SeriesKind, members: Sequence[tuple[str, GateUnit]]) -> Series:
-    rows: dict[str, list[GateUnit]] = {}
-    for commit, unit in sorted(members, key=lambda member: member[1].anchor_unix_ns):
-        rows.setdefault(commit, []).append(unit)
-    means = {name: [_geometric_mean(units, name) for units in rows.values()] for name in FIGURES}
+    rows = _rows(sorted(members, key=lambda member: member[1].anchor_unix_ns))
+    means = {name: [_geometric_mean(units, name) for _, units in rows] for name in FIGURES}
     shown = {name: column for name, column in means.items() if any(value is not None for value in column)}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([TIME, *ATTRIBUTES, *shown])
-    for place, (commit, units) in enumerate(rows.items()):
+    for place, (commit, units) in enumerate(rows):
         values = [_cell(column[place]) for column in shown.values()]
         writer.writerow([_when(units), commit, *_attributes(kind, units), *values])
     whole = tuple(name for name, column in shown.items() if None not in column)
     return Series(kind.name, whole, text.getvalue())
+
+
+def _rows(members: Sequence[tuple[str, GateUnit]]) -> list[tuple[str, list[GateUnit]]]:
+    """Commits with their runs, in order of time; of a server, measurements."""
+    rows: list[tuple[str, list[GateUnit]]] = []
+    for commit, unit in members:
+        place = next((place for place, (known, _) in enumerate(rows) if known == commit and not unit.server), None)
+        if unit.server and rows and rows[-1][0] == commit and _same_measurement(rows[-1][1], unit):
+            place = len(rows) - 1
+        if place is None:
+            rows.append((commit, []))
+        rows[-1 if place is None else place][1].append(unit)
+    return rows
+
+
+def _same_measurement(units: Sequence[GateUnit], unit: GateUnit) -> bool:
+    """Whether a run of a server belongs to the same measurement as earlier ones."""
+    pause_s = (unit.anchor_unix_ns - units[-1].anchor_unix_ns) / 1e9
+    return pause_s < NEXT_MEASUREMENT_S and all(
+        (unit.seed, unit.plan_hash) != (one.seed, one.plan_hash) for one in units
+    )
 
 
 def _when(units: Sequence[GateUnit]) -> str:
@@ -91,7 +119,7 @@ def _when(units: Sequence[GateUnit]) -> str:
 def _attributes(kind: _SeriesKind, units: Sequence[GateUnit]) -> list[str]:
     """The values of ATTRIBUTES, which follow the commit."""
     seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in units}))
-    return [kind.policy, kind.environment, kind.load, kind.limits, seeds, str(len(units))]
+    return [kind.policy, kind.environment, kind.server, kind.load, kind.limits, seeds, str(len(units))]
 
 
 def _cell(value: float | None) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.analysis.summary import Summary
-from ebbench.errors import RunError
+from ebbench.records import files
 from ebbench.records.run import Run
 
 _STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
@@ -55,10 +55,7 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
 
 def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
     """Write :func:`vllm_result` to ``path``. Raises RunError if it cannot be written."""
-    try:
-        path.write_text(json.dumps(vllm_result(run, summary), allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+    files.write_text(json.dumps(vllm_result(run, summary), allow_nan=False) + "\n", path)
 
 
 def _lists(requests: pa.Table, *, capped: bool) -> dict[str, list[Any]]:

@@ -22,7 +22,9 @@ from ebbench.fakeserver.http_messages import EVENT_STREAM, GenerationRequest, Me
 from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 from ebbench.fakeserver.scheduled_response import ScheduledResponse
 from ebbench.fakeserver.timer_wheel import TimerWheel
+from ebbench.open_files import allow_open_files
 
+_CONNECTIONS = 65_536  # as far as the system lets
 _REQUEST = msgspec.json.Decoder(GenerationRequest)
 
 
@@ -271,6 +273,7 @@ async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
 
 def run(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
     """Run :func:`serve` on its own uvloop."""
+    allow_open_files(_CONNECTIONS)
     return uvloop.run(serve(config, on_ready))
 
 

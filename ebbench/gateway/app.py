@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,8 +15,10 @@ from starlette.routing import Route
 from ebbench.dispatch import Fleet, make_dispatcher, parse_dispatch
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.errors import UsageError
+from ebbench.gateway.bodies import ClientLeftError
 from ebbench.gateway.dispatch_queue import DispatchQueue
 from ebbench.gateway.metrics import GatewayMetrics
+from ebbench.gateway.refusals import RefusedError, error_body
 from ebbench.gateway.relay import Relay
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.subscriber import SignalSubscriber
@@ -25,6 +26,7 @@ from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstreams
 
 _LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 # These requests go to every upstream, since each has its own cache.
 _FOR_ALL = ("/reset_prefix_cache", "/flush_cache", "/reset_mm_cache")
 
@@ -44,8 +46,8 @@ class Gateway:
         )
         self.metrics = GatewayMetrics()
         self.queue = DispatchQueue(self.dispatcher, settings.max_queue)
-        self.upstreams = Upstreams(settings, self.queue.topology)
-        self.transport = StreamTransport(settings.connect_timeout_s)
+        self.transport = StreamTransport(settings.connect_timeout_s, settings.max_wait_s)
+        self.upstreams = Upstreams(settings, self.transport, self.queue.topology)
         signalled = bool(settings.signals) and self.dispatcher.wants_signals
         self.subscriber = SignalSubscriber(settings, self._on_signal) if signalled else None
         self.relay = Relay(
@@ -138,10 +140,30 @@ def make_app(gateway: Gateway) -> Starlette:
     return Starlette(routes=routes, lifespan=lifespan)
 
 
+def _host_of(netloc: str) -> str:
+    with contextlib.suppress(ValueError):
+        return urlsplit(f"//{netloc}").hostname or ""
+    return ""
+
+
+def _foreign(request: Request) -> bool:
+    """Whether a page of another origin sent the request with a browser of this machine."""
+    origin = request.headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("host")
+
+
+def _from_this_machine(request: Request) -> bool:
+    """Whether a program of this machine sent the request: no proxy, and no page that gave its name this address."""
+    client = request.client.host if request.client is not None else ""
+    forwarded = any(name in request.headers for name in _FORWARDED)
+    local = client in _LOCAL and _host_of(request.headers.get("host", "")) in _LOCAL
+    return local and not forwarded and not _foreign(request)
+
+
 async def _set_draining(gateway: Gateway, request: Request, *, drain: bool) -> Response:
     """``POST /gateway/drain?upstream=URL``; accepted from the gateway's machine only."""
-    if request.client is not None and request.client.host not in _LOCAL:
-        return JSONResponse({"error": "only from the gateway's own machine"}, status_code=403)
+    if not _from_this_machine(request):
+        return JSONResponse({"error": "only from the gateway's own machine, at 127.0.0.1"}, status_code=403)
     try:
         upstream = gateway.upstreams.drain(request.query_params.get("upstream", ""), drain=drain)
     except UsageError as error:
@@ -150,18 +172,13 @@ async def _set_draining(gateway: Gateway, request: Request, *, drain: bool) -> R
 
 
 async def _send_to_all(gateway: Gateway, request: Request) -> Response:
-    body = await request.body()
-    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-
-    async def one(url: str) -> int:
-        outgoing = httpx.Request("POST", url + path, content=body)
-        try:
-            response = await gateway.transport.handle_async_request(outgoing)
-            await response.aread()
-        except httpx.TransportError:
-            return 502
-        return response.status_code
-
-    active = [upstream.url for upstream in gateway.upstreams.all if upstream.state == "active"]
-    worst = max(await asyncio.gather(*(one(url) for url in active)), default=503)
-    return Response(status_code=worst)
+    """Answers with the highest status of the active upstreams, 503 without one."""
+    if _foreign(request):
+        return JSONResponse({"error": "not from a page of another origin"}, status_code=403)
+    try:
+        statuses = await gateway.relay.send_to_all(request.scope, request.receive)
+    except RefusedError as refusal:
+        return Response(error_body(str(refusal), refusal.status), refusal.status, media_type="application/json")
+    except ClientLeftError:
+        return Response(status_code=400)
+    return Response(status_code=max(statuses, default=503))

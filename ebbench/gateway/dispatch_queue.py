@@ -8,14 +8,7 @@ from collections.abc import Iterable
 
 from ebbench.alarm import Alarm
 from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward
-
-
-class RefusedError(Exception):
-    """The gateway refuses a request; the client may retry after ``retry_after_s``."""
-
-    def __init__(self, reason: str, retry_after_s: int) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
+from ebbench.gateway.refusals import RefusedError
 
 
 class DispatchQueue:
@@ -103,4 +96,4 @@ class DispatchQueue:
 
     def _refusal(self, reason: str) -> RefusedError:
         self.refused += 1
-        return RefusedError(reason, max(1, round(self._done_in_s)))
+        return RefusedError(reason, 429, max(1, round(self._done_in_s)))

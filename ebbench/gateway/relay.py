@@ -6,48 +6,46 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import httpx
-import msgspec
 
 from ebbench.dispatch import EndForward
-from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError
+from ebbench.gateway.bodies import Bodies, Body, ClientLeftError
+from ebbench.gateway.dispatch_queue import DispatchQueue
 from ebbench.gateway.events import LineBuffer
 from ebbench.gateway.metrics import GatewayMetrics
 from ebbench.gateway.prompts import dispatch_request
+from ebbench.gateway.refusals import Receive, RefusedError, Scope, Send, error_body, send_refusal
 from ebbench.gateway.settings import GatewaySettings
+from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstream, Upstreams
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 
 _HOP_BY_HOP = frozenset(
-    {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-connection"}
-)
-_NOT_SENT_ON = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+    {
+        b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-connection",
+        b"proxy-authorization", b"proxy-authenticate", b"proxy-authentication-info",
+    }
+)  # fmt: skip
+_NOT_SENT_ON = frozenset({b"host", b"content-length", b"expect"})
 RANK_HEADER = b"x-data-parallel-rank"
 ID_HEADER = b"x-request-id"
 
 
-class _ClientLeftError(Exception):
-    """The client has closed its connection."""
-
-
 @dataclass
 class _Request:
-    """A client's request and the state of its relay."""
+    """A client's request. ``sent_to``: indices of the upstreams that have received it."""
 
     method: str
-    target: str
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
+    target: bytes
+    headers: Headers
+    body: Body
     request_id: bytes
-    tried: int = 0
-    started: bool = field(default=False)  # whether the client has received part of the response
+    sent_to: set[int] = field(default_factory=set)
 
 
 class Relay:
@@ -58,26 +56,31 @@ class Relay:
         settings: GatewaySettings,
         upstreams: Upstreams,
         queue: DispatchQueue,
-        transport: httpx.AsyncBaseTransport,
+        transport: StreamTransport,
         metrics: GatewayMetrics,
         *,
         infer: bool,
     ) -> None:
         self._settings, self._upstreams, self._queue = settings, upstreams, queue
         self._transport, self._metrics, self._infer = transport, metrics, infer
+        self._bodies = Bodies(settings.max_body_mb * 1e6, settings.max_bodies_mb * 1e6)
         self._keys = itertools.count()
         self._attempts = 2 * len(upstreams.all)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Relay one request."""
+        """Relay one request, or refuse it."""
         try:
-            body = await self._body(receive)
-        except _ClientLeftError:
-            return
-        if body is None:
-            await refuse(send, 413, f"the body is larger than {self._settings.max_body_mb:g} MB", self._metrics)
-            return
-        request = _read(scope, body)
+            async with self._bodies.read(scope, receive) as body:
+                await self._while_connected(_read(scope, body), receive, send)
+        except RefusedError as refusal:
+            self._metrics.refused.labels(str(refusal.status)).inc()
+            refusal.__traceback__ = None  # its frames hold the request: no full collection would free them
+            await send_refusal(send, refusal)
+        except ClientLeftError:
+            pass
+
+    async def _while_connected(self, request: _Request, receive: Receive, send: Send) -> None:
+        """Relay a request; a client that leaves cancels it."""
         task = asyncio.current_task()
         assert task is not None
         left = False
@@ -100,85 +103,115 @@ class Relay:
         finally:
             watcher.cancel()
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body, or None if it is too large."""
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _ClientLeftError
-            part = message.get("body", b"")
-            size += len(part)
-            if size > self._settings.max_body_mb * 1e6:
-                return None
-            parts.append(part)
-            if not message.get("more_body"):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-
     async def _relay_request(self, request: _Request, send: Send) -> None:
-        """Try upstreams until one responds. An upstream that sent no byte of a response is replaced by another one."""
-        while True:
-            key = next(self._keys)
-            to_dispatch = dispatch_request(key, request.body, prefix=self._queue.dispatcher.wants_prefix)
-            began_s = time.monotonic()
-            try:
-                async with asyncio.timeout(self._settings.max_wait_s):
-                    unit = await self._queue.assign(to_dispatch)
-            except RefusedError as error:
-                await refuse(send, 429, str(error), self._metrics, error.retry_after_s)
-                return
-            except TimeoutError:
-                reason = f"no upstream took the request within {self._settings.max_wait_s:g} s"
-                await refuse(send, 503, reason, self._metrics, 1)
-                return
-            self._metrics.wait.observe(time.monotonic() - began_s)
-            upstream = self._upstreams.all[unit // self._settings.dp_ranks]
-            if await self._try_upstream(request, upstream, unit, key, send):
-                return
-            request.tried += 1
-            if request.tried >= self._attempts:
-                await refuse(send, 502, f"{request.tried} upstreams gave no answer", self._metrics)
-                return
+        """Try upstreams until one responds. Raises RefusedError.
 
-    async def _try_upstream(self, request: _Request, upstream: Upstream, unit: int, key: int, send: Send) -> bool:
-        """Send the request to one upstream. Returns False if it sent no byte of a response."""
+        An upstream that cannot be reached has not seen the request: another one gets it. One that received it and gave
+        no answer may have failed because of it: at most ``resends`` others get it, each once.
+        """
+        failure: RefusedError | None = None
+        for _ in range(self._attempts):
+            key = next(self._keys)
+            unit = await self._next_unit(request, key, failure)
+            upstream = self._upstreams.all[unit // self._settings.dp_ranks]
+            try:
+                await self._try_upstream(request, upstream, unit, key, send)
+                return
+            except httpx.TransportError as error:
+                failure = self._failure(request, upstream, error)
+                error.__traceback__ = None  # its frames hold the exchange, which holds the error: never collected
+        assert failure is not None
+        raise failure
+
+    async def _next_unit(self, request: _Request, key: int, failure: RefusedError | None) -> int:
+        """The unit that gets the request now. Raises RefusedError."""
+        if failure is None or not request.sent_to:
+            return await self._assigned_unit(request, key)
+        others = [u for u in self._upstreams.all if u.state == "active" and u.index not in request.sent_to]
+        if not others or len(request.sent_to) > self._settings.resends:
+            raise failure
+        least = min(others, key=lambda upstream: upstream.open_requests)
+        return least.index * self._settings.dp_ranks + key % self._settings.dp_ranks
+
+    def _failure(self, request: _Request, upstream: Upstream, error: httpx.TransportError) -> RefusedError:
+        """Record that the upstream gave no answer; returns what the client is told if no other one gets the request."""
+        self._metrics.retries.labels(upstream.url).inc()
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            self._upstreams.failed(upstream)
+            return RefusedError(f"upstream {upstream.url} cannot be reached: {error}", 502)
+        request.sent_to.add(upstream.index)
+        self._upstreams.stream_broke(upstream)
+        status = 504 if isinstance(error, httpx.TimeoutException) else 502
+        return RefusedError(f"upstream {upstream.url} gave no answer: {error}", status)
+
+    async def _assigned_unit(self, request: _Request, key: int) -> int:
+        """The unit that the dispatcher chooses. Raises RefusedError."""
+        to_dispatch = dispatch_request(key, request.body.data, prefix=self._queue.dispatcher.wants_prefix)
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._settings.max_wait_s):
+                unit = await self._queue.assign(to_dispatch)
+        except TimeoutError:
+            raise RefusedError(f"no upstream took the request within {self._settings.max_wait_s:g} s", 503, 1) from None
+        self._metrics.wait.observe(time.monotonic() - began_s)
+        return unit
+
+    async def _try_upstream(self, request: _Request, upstream: Upstream, unit: int, key: int, send: Send) -> None:
+        """Send the request to one upstream and relay its answer. Raises httpx's transport errors before an answer."""
         upstream.open_requests += 1
         try:
-            outgoing = self._outgoing(request, upstream, unit)
+            outgoing = self._outgoing(request, upstream, unit % self._settings.dp_ranks)
+            response = await self._transport.handle_async_request(outgoing)
+            self._bodies.drop(request.body)
             try:
-                response = await self._transport.handle_async_request(outgoing)
-            except httpx.TransportError:
-                self._upstreams.failed(upstream)
-                self._metrics.retries.labels(upstream.url).inc()
-                return False
-            await self._relay_response(request, response, upstream, key, send)
-            return True
+                await self._relay_response(request, response, upstream, key, send)
+            finally:
+                await response.aclose()
         finally:
             upstream.open_requests -= 1
             if not upstream.open_requests:
                 upstream.bursts.idle()
             self._queue.ended(key)
 
-    def _outgoing(self, request: _Request, upstream: Upstream, unit: int) -> httpx.Request:
+    def _outgoing(self, request: _Request, upstream: Upstream, rank: int | None) -> httpx.Request:
         headers = request.headers
-        if self._settings.dp_ranks > 1 and all(name != RANK_HEADER for name, _ in headers):
-            headers = [*headers, (RANK_HEADER, str(unit % self._settings.dp_ranks).encode())]
-        return httpx.Request(request.method, upstream.url + request.target, headers=headers, content=request.body)
+        if rank is not None and self._settings.dp_ranks > 1 and all(name != RANK_HEADER for name, _ in headers):
+            headers = [*headers, (RANK_HEADER, str(rank).encode())]
+        target = upstream.base.raw_path.rstrip(b"/") + request.target
+        return httpx.Request(
+            request.method, upstream.base, headers=headers, content=request.body.data, extensions={"target": target}
+        )
+
+    async def send_to_all(self, scope: Scope, receive: Receive) -> list[int]:
+        """Send a request to every active upstream; returns the statuses. Raises RefusedError, ClientLeftError."""
+        async with self._bodies.read(scope, receive) as body:
+            request = _read(scope, body)
+
+            async def one(upstream: Upstream) -> int:
+                try:
+                    return (await self._transport.fetch(self._outgoing(request, upstream, None), None, 1 << 20))[0]
+                except httpx.TransportError:
+                    return 502
+
+            return await asyncio.gather(*(one(self._upstreams.all[index]) for index in self._upstreams.active))
 
     async def _relay_response(
         self, request: _Request, response: httpx.Response, upstream: Upstream, key: int, send: Send
     ) -> None:
-        headers = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in _HOP_BY_HOP]
+        headers = _end_to_end(response.headers.raw)
+        if (fault := _unusable(response)) is not None:
+            self._metrics.answers.labels(upstream.url, "broken").inc()
+            raise RefusedError(f"upstream {upstream.url}: {fault}", 502)
         if all(name != ID_HEADER for name, _ in headers):
             headers.append((ID_HEADER, request.request_id))
+        if response.status_code in (204, 304):  # no body follows, whatever length is declared
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-        stream = cast(AsyncIterator[bytes], response.stream)
         outcome = "ok" if response.status_code < 400 else f"http_{response.status_code}"
         lines = LineBuffer() if _carries_events(response) else None
         first = True
         try:
-            async for data in stream:
+            async for data in cast(AsyncIterator[bytes], response.stream):
                 if first:
                     first = False
                     self._queue.first_token(key)
@@ -191,6 +224,7 @@ class Relay:
             await send({"type": "http.response.body", "body": rest, "more_body": False})
         except httpx.TransportError as error:
             outcome = "broken"
+            error.__traceback__ = None
             self._upstreams.stream_broke(upstream)
             if lines is not None:
                 await _end_with_error(upstream, error, send)
@@ -199,7 +233,6 @@ class Relay:
             raise
         finally:
             self._metrics.answers.labels(upstream.url, outcome).inc()
-            await response.aclose()
 
     def _note_message(self, upstream: Upstream) -> None:
         duration_ns = upstream.bursts.message(time.monotonic_ns())
@@ -223,31 +256,26 @@ async def _end_with_error(upstream: Upstream, error: Exception, send: Send) -> N
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-def error_body(message: str, status: int) -> bytes:
-    """An error object in OpenAI's format."""
-    kind = {413: "invalid_request_error", 429: "rate_limit_error"}.get(status, "api_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Headers, names in lower case, without those that concern one connection only (RFC 9110, 7.6.1)."""
+    lower = [(name.lower(), value) for name, value in headers]
+    named = {token.strip().lower() for name, value in lower if name == b"connection" for token in value.split(b",")}
+    return [(name, value) for name, value in lower if name not in _HOP_BY_HOP and name not in named]
 
 
-async def refuse(
-    send: Send, status: int, message: str, metrics: GatewayMetrics, retry_after_s: int | None = None
-) -> None:
-    """Respond with an error of the gateway itself."""
-    metrics.refused.labels(str(status)).inc()
-    body = error_body(message, status)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if retry_after_s is not None:
-        headers.append((b"retry-after", str(retry_after_s).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _unusable(response: httpx.Response) -> str | None:
+    """Why the response cannot be relayed, if it cannot."""
+    if not 200 <= response.status_code < 600:
+        return f"status {response.status_code}"
+    coding = response.headers.get("transfer-encoding", "chunked")
+    return None if coding.lower() == "chunked" else f"transfer-encoding {coding}"
 
 
-def _read(scope: Scope, body: bytes) -> _Request:
-    headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT_ON]
+def _read(scope: Scope, body: Body) -> _Request:
+    headers = [(name, value) for name, value in _end_to_end(scope["headers"]) if name not in _NOT_SENT_ON]
     request_id = next((value for name, value in headers if name == ID_HEADER), b"")
     if not request_id:
         request_id = uuid.uuid4().hex.encode()
         headers.append((ID_HEADER, request_id))
-    query = scope.get("query_string", b"")
-    target = scope.get("raw_path", scope["path"].encode()).split(b"?")[0].decode()
-    return _Request(scope["method"], target + (f"?{query.decode()}" if query else ""), headers, body, request_id)
+    path, query = scope.get("raw_path", scope["path"].encode()), scope.get("query_string", b"")
+    return _Request(scope["method"], path + (b"?" + query if query else b""), headers, body, request_id)

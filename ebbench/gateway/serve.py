@@ -9,7 +9,11 @@ import uvloop
 
 from ebbench.errors import RunError
 from ebbench.gateway.app import Gateway, make_app
+from ebbench.gateway.client_limits import LimitedProtocol
 from ebbench.gateway.settings import GatewaySettings
+from ebbench.open_files import allow_open_files
+
+_CONNECTIONS = 65_536  # of clients and to upstreams, as far as the system lets
 
 
 def serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> None:
@@ -17,6 +21,7 @@ def serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> None:
 
     Raises UsageError and RunError before the first request is served. Open requests get ``drain_s`` seconds to end.
     """
+    allow_open_files(_CONNECTIONS)
     uvloop.run(_serve(settings.checked(), on_ready))
 
 
@@ -32,7 +37,8 @@ async def _serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> 
         host=settings.host,
         port=settings.port,
         loop="none",
-        http="httptools",
+        http=LimitedProtocol,
+        proxy_headers=False,  # who is on this machine is not for a header to say
         ws="none",
         log_level="critical",
         access_log=False,

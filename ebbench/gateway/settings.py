@@ -12,7 +12,8 @@ from ebbench.errors import UsageError
 from vllm_eb.signals import endpoint_of_rank
 
 _POSITIVE = (
-    "health_interval_s", "health_timeout_s", "connect_timeout_s", "start_timeout_s", "max_body_mb", "max_wait_s",
+    "health_interval_s", "health_timeout_s", "connect_timeout_s", "start_timeout_s", "max_body_mb", "max_bodies_mb",
+    "max_wait_s",
 )  # fmt: skip
 
 
@@ -24,8 +25,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     header. ``signals``: ZeroMQ endpoints of the vllm_eb plugin, one per upstream (rank r publishes on the port plus r);
     empty: ends of forward passes are inferred from the streams. ``chunk_tokens``: the servers' token budget per step.
     ``network_ms``: round-trip time to a server. ``max_queue``: requests held in the queue before 429; ``max_wait_s``:
-    time in the queue before 503. ``eject_after``, ``return_after``: consecutive health checks. ``drain_s``: time that
-    open requests get at shutdown.
+    time in the queue before 503, and without a byte from the server before 504. ``max_body_mb`` limits one request,
+    ``max_bodies_mb`` all requests whose answers have not begun. ``resends``: further servers that get a request whose
+    server broke off before any answer. ``eject_after``, ``return_after``: consecutive health checks. ``drain_s``: time
+    that open requests get at shutdown.
     """
 
     upstreams: tuple[str, ...]
@@ -37,8 +40,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     chunk_tokens: int = 8192
     network_ms: float = 1.0
     max_queue: int = 10_000
-    max_wait_s: float = 120.0
+    max_wait_s: float = 300.0
     max_body_mb: float = 64.0
+    max_bodies_mb: float = 1024.0
+    resends: int = 1
     health_interval_s: float = 2.0
     health_timeout_s: float = 2.0
     eject_after: int = 2
@@ -61,7 +66,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise UsageError(f"give --signals once for each of the {len(self.upstreams)} upstreams, in the same order")
         check_fields(self, ("dp_ranks", "chunk_tokens", "max_queue", "eject_after", "return_after"), COUNT)
         check_fields(self, _POSITIVE, POSITIVE)
-        check_fields(self, ("network_ms", "drain_s"), NOT_NEGATIVE)
+        check_fields(self, ("network_ms", "drain_s", "resends"), NOT_NEGATIVE)
         check_fields(self, ("port",), PORT)
         for endpoint in self.signals:
             try:

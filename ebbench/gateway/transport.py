@@ -1,8 +1,9 @@
 """An httpx transport for event streams: HTTP/1.1 on keep-alive connections, parsed by httptools.
 
 httpx's own transport parses in Python and passes every piece of a body through several asynchronous generators, which
-costs more per token than the rest of the gateway. Here one read wakes the relaying task once, with all bytes that
-arrived. Supports HTTP/1.1 with and without TLS, no proxies.
+costs more per token than the rest of the gateway; aiohttp's doubles the time that the gateway adds to a first token
+(reports/cluster). Here one read wakes the relaying task once, with all bytes that arrived. Supports HTTP/1.1 with and
+without TLS, no proxies.
 """
 
 from __future__ import annotations
@@ -14,41 +15,61 @@ from collections.abc import AsyncIterator
 import httptools
 import httpx
 
-from ebbench.connections import Address, BaseConnection, Connections, tls_context
+from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections, tls_context
 
-_IDLE_LIMIT_NS = 4_000_000_000  # below the 5 s after which uvicorn closes an idle connection
+MAX_HEAD_BYTES = 1 << 16  # of one response: headers, interim responses before them, trailers
 _RESERVE = 8  # connections per server that are opened before requests need them
 _PAUSE_BYTES = 1 << 20  # bounds the gateway's memory for a client that reads slowly
 
 
 class StreamTransport(httpx.AsyncBaseTransport):
-    """Keep-alive connections to any number of servers."""
+    """Keep-alive connections to any number of servers.
 
-    def __init__(self, connect_timeout_s: float) -> None:
-        self._connect_timeout_s = connect_timeout_s
+    A response of which no byte arrives for ``silence_s`` fails with ReadTimeout.
+    """
+
+    def __init__(self, connect_timeout_s: float, silence_s: float = 300.0) -> None:
+        self._connect_timeout_s, self.silence_s = connect_timeout_s, silence_s
+        self.unanswered: set[_UpstreamResponse] = set()
         self._tls: ssl.SSLContext | None = None
         self._servers: dict[Address, Connections[_Connection]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; returns when the response headers are complete. Raises httpx's transport errors.
 
-        If the server has closed a kept connection in the meantime, the request is sent on a new one: no response had
-        begun. It is sent once more at most, as the server may close every connection that brings this request.
+        ConnectError and ConnectTimeout mean that the server has not seen the request. Nothing is sent twice.
         """
         body = await request.aread()
         connections = self._connections(Address.of(request.url))
-        kept = connections.take()
-        while True:
-            connection = kept or await connections.connect()
-            try:
-                return await connection.exchange(request, body)
-            except httpx.RemoteProtocolError:
-                if kept is None or not connection.untouched:
-                    raise
-                kept = None
-            except BaseException:
-                connection.abort()
-                raise
+        connection = connections.take() or await connections.open_for_use()
+        try:
+            return await connection.exchange(request, body)
+        except BaseException:
+            connection.abort()
+            raise
+
+    async def fetch(self, request: httpx.Request, timeout_s: float | None, max_bytes: int) -> tuple[int, bytes]:
+        """Status and body of the response. Raises httpx's transport errors, also for a body above ``max_bytes``."""
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self.handle_async_request(request)
+                try:
+                    async for part in response.aiter_raw():
+                        parts.append(part)
+                        if sum(map(len, parts)) > max_bytes:
+                            raise httpx.RemoteProtocolError(f"the answer is larger than {max_bytes:,} bytes")
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from None
+        return response.status_code, b"".join(parts)
+
+    def give_up(self, url: str, reason: str) -> None:
+        """Fail the requests to a server that have no answer yet, with ReadTimeout."""
+        address = Address.of(httpx.URL(url))
+        for response in [r for r in self.unanswered if r.address == address]:
+            response.give_up(httpx.ReadTimeout(reason))
 
     async def aclose(self) -> None:
         """Close the idle connections."""
@@ -62,10 +83,10 @@ class StreamTransport(httpx.AsyncBaseTransport):
                 self._tls = tls_context()
             found = self._servers[address] = Connections(
                 address,
-                _Connection,
+                lambda pool: _Connection(self, address, pool),
                 tls=self._tls,
                 connect_timeout_s=self._connect_timeout_s,
-                idle_limit_ns=_IDLE_LIMIT_NS,
+                idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
                 reserve=_RESERVE,
             )
         return found
@@ -74,31 +95,31 @@ class StreamTransport(httpx.AsyncBaseTransport):
 class _Connection(BaseConnection):
     """One connection with at most one open exchange."""
 
-    def __init__(self, connections: Connections[_Connection]) -> None:
-        super().__init__()
-        self._connections = connections
+    def __init__(self, owner: StreamTransport, address: Address, connections: Connections[_Connection]) -> None:
+        super().__init__(connections)
+        self.owner, self.address = owner, address
         self._reply: _UpstreamResponse | None = None
-        self.untouched = True
 
     async def exchange(self, request: httpx.Request, body: bytes) -> httpx.Response:
         """Send the request and wait for the response headers."""
         if self.transport is None:
-            raise httpx.RemoteProtocolError("the connection was closed at once")
-        self.untouched = True
+            raise httpx.ConnectError("the connection was closed at once")
         reply = self._reply = _UpstreamResponse(self, bodyless=request.method == "HEAD")
-        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
+        target = request.extensions.get("target", request.url.raw_path)
+        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), target)]
         lines += [b"%b: %b" % header for header in request.headers.raw]
-        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
-        await reply.head
+        self.transport.writelines([b"\r\n".join(lines) + b"\r\n\r\n", body])  # the body is not copied
+        self.owner.unanswered.add(reply)
+        try:
+            await reply.head
+        finally:
+            self.owner.unanswered.discard(reply)
         return httpx.Response(reply.status, headers=reply.headers, stream=reply, request=request)
 
     def complete(self, keep_alive: bool) -> None:
-        """Return the connection to the pool, or close it."""
+        """See BaseConnection; further bytes belong to no request."""
         self._reply = None
-        if keep_alive and self.usable:
-            self._connections.give(self)
-        else:
-            self.abort()
+        super().complete(keep_alive)
 
     def reading(self, wanted: bool) -> None:
         """Resume or pause reading from the server."""
@@ -107,7 +128,6 @@ class _Connection(BaseConnection):
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
-        self.untouched = False
         if self._reply is None:
             self.abort()  # the server sent bytes without a request
         else:
@@ -115,7 +135,7 @@ class _Connection(BaseConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self.transport = None
+        self.detach()
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.lost(exc)
@@ -128,17 +148,22 @@ class _UpstreamResponse(httpx.AsyncByteStream):
     """
 
     def __init__(self, connection: _Connection, *, bodyless: bool) -> None:
-        self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.head: asyncio.Future[None] = self._loop.create_future()
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self.address, self._silence_s = connection.address, connection.owner.silence_s
         self._connection, self._bodyless = connection, bodyless
-        self._parser = httptools.HttpResponseParser(self)
+        # The parser refers to the response: dropped at the end, since the gateway runs no full collections.
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._size = 0
+        self._size = self._unparsed = self._head_bytes = 0
         self._paused = False
         self._complete = False
         self._error: httpx.TransportError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._heard_s = self._loop.time()
+        self._timer = self._loop.call_later(self._silence_s, self._check_silence)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
@@ -155,21 +180,31 @@ class _UpstreamResponse(httpx.AsyncByteStream):
             elif self._complete:
                 return
             else:
-                self._waiter = asyncio.get_running_loop().create_future()
+                self._waiter = self._loop.create_future()
                 await self._waiter
 
     async def aclose(self) -> None:
         """Abort the rest of the response, if any; the server sees its connection closed."""
         if not self._complete:
+            self._end()
             self._connection.abort()
 
     def received(self, data: bytes) -> None:
         """Process bytes from the connection."""
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(httpx.RemoteProtocolError(f"cannot read the response: {error}"))
+        self._heard_s = self._loop.time()
+        parser = self._parser
+        if parser is None:
             self._connection.abort()
+            return
+        self._unparsed += len(data)
+        try:
+            parser.feed_data(data)
+            if self._unparsed > MAX_HEAD_BYTES:
+                raise _too_large()
+        except httptools.HttpParserUpgrade:
+            self.give_up(httpx.RemoteProtocolError("it switched protocols unasked"))
+        except (httptools.HttpParserError, httpx.RemoteProtocolError) as error:
+            self.give_up(httpx.RemoteProtocolError(f"cannot read the response: {error.__context__ or error}"))
         if self._size > _PAUSE_BYTES and not self._paused and not self._complete:
             self._paused = True
             self._connection.reading(False)
@@ -178,48 +213,88 @@ class _UpstreamResponse(httpx.AsyncByteStream):
     def lost(self, exc: Exception | None) -> None:
         """Record that the connection is closed."""
         framed = any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
-        if exc is None and self.head.done() and not framed:
+        if exc is None and self.head.done() and not framed and self._error is None:
             self._complete = True  # the end of the connection ends a body that has neither length nor chunks
+            self._end()
         else:
             where = "in the middle of the answer" if self.head.done() else "before any answer"
             self._fail(httpx.RemoteProtocolError(f"connection closed {where}" if exc is None else f"{exc}, {where}"))
         self._wake()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
+    def give_up(self, error: httpx.TransportError) -> None:
+        """Fail the response and close its connection."""
+        self._fail(error)
+        self._connection.abort()
+        self._wake()
+
+    def on_message_begin(self) -> None:
         """Called by the parser."""
-        self.headers.append((name, value))
+        if self._complete:  # a second response in the same read belongs to no request
+            self._connection.abort()
+            raise httpx.RemoteProtocolError("the server sent more than one response")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser, for trailers too; these are not passed on."""
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _too_large()
+        if not self.head.done():
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
+        assert self._parser is not None
         self.status = self._parser.get_status_code()
-        if self.status < 200:  # an interim response; the final one follows
+        if 100 <= self.status < 200:  # an interim response; the final one follows
             self.headers = []
         elif not self.head.done():
+            self._connection.begun()
             self.head.set_result(None)
             if self._bodyless:
                 # The parser expects a body: do not use it or the connection again.
                 self._complete = True
+                self._end()
                 self._connection.complete(keep_alive=False)
+            else:
+                self._unparsed = 0
 
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
         if not self._complete:
             self._parts.append(data)
             self._size += len(data)
+            self._unparsed = 0
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
-        if self.status >= 200 and not self._complete:
+        parser = self._parser
+        interim = 100 <= self.status < 200
+        if not interim and not self._complete and parser is not None:
             self._complete = True
+            self._end()
             if self._paused:
                 self._paused = False
                 self._connection.reading(True)
-            self._connection.complete(self._parser.should_keep_alive())
+            self._connection.complete(parser.should_keep_alive())
+
+    def _end(self) -> None:
+        """Free what refers to this response."""
+        self._parser = None
+        self._timer.cancel()
+
+    def _check_silence(self) -> None:
+        """Give up a server that was silent for too long; a client that reads slowly is not the server's fault."""
+        quiet_s = 0.0 if self._paused else self._loop.time() - self._heard_s
+        if quiet_s >= self._silence_s:
+            self.give_up(httpx.ReadTimeout(f"no byte within {self._silence_s:g} s"))
+        else:
+            self._timer = self._loop.call_later(self._silence_s - quiet_s, self._check_silence)
 
     def _fail(self, error: httpx.TransportError) -> None:
         if self._complete or self._error is not None:
             return
         self._error = error
+        self._end()
         if not self.head.done():
             self.head.set_exception(error)
             self.head.exception()  # marks the exception as retrieved, in case no task waits for it
@@ -228,3 +303,7 @@ class _UpstreamResponse(httpx.AsyncByteStream):
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def _too_large() -> httpx.RemoteProtocolError:
+    return httpx.RemoteProtocolError(f"headers larger than {MAX_HEAD_BYTES >> 10} KiB")

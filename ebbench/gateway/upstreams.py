@@ -9,13 +9,29 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import httpx
+import msgspec
 
-from ebbench.connections import IDLE_LIMIT_S
+from ebbench.credentials import KEY_VARIABLES, api_key
 from ebbench.errors import RunError, UsageError
 from ebbench.gateway.bursts import BurstClock
 from ebbench.gateway.settings import GatewaySettings
+from ebbench.gateway.transport import StreamTransport
 
 State = Literal["active", "ejected", "draining"]
+
+_MAX_BYTES = 1 << 20  # of an answer of /v1/models or /health
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _ModelError(Exception):
+    """The server does not say which model it serves."""
 
 
 @dataclass
@@ -30,20 +46,23 @@ class Upstream:
     open_requests: int = 0
     ejections: int = 0
     bursts: BurstClock = field(default_factory=BurstClock)
+    base: httpx.URL = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.base = httpx.URL(self.url)
 
 
 class Upstreams:
     """All servers. ``on_change`` is called with the indices of those that take requests, whenever these change."""
 
-    def __init__(self, settings: GatewaySettings, on_change: Callable[[set[int]], None]) -> None:
-        self._settings, self._on_change = settings, on_change
+    def __init__(
+        self, settings: GatewaySettings, transport: StreamTransport, on_change: Callable[[set[int]], None]
+    ) -> None:
+        self._settings, self._transport, self._on_change = settings, transport, on_change
+        key = api_key()  # for the gateway's own queries; requests carry what their clients send
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self.all = [Upstream(i, url.rstrip("/")) for i, url in enumerate(settings.upstreams)]
         self.model = ""
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.health_timeout_s, connect=settings.connect_timeout_s),
-            limits=httpx.Limits(keepalive_expiry=IDLE_LIMIT_S),
-            trust_env=False,
-        )
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -70,7 +89,6 @@ class Upstreams:
         """Stop the health checks."""
         for task in self._tasks:
             task.cancel()
-        await self._client.aclose()
 
     def failed(self, upstream: Upstream) -> None:
         """Record that a request could not reach the server: it gets no request until a health check passes."""
@@ -107,10 +125,8 @@ class Upstreams:
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
         while True:
             try:
-                response = await self._client.get(f"{upstream.url}/v1/models")
-                response.raise_for_status()
-                return str(response.json()["data"][0]["id"])
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                return await self._listed_model(upstream)
+            except (httpx.HTTPError, _ModelError) as error:
                 reason = str(error) or type(error).__name__
             if asyncio.get_running_loop().time() > deadline:
                 raise RunError(
@@ -118,13 +134,27 @@ class Upstreams:
                 )
             await asyncio.sleep(0.2)
 
+    async def _listed_model(self, upstream: Upstream) -> str:
+        status, content = await self._get(upstream, "/v1/models")
+        if status in (401, 403):
+            raise UsageError(f"upstream {upstream.url} refuses the API key; set {KEY_VARIABLES[0]} to one it accepts")
+        if status != 200:
+            raise _ModelError(f"status {status}")
+        try:
+            return msgspec.json.decode(content, type=_Models).data[0].id
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, IndexError) as error:
+            raise _ModelError(f"no list of models: {error}") from None
+
+    async def _get(self, upstream: Upstream, path: str) -> tuple[int, bytes]:
+        request = httpx.Request("GET", upstream.url + path, headers=self._headers)
+        return await self._transport.fetch(request, self._settings.health_timeout_s, _MAX_BYTES)
+
     async def _watch(self, upstream: Upstream) -> None:
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             healthy = False
             with contextlib.suppress(httpx.HTTPError):
-                response = await self._client.get(f"{upstream.url}/health")
-                healthy = response.status_code == 200
+                healthy = (await self._get(upstream, "/health"))[0] == 200
             self._record_check(upstream, healthy)
 
     def _record_check(self, upstream: Upstream, healthy: bool) -> None:
@@ -141,3 +171,5 @@ class Upstreams:
         upstream.state = "ejected"
         upstream.ejections += 1
         self._on_change(self.active)
+        if self.active:
+            self._transport.give_up(upstream.url, "it failed its health checks")

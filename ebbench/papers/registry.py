@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from ebbench.errors import UnknownNameError
 from ebbench.papers.deferred.table01 import DEFERRED
+from ebbench.papers.eb.adaptation import ADAPTATION
 from ebbench.papers.eb.appendix_e import E3, E5
+from ebbench.papers.eb.corrections import CORRECTION
 from ebbench.papers.eb.long_context import LONG_CONTEXT
 from ebbench.papers.eb.table02 import TABLE2
 from ebbench.papers.eb.table03 import TABLE3
@@ -26,7 +28,8 @@ from ebbench.papers.table import PaperTable
 
 TABLES: tuple[PaperTable, ...] = (
     TABLE2, TABLE3, TABLE6, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, TABLE19,
-    TABLE20, LONG_CONTEXT, DEFERRED, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS, FIGURE7, COMPOSITION,
+    TABLE20, ADAPTATION, CORRECTION, LONG_CONTEXT, DEFERRED, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS, FIGURE7,
+    COMPOSITION,
 )  # fmt: skip
 
 

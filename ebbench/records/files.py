@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ from ebbench.foreign.opening import open_regular, read_bytes
 from ebbench.foreign.tables import open_parquet, parquet_errors
 
 _NAMED = 3
+_NAME_LETTERS = 50  # of a file's name in that of its temporary file: four bytes each in UTF-8, and at most 255 bytes
 ROW_GROUP_ROWS = 1 << 15
 """A row group is encoded in memory as a whole; rows of steps and requests hold lists of hundreds of values."""
 # Columns with few distinct values. The others are stored without dictionary, which is faster to write.
@@ -63,6 +66,23 @@ def write_bytes(content: bytes, path: Path) -> None:
     _replace(path, lambda temporary: temporary.write_bytes(content) and None)
 
 
+def write_text(text: str, path: Path) -> None:
+    """What :func:`write_bytes` does, of text in UTF-8, in a directory that is made if it does not exist."""
+    write_with(path, lambda temporary: temporary.write_bytes(text.encode()) and None)
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace ``path`` by the file that ``write`` writes to the path that it is given, whole or not at all.
+
+    The directory is made if it does not exist. Raises RunError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error.strerror or error}") from error
+    _replace(path, write)
+
+
 def merge_tables(shards: Sequence[Path], path: Path) -> None:
     """Concatenate shards of one schema into ``path`` by row group, then remove them. A single shard is renamed."""
     if len(shards) == 1:
@@ -78,6 +98,18 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet file. Raises DataError naming the file if it is missing, truncated or not Parquet."""
     with stored(path), open_stored_parquet(path) as file, parquet_errors(path):
         return file.read(columns=list(columns) if columns is not None else None)
+
+
+def read_stream(path: Path) -> pa.Table | None:
+    """The complete batches of a file in Arrow's stream format, which may break off anywhere. None if there is none."""
+    batches: list[pa.RecordBatch] = []
+    try:
+        with pa.OSFile(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            while True:
+                batches.append(stream.read_next_batch())
+    except (pa.ArrowException, OSError, StopIteration):
+        pass
+    return pa.Table.from_batches(batches) if batches else None
 
 
 def read_footer(path: Path) -> tuple[pa.Schema, int]:
@@ -125,18 +157,40 @@ def sync_directory(directory: Path) -> None:
             os.close(handle)
 
 
-def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside ``path`` and rename it. A link keeps what it points to; a device gets the content."""
     try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        if _is_special(path):
+            _copy_to(path, write)
+            return
+        final = Path(os.path.realpath(path)) if path.is_symlink() else path
+        temporary = final.with_name(f".{final.name[:_NAME_LETTERS]}.{os.getpid()}.tmp")
+        try:
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(final)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise RunError(f"could not write {path}: {error.strerror or error}") from error
-    sync_directory(path.parent)
+    sync_directory(final.parent)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that a file must not replace: a device, a pipe, an open descriptor."""
+    own = path.absolute().as_posix().startswith(("/proc/", "/dev/fd/", "/dev/std"))
+    return path.exists() and not path.is_dir() and (own or not path.is_file())
+
+
+def _copy_to(path: Path, write: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder, path.open("wb") as target:
+        written = Path(folder) / "written"
+        write(written)
+        with written.open("rb") as source:
+            shutil.copyfileobj(source, target)
 
 
 def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:

@@ -27,6 +27,9 @@ SCHEMA_VERSION = 1
 LIMITS = ("ttft", "tpot", "e2el", "ttfat")
 """The latencies that ``slo`` may limit."""
 
+WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
+"""Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
+
 Clock = Literal["virtual", "real"]
 
 

@@ -7,8 +7,12 @@ a manifest is complete.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,12 +25,21 @@ import pyarrow as pa
 
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.manifest import Manifest, decode_manifest, encode_manifest
+from ebbench.records.manifest import Manifest, RunWarning, decode_manifest, encode_manifest
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
 
 MANIFEST = "manifest.json"
 PARTIAL = "manifest.partial.json"
 """Preliminary manifest: what was known when the run began. It exists during a run and after an interrupted one."""
+TAIL = ".tail.arrows"
+"""How the names of files end that hold the rows which are in no shard yet."""
+_LONGEST_NAME = 60
+"""Letters in the longest name of a file in a run directory, while it is written."""
+_NAME_LETTERS = 60
+_REMADE = RunWarning(
+    "directory-lost",
+    "The output directory was removed or replaced during the run and made again; what else was in it is gone.",
+)
 TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
@@ -91,7 +104,10 @@ class Run:
 
 
 class NotStoredError(RunError):
-    """A run was measured but could not be written. ``run`` holds it in memory, marked INVALID."""
+    """A run was measured but is not where it should be.
+
+    ``run``: the run stored elsewhere, or held in memory and marked INVALID.
+    """
 
     def __init__(self, message: str, run: Run | None = None) -> None:
         super().__init__(message)
@@ -105,29 +121,37 @@ class RunWriter:
     """Writes one run directory.
 
     Use as a context manager. If it is left without ``finish``, a directory with measurements is kept and any other one
-    removed.
+    removed; the functions in ``at_exit``, which may raise RunError, are called before. If the directory is removed or
+    replaced meanwhile, a new one is made and ``path`` changes: nothing is written to a directory that is not ours.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.at_exit: list[Callable[[], None]] = []
+        self._asked, self._remade = path, False
+        self._own: _Held | None = None
+        self._begun: tuple[Manifest, pa.Table] | None = None
         self._shards: dict[str, list[Path]] = {}
         self._rows: dict[str, int] = {}
         self._finished = False
 
     @classmethod
     def create(cls, path: Path | str) -> RunWriter:
-        """Create the directory. Raises UsageError if it exists, RunError if it cannot be created."""
-        directory = Path(path)
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:
-            raise UsageError(f"output directory {directory} exists; give another --output-dir or remove it") from None
-        except OSError as error:
-            raise RunError(f"cannot make output directory {directory}: {error.strerror or error}") from error
-        return cls(directory)
+        """Create the directory. Raises UsageError if it exists, RunError if it or a file in it cannot be created."""
+        writer = cls(Path(path))
+        writer._own = _new_directory(writer.path)
+        return writer
+
+    def tail_path(self, name: TableName) -> Path:
+        """The file of rows that are in no shard yet."""
+        return self.path / f"{name}{TAIL}"
 
     def append(self, name: TableName, table: pa.Table) -> Path:
         """Store rows as the next shard of a table. Raises RunError if that fails."""
+        self._stay()
+        return self._append(name, table)
+
+    def _append(self, name: TableName, table: pa.Table) -> Path:
         shards = self._shards.setdefault(name, [])
         path = self.path / f"{name}.part-{len(shards):04d}.parquet"
         files.write_table(_conform(table, name), path)
@@ -137,7 +161,8 @@ class RunWriter:
 
     def begin(self, manifest: Manifest, plan: pa.Table) -> None:
         """Store the plan and the preliminary manifest, from which an interrupted run can be rebuilt."""
-        self.append("plan", plan)
+        self._begun = manifest, plan
+        self._append("plan", plan)
         files.write_bytes(encode_manifest(manifest), self.path / PARTIAL)
 
     def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table | files.TableParts] | None = None) -> Run:
@@ -145,9 +170,24 @@ class RunWriter:
 
         A table in parts is written part by part.
 
-        Returns the finished run. Raises RunError.
+        Returns the finished run. Raises RunError, or NotStoredError with the run if it had to be stored elsewhere.
         """
         whole = dict(tables or {})
+        try:
+            self._stay()
+            if self._remade:
+                manifest = msgspec.structs.replace(manifest, warnings=(*manifest.warnings, _REMADE))
+            run = self._finish(manifest, whole)
+        except RunError as error:
+            if self._begun is None or whole.keys() < SCHEMAS.keys():
+                raise
+            kept = self._kept_elsewhere(manifest, whole, error)
+            raise NotStoredError(f"{error}; the run is stored in {kept.path}", kept) from error
+        if self.path != self._asked:
+            raise NotStoredError(f"{self._asked} was replaced during the run, which is stored in {self.path}", run)
+        return run
+
+    def _finish(self, manifest: Manifest, whole: dict[str, pa.Table | files.TableParts]) -> Run:
         for name, schema in SCHEMAS.items():
             if name not in self._shards:
                 whole.setdefault(name, schema.empty_table())
@@ -168,6 +208,44 @@ class RunWriter:
         # The steps name every request of every step; they are read again in the columns that are needed.
         return Run(self.path, complete, {name: table for name, table in whole.items() if name != "steps"})
 
+    def _kept_elsewhere(
+        self, manifest: Manifest, whole: dict[str, pa.Table | files.TableParts], error: RunError
+    ) -> Run:
+        """The run stored in the directory of temporary files: a real server was measured, perhaps for hours.
+
+        Raises ``error`` if that fails too.
+        """
+        place = Path(tempfile.mkdtemp(prefix=f"ebbench-{self.path.name[:_NAME_LETTERS]}-"))
+        try:
+            run = RunWriter(place)._finish(manifest, whole)
+        except RunError:
+            shutil.rmtree(place, ignore_errors=True)
+            raise error from None
+        self._finished = True
+        if self._is_own():
+            self._remove_traces([*whole, *self._shards])
+            for name in whole:
+                with suppress(OSError):
+                    (self.path / f"{name}.parquet").unlink(missing_ok=True)
+            self._remove_empty()
+        return run
+
+    def _is_own(self) -> bool:
+        return self._own is None or self._own.is_at(self.path)
+
+    def _stay(self) -> None:
+        """Make sure that the directory is the one that was created; else make another, beside what is there now.
+
+        Raises RunError.
+        """
+        if self._is_own():
+            return
+        self.path = unused(self._asked)
+        self._own, self._remade = _new_directory(self.path), True
+        self._shards, self._rows = {}, {}
+        if self._begun is not None:
+            self.begin(*self._begun)
+
     def _remove_traces(self, replaced: Iterable[str]) -> None:
         """Remove the files that only an interrupted run needs.
 
@@ -175,8 +253,13 @@ class RunWriter:
         """
         with suppress(OSError):
             for shard in (shard for name in replaced for shard in self._shards.get(name, ())):
-                shard.unlink()
-            (self.path / PARTIAL).unlink(missing_ok=True)
+                shard.unlink(missing_ok=True)
+            for path in (self.path / PARTIAL, *self.path.glob(f"*{TAIL}")):
+                path.unlink(missing_ok=True)
+
+    def _remove_empty(self) -> None:
+        with suppress(OSError):  # not empty, or gone
+            self.path.rmdir()
 
     def __enter__(self) -> RunWriter:
         return self
@@ -184,12 +267,54 @@ class RunWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._finished or any(self._rows.get(name) for name in ("requests", "steps", "decisions")):
+        if self._finished:
             return
-        for path in (*self._shards.get("plan", ()), self.path / PARTIAL):
-            path.unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
+        for flush in self.at_exit:
+            with suppress(RunError):
+                flush()
+        if any(self._rows.get(name) for name in ("requests", "steps", "decisions")):
+            if error is not None and self._begun is not None:
+                error.add_note(f"what was measured is kept: `ebbench recover {self.path}` rebuilds the run")
+            return
+        self._remove_traces(["plan"])
+        self._remove_empty()
+
+
+class _Held:
+    """A directory that is kept open, so that no other one gets its identity when it is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is still the directory at ``path``."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        except OSError:
+            return False
+
+
+def _new_directory(path: Path) -> _Held:
+    """Create a directory in which files of a run can be made.
+
+    Raises UsageError if it exists, RunError if it cannot be created or used.
+    """
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"output directory {path} exists; give another --output-dir or remove it") from None
+    except OSError as error:
+        raise RunError(f"cannot make output directory {path}: {error.strerror or error}") from error
+    longest = path.absolute() / ("x" * _LONGEST_NAME)
+    try:
+        longest.touch()
+        longest.unlink()
+        return _Held(path)
+    except OSError as error:
+        with suppress(OSError):
+            path.rmdir()
+        raise RunError(f"cannot write to output directory {path}: {error.strerror or error}") from error
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.load import policy_settings
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import count, percent
@@ -24,10 +25,6 @@ def machine(summaries: Sequence[Summary]) -> str:
     clock = "" if len(times) > 1 else " in virtual time" if times == {True} else ", real time"
     served = "" if engine == "endpoint" else f", engine {engine}{clock}"
     return f"{where}{served}"
-
-
-UNKNOWN_DEVICE = "unknown"
-"""Device name stored for a server that ebbench did not start."""
 
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
@@ -70,10 +67,11 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
 
 
 def _clients(summaries: Sequence[Summary]) -> str:
-    """The client machines, with the worst alignment of their clocks; empty where one machine sent."""
+    """The client machines, with the worst alignment of their clocks, and the most connections."""
     several = [summary.clients for summary in summaries if summary.clients.count]
     if not several:
-        return ""
+        shown = max((summary.clients for summary in summaries), key=lambda one: one.connections or 0)
+        return f"Client: {shown}." if str(shown) else ""
     counts = {(one.count, one.workers, one.lost) for one in several}
     if len(counts) > 1 or len(several) < len(summaries):
         return "Clients: different numbers of nodes."

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ebbench.devices.describe import DeviceFacts
 from ebbench.devices.marginal import MarginalCurve
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import UsageError
 
 BAR_CELLS = 44
 PLOT_SUFFIXES = (".svg", ".png", ".html", ".json")
@@ -122,7 +122,7 @@ def draw(facts: DeviceFacts, path: Path) -> None:
     """Write the curves as a picture. Raises UsageError for an unknown suffix."""
     if path.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {path}: write one of {', '.join(PLOT_SUFFIXES)}")
-    from ebbench.render.figures import altair
+    from ebbench.render.figures import altair, save_chart
 
     alt, curve = altair(), facts.curve
     rows = [
@@ -137,10 +137,7 @@ def draw(facts: DeviceFacts, path: Path) -> None:
         .encode(x="decode share r:Q", y="µs per token:Q", color="step:N")
         .properties(width=420, height=260)
     )
-    try:
-        chart.save(str(path))
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
+    save_chart(chart, path)
 
 
 def _table(*columns: str, right: int = 2) -> Table:

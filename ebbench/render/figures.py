@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbench.errors import RunError, UnknownNameError
+from ebbench.errors import UnknownNameError
 from ebbench.extras import need
+from ebbench.records import files
 
 FORMATS = ("pdf", "svg", "png")
 PNG_SCALE = 2.5
@@ -46,17 +47,18 @@ def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS, *, legend: st
     for wanted in formats:
         if wanted not in FORMATS:
             raise UnknownNameError("figure format", wanted, FORMATS)
-    stem.parent.mkdir(parents=True, exist_ok=True)
     final = styled(chart, legend)
     paths = []
     for wanted in formats:
         path = stem.with_name(f"{stem.name}.{wanted}")
-        try:
-            final.save(str(path), scale_factor=PNG_SCALE if wanted == "png" else 1.0)
-        except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+        save_chart(final, path, scale_factor=PNG_SCALE if wanted == "png" else 1.0)
         paths.append(path)
     return paths
+
+
+def save_chart(chart: Any, path: Path, **options: Any) -> None:
+    """Write a chart in the format of the path's suffix, whole or not at all. Raises RunError."""
+    files.write_with(path, lambda temporary: chart.save(str(temporary), format=path.suffix[1:], **options))
 
 
 def values(rows: Sequence[dict[str, Any]]) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ebbench.analysis.caveats import by_policy, told_once
-from ebbench.analysis.compare.cases import ComparisonCase
+from ebbench.analysis.compare.cases import MEASUREMENT, ComparisonCase
 from ebbench.analysis.compare.certainty import (
     ALPHA,
     p_of,
@@ -32,6 +32,7 @@ from ebbench.analysis.compare.policies import (
     steady_throughput,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
+from ebbench.analysis.kv_pressure import WORTH_SAYING, KvPressure
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
@@ -40,12 +41,20 @@ NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not mentioned."""
 
 
+SEVERAL_MEASUREMENTS = (
+    "Several measurements of the same plan and policy: shown apart, not averaged. `ebbench compare` of their "
+    "directories says whether they differ."
+)
+
+
 def verdicts(cases: Sequence[ComparisonCase]) -> list[tuple[str, list[str], bool]]:
     """For each case its title, its verdict, and whether the difference is shown.
 
     A single sentence if no case has a second policy.
     """
     if len(cases) > 1 and all(len(case.groups) == 1 for case in cases):
+        if cases[0].apart == (MEASUREMENT,):
+            return [("", [SEVERAL_MEASUREMENTS], False)]
         named = ", ".join(cases[0].apart)
         return [("", [f"No winner: these runs differ in {named}, so their figures do not compare."], False)]
     return [(case.title, verdict(case.groups), certain(case.groups)) for case in cases]
@@ -324,6 +333,27 @@ def accounting(summary: Summary) -> str | None:
     )
 
 
+def memory(kv: KvPressure | None) -> list[str]:
+    """What a full KV cache cost a run, with the ways out; empty if it cost little."""
+    if kv is None or not kv.matters:
+        return []
+    parts = []
+    if kv.full_share > WORTH_SAYING:
+        slots = "sequences running" if kv.slots is None else f"of {count(kv.slots)} slots in use"
+        parts.append(
+            f"requests waited for memory {percent(kv.full_share)} of the time, with {count(kv.running)} {slots}"
+        )
+    if kv.preemptions:
+        text = f"{count(kv.preemptions)} preemption{'' if kv.preemptions == 1 else 's'}"
+        if kv.repeated_tokens is not None and kv.repeated_share is not None:
+            text += f", {count(kv.repeated_tokens)} tokens computed again ({percent(kv.repeated_share)} of the time)"
+        parts.append(text)
+    return [
+        f"KV cache full: {'; '.join(parts)}. More memory for it (--gpu-memory-utilization, --kv-cache-dtype fp8, more "
+        "GPUs) or less load would change these figures."
+    ]
+
+
 def caveats(groups: Sequence[Group]) -> list[str]:
     """Warnings, with their policy unless all runs share them, and reasons for INVALID.
 
@@ -336,4 +366,14 @@ def caveats(groups: Sequence[Group]) -> list[str]:
         for summary in summaries
         if not summary.valid
     ]
-    return invalid + told_once(said, by_policy([summary.policy for summary in summaries]))
+    return [*invalid, *_memory(groups), *told_once(said, by_policy([summary.policy for summary in summaries]))]
+
+
+def _memory(groups: Sequence[Group]) -> list[str]:
+    """What a full KV cache cost each policy: policies differ in it, so their figures are not merged."""
+    found = []
+    for group in groups:
+        before = f"{group.policy}: " if len(groups) > 1 else ""
+        lines = told_once([memory(each.kv) for each in group.explanations], lambda _: "")
+        found += [before + line for line in lines]
+    return list(dict.fromkeys(found))

@@ -256,7 +256,7 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
 
 
 def _repeats(cases: Sequence[ComparisonCase]) -> list[str]:
-    """What the means cover: seeds, or runs of one seed."""
+    """What the means cover: seeds, since runs of one seed are measurements of their own."""
     several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
     if not several:
         return []
@@ -264,8 +264,7 @@ def _repeats(cases: Sequence[ComparisonCase]) -> list[str]:
     counted = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
     if all(group.copies for group in several):
         return [f"{counted} repeats that agree in every figure: no spread"]
-    seeds = all(len(set(group.seeds)) == len(group.summaries) for group in several)
-    return [f"mean ± standard deviation over {counted} {'seeds' if seeds else 'runs'}"]
+    return [f"mean ± standard deviation over {counted} seeds"]
 
 
 def framed(title: str = "") -> Table:

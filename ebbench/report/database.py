@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -15,7 +17,14 @@ from ebbench.errors import DataError, UsageError
 from ebbench.extras import need
 from ebbench.records.run import SCHEMAS, Run
 from ebbench.records.schema import SERVER_METRICS
+from ebbench.termination import interruptible
 
+T = TypeVar("T")
+_BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
+_EXPLAIN = re.compile(
+    rf"^{_BLANK}explain{_BLANK}(?:analyze{_BLANK})?(?:\([^()]*\){_BLANK})?", re.IGNORECASE | re.DOTALL
+)
+"""What makes an explanation of a statement; DuckDB itself says what kind of statement follows."""
 TABLES = {**SCHEMAS, "server_metrics": SERVER_METRICS}
 
 
@@ -43,25 +52,49 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
     directories = [str(run.path) for run in runs]  # DuckDB checks a path as given and as resolved
     allowed = dict.fromkeys([*directories, *map(_unglobbed, directories)])
     connection.execute(f"set allowed_directories = {_literals(allowed)}")
+    connection.execute("set python_enable_replacements = false")  # a variable of this program is no table
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
 
 
 def query(connection: Any, sql: str) -> pa.Table:
-    """The result of one statement. Raises UsageError with DuckDB's message if it fails."""
+    """The result of one statement that only reads: a select, or the explanation of one.
+
+    Raises UsageError with DuckDB's message if it is none, DataError if it fails. A signal ends it.
+    """
     duckdb = need("duckdb", "ebbench query")
     try:
         statements = connection.extract_statements(sql)
-        if len(statements) != 1 or statements[0].type.name not in ("SELECT", "EXPLAIN"):
-            raise UsageError("write one statement that returns rows, for example a select")
-        relation = connection.sql(statements[0])
+        if len(statements) != 1 or not _only_reads(connection, statements[0]):
+            raise UsageError("write one statement that returns rows and changes nothing, for example a select")
+        relation = _interruptible(connection, lambda: connection.sql(statements[0]))
     except duckdb.Error as error:
         raise UsageError(_told(error)) from None
     try:
-        return relation.to_arrow_table()
+        return _interruptible(connection, relation.to_arrow_table)
     except duckdb.Error as error:
         raise DataError(_told(error)) from None
+
+
+def _only_reads(connection: Any, statement: Any) -> bool:
+    """Whether a statement is a select or explains one: ``explain analyze`` carries out what it explains."""
+    if statement.type.name != "EXPLAIN":
+        return bool(statement.type.name == "SELECT")
+    explained = connection.extract_statements(_EXPLAIN.sub("", statement.query))
+    return [inner.type.name for inner in explained] == ["SELECT"]
+
+
+def _interruptible(connection: Any, work: Callable[[], T]) -> T:
+    """The result of ``work``, done in a thread of its own: DuckDB does not look for signals while it computes."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        try:
+            with interruptible():
+                return done.result()
+        except KeyboardInterrupt:
+            connection.interrupt()
+            raise
 
 
 def _told(error: Exception) -> str:

@@ -7,11 +7,10 @@ import hashlib
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ebbench import __version__
-from ebbench.errors import RunError
 from ebbench.extras import need
+from ebbench.records import files
 from ebbench.render import palette
 from ebbench.render.palette import policy_colours
 from ebbench.report.charts import LATENCIES, specs
@@ -68,9 +67,4 @@ def content_policy(scripts: list[str]) -> str:
 
 def write(page: Page, path: Path) -> None:
     """Write the file. Raises RunError if that fails."""
-    text: Any = render(page)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+    files.write_text(str(render(page)), path)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.compare.cases import ComparisonCase, cases_of
 from ebbench.analysis.compare.policies import Group
+from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.explain import explain
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.slo_surface import latencies_ms, run_surfaces
@@ -101,9 +102,7 @@ def _phases_of(run: Run, slo: Slo | None) -> tuple[Summary, ...]:
 
 def _title(summaries: Sequence[Summary]) -> str:
     workloads = dict.fromkeys(summary.workload for summary in summaries)
-    devices = dict.fromkeys(
-        "a server" if summary.device == conditions.UNKNOWN_DEVICE else summary.device for summary in summaries
-    )
+    devices = dict.fromkeys("a server" if summary.device == UNKNOWN_DEVICE else summary.device for summary in summaries)
     return f"{', '.join(workloads)} on {', '.join(devices)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from importlib import metadata
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ebbench.config.topology import TopologySpec
-from ebbench.devices.profiles import HostCosts
+from ebbench.devices.profiles import HostCosts, find_profile
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
 from ebbench.engines.setup import is_server
 from ebbench.errors import UsageError
@@ -184,6 +184,8 @@ def _versions(engine: str) -> dict[str, str]:
     return found
 
 
+MODEL_FILES = ("config.json", "params.json", "hf_quant_config.json")
+"""Files of a model's folder that its shape is read from."""
 _PREFIXES = (*RECORDED, "file:")
 
 
@@ -205,6 +207,11 @@ def _named(cell: Cell) -> Mapping[str, str | None]:
 
 def _files(cell: Cell) -> dict[str, str]:
     found = {name: _digest(path) for name, value in _named(cell).items() if (path := _file(value)) is not None}
+    if cell.model is not None and (folder := Path(cell.model).expanduser()).is_dir():
+        found["model"] = _digest_of_files([path for name in MODEL_FILES if (path := folder / name).is_file()])
+    if cell.device is not None and cell.device.endswith(".toml"):
+        measured = find_profile(cell.device).measured.values()
+        found["measured"] = _digest_of_files([path for file in measured if (path := Path(file)).is_file()])
     module = cell.policy.partition(":")[0]
     if "." in module and (spec := find_spec(module)) is not None and spec.origin is not None:
         found["policy"] = _digest(Path(spec.origin))
@@ -222,8 +229,7 @@ def _file(value: str | None) -> Path | None:
 def _digest(path: Path) -> str:
     """The digest of a file's content, or of the files of a log that is a folder."""
     if path.is_dir():
-        parts = [(one.name, _digest(one)) for one in files_of(path)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return _digest_of_files(files_of(path))
     try:
         stat = path.stat()
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NS
@@ -231,6 +237,10 @@ def _digest(path: Path) -> str:
         return read(path, stat.st_mtime_ns, stat.st_size)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _digest_of_files(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(json.dumps([(path.name, _digest(path)) for path in paths]).encode()).hexdigest()
 
 
 @lru_cache(maxsize=256)

@@ -44,6 +44,7 @@ from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.runs.cell import Cell
+from ebbench.termination import held, interruptible
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, parse_policy
@@ -83,7 +84,8 @@ def make(task: Task, engine: Engine | None = None) -> Made:
     cell = task.cell
     policy, server = parse_policy(cell.policy), is_server(cell.engine)
     check_options(cell.options, [policy])
-    plan, device = plan_of(cell), device_of(cell)
+    with interruptible():  # reading a workload may take minutes
+        plan, device = plan_of(cell), device_of(cell)
     engine = engine or make_engine(setup_of(cell))[0]
     if not server and cell.topology is None:
         check_fits(plan, device, cell.options)
@@ -92,7 +94,7 @@ def make(task: Task, engine: Engine | None = None) -> Made:
         engine = replace(engine, requests_only=True)
     if task.directory is not None:
         engine = with_step_parts(engine)
-    with _writer(task.directory) as writer:
+    with held(), _writer(task.directory) as writer:
         made = _measured(cell, plan, policy, device, engine, writer)
     gc.collect()  # a simulation's objects form reference cycles; collecting is fast, since plans and devices are frozen
     return made

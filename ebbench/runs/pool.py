@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from ebbench.child import begin_pool_worker
 from ebbench.engines.checks import check_counts
 from ebbench.errors import EbbenchError, RunError
+from ebbench.termination import held
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,7 +72,8 @@ class InProcess:
     def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
         """Run the jobs in the order given."""
         for task in tasks:
-            yield task, attempt(job, task)
+            with held():  # until the caller has stored the outcome
+                yield task, attempt(job, task)
 
 
 class Processes:

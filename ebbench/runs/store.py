@@ -97,6 +97,11 @@ class RunStore:
             return False
         return not whole or (found.path / MANIFEST).exists()
 
+    def stored_since(self, cells: Iterable[Cell]) -> float | None:
+        """When the oldest of these cells was stored, in seconds since 1970; None without any."""
+        files = (self.root / cell.directory_name() / CELL for cell in cells)
+        return min((path.stat().st_mtime for path in files if path.exists()), default=None)
+
     def open(self) -> None:
         """Create the directory, and remove what killed processes left in it. Raises RunError if that fails."""
         try:
@@ -201,6 +206,8 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
     found = {}
     for path in find_runs(paths):
         manifest = Run.load(path).manifest
+        if {"model_shape", "device_profile"} & manifest.facts.keys():  # cells name bundled models and devices
+            continue
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
         how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
         found[

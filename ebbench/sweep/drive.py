@@ -12,6 +12,7 @@ from typing import Any
 from ebbench.devices.apiserver import OFF
 from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError
+from ebbench.records.lock import sole_use
 from ebbench.runs.api_server import as_answered
 from ebbench.runs.cell import Cell
 from ebbench.runs.drive import Job, run_cells
@@ -56,7 +57,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Result:
-    """State of a sweep: finished cells in grid order, failed ones, and the progress of this call."""
+    """State of a sweep: finished cells in grid order, failed ones, and the progress of this call.
+
+    ``kept_since_unix_s``: when the oldest cell from before was stored; None without such cells.
+    """
 
     sweep: Sweep
     finished: tuple[Finished, ...]
@@ -64,6 +68,7 @@ class Result:
     progress: SweepProgress
     interrupted: bool
     results: Path
+    kept_since_unix_s: float | None = None
 
     @property
     def invalid(self) -> tuple[Finished, ...]:
@@ -103,10 +108,18 @@ def run_sweep(
 
     Cells on external servers run one at a time, after the others, and simulated ones that would keep vLLM's API server
     busy once more with it (``api_server_if_busy``): those replace the others in the result. Raises RunError if results
-    cannot be stored, DataError if stored ones are damaged.
+    cannot be stored, DataError if stored ones are damaged, UsageError if another sweep uses the directory.
     """
+    with sole_use(store.directory):
+        return _run_sweep(sweep, store, pool, spec, report, job)
+
+
+def _run_sweep(
+    sweep: Sweep, store: SweepStore, pool: Pool, spec: bytes, report: Callable[[SweepProgress], None], job: Job
+) -> Result:
     store.open(spec)
     todo = missing(sweep, store)
+    kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))
     counts, interrupted = _CellCounts(sweep, len(todo)), False
 
     def stored(cell: Cell, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
@@ -136,7 +149,7 @@ def run_sweep(
         interrupted = True
     finished = tuple(store.load(sweep.cells))
     results = store.write_results(finished)
-    return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results)
+    return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results, kept_since)
 
 
 def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.caveats import by_settings, told_once
+from ebbench.analysis.compare.policies import TIE
 from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.render import numbers
 from ebbench.render.report import notes
@@ -122,7 +124,8 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
         Text(),
         *findings_parts(found, metric),
         Text(),
-        Text(_legend(metric, limits_unknown=any(one.sensitivity.best_budget is None for one in found)), style="dim"),
+        *_equal_lines(found),
+        Text(_legend(metric, found), style="dim"),
     ]
     if result.failed:
         parts += [
@@ -136,8 +139,18 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
         parts += [Text(), Text(note)]
     parts += notes("Keep in mind", caveats(result))
     timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
-    parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
+    kept = f"{p.kept} from before{_kept_since(result)}"
+    parts += [Text(), Text(f"{timing}, {kept}; table: {result.results}")]
     return Stack(*parts)
+
+
+def _kept_since(result: Result) -> str:
+    """When kept cells were stored, with the option that measures again where they took real time."""
+    if result.kept_since_unix_s is None:
+        return ""
+    when = datetime.fromtimestamp(result.kept_since_unix_s, UTC)
+    again = "; --fresh measures again" if any(cell.real_time for cell in result.sweep.cells) else ""
+    return f" (the oldest of {when:%Y-%m-%d %H:%M} UTC{again})"
 
 
 def caveats(result: Result) -> list[str]:
@@ -196,24 +209,60 @@ def _headers(metric: str, baseline: str, *, limits: bool) -> dict[str, int]:
     return figures | {"CV": 7, "range": 5, "B-Sens": 7, "N-Sens": 7}
 
 
-_UNITS = {"request_throughput": "req/s", "output_throughput": "out tok/s", "total_token_throughput": "tok/s"}
+_UNITS = {
+    "request_throughput": "req/s",
+    "output_throughput": "out tok/s",
+    "total_token_throughput": "tok/s",
+    "request_goodput": "goodput",
+}
+EQUAL = "equal"
+"""In place of a best configuration or a gain that noise explains."""
 
 
 def _figures(finding: Finding) -> list[str]:
     s = finding.sensitivity
-    limits = [numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)]
+    every = finding.equal and len(finding.equal) + 1 == s.cells
+    limits = [
+        EQUAL if every else numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)
+    ]
     ratio = numbers.DASH if s.range_ratio is None else f"{s.range_ratio:.2f}"
     return [
-        *limits, numbers.rate(s.best), numbers.change(finding.gain), numbers.percent(s.cv), ratio,
-        numbers.percent(s.b_sens), numbers.percent(s.n_sens),
+        *limits, numbers.rate(s.best), numbers.change(finding.gain) if finding.gain_shown else EQUAL,
+        numbers.percent(s.cv), ratio, numbers.percent(s.b_sens), numbers.percent(s.n_sens),
     ]  # fmt: skip
 
 
-def _legend(metric: str, *, limits_unknown: bool) -> str:
+def _equal_lines(found: Sequence[Finding]) -> list[Text]:
+    """Configurations that are as good as the best one, per finding; nothing where all or none are."""
+    lines = []
+    for one in found:
+        if one.equal and len(one.equal) + 1 < one.sensitivity.cells:
+            where = ", ".join([*(f"{name}={value}" for name, value in one.setting), one.policy])
+            shown = ", ".join(f"B {budget} N {size}" for budget, size in one.equal[:SHOWN_EQUAL])
+            more = len(one.equal) - SHOWN_EQUAL
+            best = f"B {one.sensitivity.best_budget} N {one.sensitivity.best_size}"
+            lines.append(Text(f"{where}: equal to {best}: {shown}{f' and {more} more' if more > 0 else ''}"))
+    return lines
+
+
+SHOWN_EQUAL = 6
+"""Equal configurations that are named."""
+
+
+def _legend(metric: str, found: Sequence[Finding]) -> str:
+    known = sorted({numbers.percent(one.noise) for one in found if one.noise is not None})
+    noise = (
+        f"equal: within the noise between seeds ({' to '.join(dict.fromkeys([known[0], known[-1]]))}; Tukey's test at "
+        "5 %); "
+        if known
+        else f"equal: within {numbers.percent(TIE)}, since the noise between runs is not known (it takes two repeats "
+        "or more, and no figure of 0); "
+    )
+    unknown = any(one.sensitivity.best_budget is None for one in found)
     return (
-        f"best: configuration with the highest {metric}, mean over seeds; CV, range, B-Sens and N-Sens over the whole "
-        "grid of token budgets B and batch sizes N, – where it has holes or one value."
-        + (" B and N of a server at a URL are its own and not known here." if limits_unknown else "")
+        f"best: configuration with the highest {metric}, mean over seeds; {noise}CV, range, B-Sens and N-Sens over the "
+        "whole grid of token budgets B and batch sizes N, – where it has holes or one value."
+        + (" B and N of a server at a URL are its own and not known here." if unknown else "")
     )
 
 
@@ -225,6 +274,7 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
         "behind_api_server": behind_api_server(result.sweep),
         "finished": len(result.finished),
         "from_before": result.progress.kept,
+        "kept_since_unix_s": result.kept_since_unix_s,
         "failed": [{"key": e.cell.key(), "error": str(e.error)} for e in result.failed],
         "invalid": [
             {"key": entry.cell.key(), "cell": where, "reasons": why}
@@ -238,7 +288,10 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
         "metric": metric,
         "baseline": baseline_of(found),
         "findings": [
-            dict(f.setting) | {"policy": f.policy, "gain": f.gain, "invalid": f.invalid} | asdict(f.sensitivity)
+            dict(f.setting)
+            | {"policy": f.policy, "gain": f.gain, "gain_shown": f.gain_shown, "invalid": f.invalid, "noise": f.noise}
+            | {"equal": [{"max_num_batched_tokens": b, "max_num_seqs": n} for b, n in f.equal]}
+            | asdict(f.sensitivity)
             for f in found
         ],
     }

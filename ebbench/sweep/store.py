@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import pyarrow as pa
 from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError, RunError
 from ebbench.records import files
+from ebbench.records.run import unused
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import known_settings, plain, plain_type, settings_of
 from ebbench.runs.store import Measured, RunStore
 
-RESULTS = "results.parquet"
+RESULTS, SPEC = "results.parquet", "sweep.toml"
 FIGURES = (
     "request_throughput", "output_throughput", "total_token_throughput", "request_goodput", "slo_attainment",
     "duration", "completed", "planned", "preemptions", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
@@ -67,7 +69,27 @@ class SweepStore:
             self._failed.mkdir(exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make {error.filename or self._failed}: {error.strerror or error}") from error
-        files.write_bytes(spec, self.directory / "sweep.toml")
+        files.write_bytes(spec, self.directory / SPEC)
+
+    def set_aside(self) -> Path | None:
+        """Move the results so far to a directory beside this one, named by their date.
+
+        Returns it, None if there are none. Raises RunError if that fails.
+        """
+        stored = [path for path in (self.directory / RESULTS, self.directory / SPEC) if path.exists()]
+        if not stored:
+            return None
+        last = datetime.fromtimestamp(max(path.stat().st_mtime for path in stored), UTC)
+        directory = self.directory.resolve()
+        kept = unused(directory.with_name(f"{directory.name}-{last:%Y%m%dT%H%M%SZ}"))
+        try:
+            kept.mkdir()
+            for path in (self.runs.root, self._failed, directory / RESULTS, directory / SPEC):
+                if path.exists():
+                    path.rename(kept / path.name)
+        except OSError as error:
+            raise RunError(f"cannot move {self.directory} to {kept}: {error.strerror or error}") from error
+        return kept
 
     def failed(self, cell: Cell, error: EbbenchError, seconds: float) -> None:
         """Store why a cell failed. Raises RunError if the disk is full."""

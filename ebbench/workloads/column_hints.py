@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,6 +11,8 @@ from ebbench.workloads.log_columns import ALIASES, plain_name, value_at
 from ebbench.workloads.log_files import LogFile
 from ebbench.workloads.trace_times import Stamp, parse_stamp
 
+_COUNTS = re.compile(r"|unnamed.*|index|idx|row|number|(\w*_)?id")
+"""Names of columns that count rows, as the index of pandas does."""
 MOST_LOOKED_AT = 300
 """Names that are compared with those known; each takes 0.1 ms."""
 
@@ -25,7 +28,8 @@ def nearest_columns(names: Sequence[str], role: str) -> str:
 
 def columns_like_times(log: LogFile, names: Sequence[str]) -> list[str]:
     """Those of ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
-    return [name for name in names if _like_times([value_at(name)(record.value) for record in log.sample])]
+    possible = [name for name in names if not _COUNTS.fullmatch(plain_name(name))]
+    return [name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])]
 
 
 def _like_times(values: Sequence[object]) -> bool:

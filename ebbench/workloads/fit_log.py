@@ -15,7 +15,7 @@ from ebbench.workloads.fitted import Fitted, Lengths, Prefixes, Repeated, Sessio
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.overlap import MAIN, fit_overlap, starts_of
 from ebbench.workloads.points import GROUP, points_of
-from ebbench.workloads.prefix_tree import Repeats, repeats_of
+from ebbench.workloads.prefix_tree import Repeats, repeats_in
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile, WorkloadSpec
 from ebbench.workloads.trace import Trace
@@ -33,7 +33,7 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
         raise UsageError(f"{trace.path}: {count} requests are too few to fit a workload, which takes {_FEWEST}")
     requests = trace.requests if trace.stamps is None else trace.timed(time_unit)
     several = bool(requests.turn.any())
-    repeats = None if requests.hash_ids is None or several else repeats_of(requests.hash_ids)
+    repeats = None if requests.hash_ids is None or several else repeats_in(requests)
     first = requests.turn == 0
     sessions = _sessions(requests) if several else None
     if sessions is not None and requests.after is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from ebbench.errors import InputFileError, UsageError
 from ebbench.workloads.column_hints import columns_like_times, nearest_columns
 from ebbench.workloads.log_columns import ALIASES, Columns, names_in, plain_name, recognise, value_at
+from ebbench.workloads.log_delays import Delays, has_delays
 from ebbench.workloads.log_failures import failure_of, tells_failures
 from ebbench.workloads.log_files import LogFile, LogRecord
 from ebbench.workloads.log_texts import BLOCK_TOKENS, answer_of, text_of
@@ -65,6 +66,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
     except UsageError as error:
         raise InputFileError(log.path, str(error), _names_line(log)) from None
     columns = _with_fitting_values(columns, log, asked)
+    _refuse_questions(log, columns, asked)
     _check(log, columns, names)
     if "block_tokens" in options.columns and not {"hash_ids", "messages", "prompt"} & columns.names.keys():
         raise UsageError(f"{log.path}: has no hash_ids, whose size --columns block_tokens= sets; leave it out")
@@ -73,7 +75,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
         start, end = columns.names.get("time", "the start"), columns.names["end"]
         raise UsageError(f"{log.path}: {end} is in {ends}, {start} is not; leave it out with --columns end=-")
     reader = _Reader(log, options, definition, columns)
-    notes = list(_notes(columns, asked, definition))
+    notes = [*_notes(columns, asked, definition), *reader.notes()]
     return Reading(
         reader.rows(),
         columns=columns,
@@ -84,7 +86,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
         or (BLOCK_TOKENS if reader.from_texts else None),
         from_texts=reader.from_texts,
         notes=tuple(notes),
-        ordered=not (definition.time_is_end and "duration" in columns.names),
+        ordered=not (definition.time_is_end and "duration" in columns.names) and reader.delays is None,
         time_hint="" if "time" in columns.names or asked.get("time") == "-" else _time_hint(log, columns, names),
     )
 
@@ -113,7 +115,24 @@ def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str
             del names[role]
     if "status" in names and "status" not in asked and not tells_failures(names["status"], log):
         del names["status"]
+    if "delay" in names and not has_delays(names, log, asked):
+        del names["delay"]
     return replace(columns, names=names)
+
+
+def holds_answers(names: Mapping[str, str], log: LogFile) -> bool:
+    """Whether the last of the messages is the answer, since no column has it."""
+    if {"output", "answer"} & names.keys():
+        return False
+    get = value_at(names.get("messages"))
+    return any(without_answer(get(record.value))[1] for record in log.sample)
+
+
+def without_answer(messages: Any) -> tuple[Any, Any]:
+    """The messages before the last one and that one, if the assistant says it; else all of them and None."""
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
+        return messages, None
+    return (messages[:-1], messages[-1]) if messages[-1].get("role") == "assistant" else (messages, None)
 
 
 def _names_line(log: LogFile) -> int:
@@ -128,13 +147,13 @@ def _check(log: LogFile, columns: Columns, names: list[str]) -> None:
         ("input", ("messages", "prompt"), "prompt tokens"),
         ("output", ("answer",), "output tokens"),
     ):
-        if role in have or any(text in have for text in texts):
+        if role in have or any(text in have for text in texts) or (role == "output" and holds_answers(have, log)):
             continue
         like = nearest_columns([name for name in names if name not in have.values()], role)
         hint = f"; {like} looks like it" if like else ""
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise InputFileError(log.path, f"no column with {what} among {listed}{hint}", line)
-    if "session" in have and "time" not in have and "turn" not in have:
+    if "session" in have and not {"time", "turn", "delay"} & have.keys():
         problem = (
             f"column {have['session']!r} groups requests into sessions, and neither a time nor a turn orders them; "
             "give --columns turn=COLUMN or time=COLUMN, or session=- for single requests"
@@ -165,11 +184,21 @@ class _Reader:
         have = columns.names
         self.from_texts = "hash_ids" not in have and ("messages" in have or "prompt" in have)
         self._prompt = columns.getter("messages" if "messages" in have else "prompt")
+        self._answered = holds_answers(have, log)
         self._answer, self._failure = columns.getter("answer"), failure_of(columns, log)
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
         self._session, self._cached = self._session_of(), columns.getter("cached")
         self._added = [(name, value_at(name)) for name in columns.added]
+        # A prompt that is counted from its messages is whole; a length is of what the turn adds.
+        self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
         self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
+
+    def notes(self) -> Iterator[str]:
+        """What is said about how the rows are read."""
+        if self.delays is not None:
+            yield self.delays.note
+        if self._answered:
+            yield "the last message of each request, which the assistant says, is taken as the answer to those before"
 
     def rows(self) -> Rows:
         """All records, completed requests and dropped ones."""
@@ -189,7 +218,8 @@ class _Reader:
                 yield Dropped(record.line, unusable(inputs, outputs))
                 continue
             row = Recorded(record.line, self._stamp(record, "time", time_of(value)), inputs, outputs)
-            yield self._completed(record, row, text) if more else row
+            row = self._completed(record, row, text) if more else row
+            yield row if self.delays is None else self.delays.placed(record, row)
 
     def _completed(self, record: LogRecord, row: Recorded, text: str) -> Recorded:
         """The request with its end, session and prefix."""
@@ -213,16 +243,19 @@ class _Reader:
         output_tokens = tokens_of(self._log, record, names.get("output", "output"), outputs)
         if not self.from_texts and output_tokens is not None:
             return input_tokens, output_tokens, ""
-        text = text_of(self._prompt(record.value)) if self.from_texts else ""
+        prompt, answer = self._prompt(record.value), self._answer(record.value)
+        if self._answered:
+            prompt, answer = without_answer(prompt)
+        text = text_of(prompt) if self.from_texts else ""
         if input_tokens is None and text:
             input_tokens = self._texts.tokens(text)
-        if output_tokens is None and (answer := answer_of(self._answer(record.value))):
-            output_tokens = self._texts.tokens(answer)
+        if output_tokens is None and (answered := answer_of(answer)):
+            output_tokens = self._texts.tokens(answered)
         return input_tokens, output_tokens, text
 
     def _stamp(self, record: LogRecord, role: str, value: Any) -> Stamp | None:
         if value is None:
-            if role == "time" and role in self._columns.names:
+            if role == "time" and role in self._columns.names and self.delays is None:
                 name = self._columns.names[role]
                 raise InputFileError(self._log.path, f"expected a time in {name}, found none", record.line)
             return None
@@ -250,20 +283,19 @@ class _Reader:
             problem = f"expected the number of a turn in {self._columns.names['turn']}, found {str(value)[:40]!r}"
             raise InputFileError(self._log.path, problem, record.line) from None
 
-    def _blocks(self, record: LogRecord, value: Any) -> list[int] | None:
+    def _blocks(self, record: LogRecord, value: Any) -> list[int | str] | None:
         if value is None or value == "":
             return None
-        if not isinstance(value, list) or not all(type(one) is int for one in value):
-            problem = f"expected a list of whole numbers, found {str(value)[:60]!r}"
+        if not isinstance(value, list) or not {*map(type, value)} <= {int, str}:
+            problem = f"expected a list of whole numbers or texts, found {str(value)[:60]!r}"
             raise InputFileError(self._log.path, problem, record.line)
         return value
 
     def _session_of(self) -> Callable[[Mapping[str, Any]], Any]:
         """The session of a record: its column, or the first request of its chain of predecessors."""
         if self._definition.parents is None or "session" in self._columns.names:
-            get = self._columns.getter("session")
-            return lambda record: None if (found := get(record)) in ("", None, "-") else found
-        own, parent = (value_at(name) for name in self._definition.parents)
+            return _named(self._columns.getter("session"))
+        own, parent = (_named(value_at(name)) for name in self._definition.parents)
         roots: dict[Any, Any] = {}
 
         def root(record: Mapping[str, Any]) -> Any:
@@ -271,3 +303,30 @@ class _Reader:
             return found
 
         return root
+
+
+def _named(get: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """The name that a column gives, None if it is empty; one that is a list or an object as text."""
+
+    def name(record: Mapping[str, Any]) -> Any:
+        found = get(record)
+        if found in ("", None, "-"):
+            return None
+        return found if isinstance(found, str | int | float) else str(found)
+
+    return name
+
+
+_QUESTIONS = ("question", "query")
+
+
+def _refuse_questions(log: LogFile, columns: Columns, asked: Mapping[str, str]) -> None:
+    """Raise InputFileError for questions and answers with neither times nor token counts: a data set, not traffic."""
+    have = columns.names
+    if have.keys() & {"input", "output", "time", "end", "messages", "session"} or "prompt" in asked:
+        return
+    prompt, answer = have.get("prompt", ""), have.get("answer", "ANSWER")
+    if plain_name(prompt).rpartition(".")[2] in _QUESTIONS:
+        problem = "is a table of questions and answers, not a log: it has neither times nor token counts"
+        remedy = f"to send its texts all the same, name them: --columns prompt={prompt},answer={answer}"
+        raise InputFileError(log.path, f"{problem}; {remedy}", _names_line(log))

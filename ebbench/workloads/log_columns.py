@@ -21,13 +21,14 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "input_length", "input_tokens", "prompt_tokens", "context_tokens", "request_tokens", "input_len", "prompt_len",
         "prompt_length", "num_prompt_tokens", "n_prompt_tokens", "num_input_tokens", "input_token_count",
         "prompt_token_count", "input_sequence_length", "context_length", "tokens_in", "input_usage", "isl",
+        "num_prefill_tokens", "prefill_tokens", "prompt_size",
     ),
     "output": (
         "output_length", "output_tokens", "completion_tokens", "generated_tokens", "response_tokens", "output_len",
         "completion_len", "completion_length", "response_length", "generation_length", "num_generation_tokens",
         "num_output_tokens", "num_completion_tokens", "n_completion_tokens", "output_token_count",
         "candidates_token_count", "output_sequence_length", "generation_tokens", "decode_tokens", "tokens_out",
-        "output_usage", "osl",
+        "output_usage", "osl", "num_decode_tokens", "token_size",
     ),
     "time": (
         "timestamp", "start_time", "arrival_time", "arrived_at", "start_timestamp", "request_start", "started_at",
@@ -39,6 +40,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "duration", "api_time", "e2e_latency", "e2el", "latency", "request_latency", "elapsed_time", "elapsed",
         "request_time", "response_time", "request_duration", "total_time",
     ),
+    "delay": ("delay",),
     "session": (
         "session_id", "session", "conversation_id", "conversation", "chat_session_id", "thread_id", "dialog_id",
         "x_correlation_id", "trace_id", "session_hash",
@@ -66,7 +68,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 _UNIT = re.compile(r"_(ns|us|ms|s|sec|secs|seconds|milliseconds)$")
 _UNITS = {"sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms"}
-_TIMES = ("time", "end", "duration")
+_TIMES = ("time", "end", "duration", "delay")
 NUMBERS = ("block_tokens", "benchmark")
 """Keys of ``--columns`` whose value is a number instead of a column."""
 _PARTS_OF_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")

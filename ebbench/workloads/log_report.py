@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ebbench.records.content import CHUNK_TOKENS
 from ebbench.traffic.arrivals import dispersion
 from ebbench.workloads.log_failures import keeps_failed
+from ebbench.workloads.prefix_tree import repeats_in
 from ebbench.workloads.requests import Floats, Requests
 from ebbench.workloads.trace import Trace
 
@@ -91,13 +93,7 @@ def _sessions(requests: Requests) -> Mapping[str, Any]:
 
 def repeated_prefixes(requests: Requests) -> Mapping[str, Any]:
     """Share of the prompt tokens whose blocks an earlier prompt had: the hit rate of a cache that keeps everything."""
-    assert requests.hash_ids is not None  # the caller checked
-    size = requests.block_tokens or 512
-    seen: set[int] = set()
-    repeated = 0
-    for ids, tokens in zip(requests.hash_ids, requests.input_tokens.tolist(), strict=True):
-        blocks = ids.as_py() or ()
-        held = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
-        repeated += min(tokens, held * size)
-        seen.update(blocks)
-    return {"block_tokens": size, "repeated_share": repeated / float(requests.input_tokens.sum())}
+    size = requests.block_tokens or CHUNK_TOKENS
+    held = repeats_in(requests).blocks
+    repeated = np.minimum(requests.input_tokens, held * size).sum()
+    return {"block_tokens": size, "repeated_share": float(repeated / requests.input_tokens.sum())}

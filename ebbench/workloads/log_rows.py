@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from ebbench.workloads.requests import Floats, Int64s
 from ebbench.workloads.trace_times import StampColumn, Stamps, TimeReading
 
 _NO_SESSION, _NO_IDS, _UNKNOWN = -1, -1, float("nan")
+_LARGE_ID = 1 << 40
 _BLOCKS = (512, 16, 64, 128, 256, 32, 1024, 2048)
 """Block sizes in tokens of published traces and of servers, in order of preference where several fit."""
 
@@ -48,7 +52,9 @@ class Collected:
     cached_tokens: int | None = None
     ends: Any = field(default_factory=lambda: array("d"))
     durations: Any = field(default_factory=lambda: array("d"))
+    pauses: Any = field(default_factory=lambda: array("d"))
     _codes: dict[Any, int] = field(default_factory=dict)
+    _labels: dict[int | str, int] = field(default_factory=lambda: defaultdict(count().__next__))
 
     def __len__(self) -> int:
         return len(self.line)
@@ -77,14 +83,16 @@ class Collected:
         if row.turn is not None:
             _put(self.turn, len(self.line), row.turn, _UNKNOWN)
         if row.end is not None and row.stamp is not None and row.end.value < row.stamp.value:
-            count, line = self.early_ends or (0, row.line)
-            self.early_ends = (count + 1, line)
+            earlier, line = self.early_ends or (0, row.line)
+            self.early_ends = (earlier + 1, line)
         elif row.end is not None:
             _put(self.ends, len(self.line), row.end.value - self.times.base, _UNKNOWN)
         if row.duration_s is not None:
             _put(self.durations, len(self.line), row.duration_s, _UNKNOWN)
+        if row.pause_s is not None:
+            _put(self.pauses, len(self.line), row.pause_s, _UNKNOWN)
         if row.hash_ids is not None:
-            self.hash_flat.extend(row.hash_ids)
+            self._add_ids(row.hash_ids)
             _put(self.hash_counts, len(self.line), len(row.hash_ids), _NO_IDS)
         if row.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + row.cached_tokens
@@ -92,10 +100,25 @@ class Collected:
             self.prompts += [None] * (len(self.line) - len(self.prompts) - 1)
             self.prompts.append(row.prompt)
 
+    def _add_ids(self, ids: Sequence[int | str]) -> None:
+        """Append hash ids as they are; all are numbered in order of appearance once one is a text or beyond 64 bits."""
+        before = len(self.hash_flat)
+        try:
+            self.hash_flat.extend(map(self._labels.__getitem__, ids) if self._labels else ids)
+        except (OverflowError, TypeError):
+            earlier = self.hash_flat[:before]
+            self.hash_flat = array("q", map(self._labels.__getitem__, (*earlier, *ids)))
+
+    def number_ids(self) -> None:
+        """Number hash ids that are negative or so large that a repeated log would leave 64 bits."""
+        flat = np.asarray(self.hash_flat, np.int64)
+        if flat.size and not 0 <= flat.min() <= flat.max() < _LARGE_ID:
+            self.hash_flat = array("q", np.unique(flat, return_inverse=True)[1].tolist())
+
     def drop(self, row: Dropped) -> None:
         """Count a row that is left out."""
-        count, line = self.dropped.get(row.reason, (0, row.line))
-        self.dropped[row.reason] = (count + 1, line)
+        earlier, line = self.dropped.get(row.reason, (0, row.line))
+        self.dropped[row.reason] = (earlier + 1, line)
 
     def forget_single_ids(self) -> None:
         """Remove the hash ids that only one prompt has: they tell nothing about sharing."""
@@ -125,6 +148,11 @@ class Collected:
     def lasted_s(self) -> Floats | None:
         """Durations in s, NaN where unknown; None if none is known."""
         return _padded(self.durations, len(self), _UNKNOWN) if self.durations else None
+
+    @property
+    def pause_s(self) -> Floats | None:
+        """Pauses in s that the log states, NaN where it states none; None if it states none at all."""
+        return _padded(self.pauses, len(self), _UNKNOWN) if self.pauses else None
 
     @property
     def session_codes(self) -> Int64s:
@@ -173,6 +201,7 @@ def collect(log: LogFile, reading: Reading) -> Collected:
     if found.prompts:
         found.prompts += [None] * (len(found) - len(found.prompts))
     if found.hash_counts:
+        found.number_ids()
         found.block_tokens = _block_tokens(log, found, reading)
         if reading.from_texts:
             found.forget_single_ids()

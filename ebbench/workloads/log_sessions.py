@@ -33,6 +33,8 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
     pause_s, after = None, None
     if rows.sessions and end_s is not None:
         pause_s, after = _waits(session, times[order], end_s[order])
+    if (stated_s := rows.pause_s) is not None:
+        pause_s = stated_s[order]
     first = turn == 0
     return Requests(
         session,

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from ebbench.records.content import CHUNK_TOKENS
 from ebbench.workloads.arrow import int_lists
-from ebbench.workloads.requests import Floats, Int32s, Int64s
+from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests
 
 _NEAR = 0.25
 """Share of the wanted lag by which the lag of the prompt that is repeated may be off, if one there is long enough."""
@@ -22,21 +23,37 @@ class Repeats(NamedTuple):
     earlier_blocks: Int64s
 
 
-def repeats_of(hash_ids: pa.Array) -> Repeats:
-    """How each prompt repeats earlier ones. ``hash_ids``: one list per request in order of arrival, null for none."""
-    last: dict[int, int] = {}
+def repeats_in(requests: Requests) -> Repeats:
+    """How each prompt of a log repeats earlier ones. The requests have hash ids."""
+    assert requests.hash_ids is not None  # the caller checked
+    return repeats_of(requests.hash_ids, requests.input_tokens, requests.block_tokens or CHUNK_TOKENS)
+
+
+def repeats_of(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> Repeats:
+    """How each prompt repeats earlier ones. ``hash_ids``: one list per request in order of arrival, null for none.
+
+    A block is repeated if an earlier prompt had it after the same blocks, and as long: a last block that is not full is
+    no prefix of a longer one.
+    """
+    nodes: dict[tuple[int, int, int], int] = {}  # by the node before, the id, and the block's tokens
+    last: list[int] = []  # per node, the last request that had it
     sizes: list[int] = []
     blocks, lags, earlier = [], [], []
-    for row, ids in enumerate(hash_ids.to_pylist()):
-        ids = ids or []
-        held = next((place for place, one in enumerate(ids) if one not in last), len(ids))
+    for row, (ids, tokens) in enumerate(zip(hash_ids.to_pylist(), input_tokens.tolist(), strict=True)):
+        path, node = list[int](), -1
+        for place, one in enumerate(ids or ()):
+            size = min(block_tokens, tokens - place * block_tokens)
+            node = nodes.setdefault((node, one, size), len(nodes))
+            path.append(node)
+        held = next((place for place, node in enumerate(path) if node >= len(last)), len(path))
         blocks.append(held)
-        parent = last[ids[held - 1]] if held else row
+        parent = last[path[held - 1]] if held else row
         lags.append(row - parent)
         earlier.append(sizes[parent] if held else 0)
-        sizes.append(len(ids))
-        for one in ids:
-            last[one] = row
+        sizes.append(len(path))
+        last += [row] * (len(nodes) - len(last))
+        for node in path:
+            last[node] = row
     return Repeats(np.asarray(blocks, np.int64), np.asarray(lags, np.int64), np.asarray(earlier, np.int64))
 
 
@@ -56,7 +73,7 @@ def shared_prefixes(input_tokens: Int32s, blocks: Int64s, lags: Floats, depths: 
         want = min(int(blocks[row]), int(whole[row]))
         ids: list[int] = []
         if want and row:
-            ids = rows[_earlier(have[:row], want, float(lags[row]), float(depths[row]))][:want]
+            ids = rows[_earlier(whole[:row], want, float(lags[row]), float(depths[row]))][:want]
         missing = int(have[row]) - len(ids)
         rows.append([*ids, *range(fresh, fresh + missing)])
         fresh += missing
@@ -77,5 +94,5 @@ def _earlier(sizes: Int64s, want: int, lag: float, depth: float) -> int:
             break
         near *= 4
     wanted = max(float(want), want / max(depth, 1e-3))
-    distance = np.abs(np.log(part / wanted)) + np.where(part < want, 1e3 * (want - part), 0.0)
+    distance = np.abs(np.log(np.maximum(part, 0.5) / wanted)) + np.where(part < want, 1e3 * (want - part), 0.0)
     return low + int(np.argmin(distance))

@@ -22,23 +22,26 @@ MOST_TOKENS = int(np.iinfo(np.int32).max)
 
 
 class Recorded(NamedTuple):
-    """One request. ``hash_ids``: identities of its prompt's blocks; ``turn`` orders the requests of a ``session``.
+    """One request. ``hash_ids``: identities of its prompt's blocks, labels of any size; ``turn`` orders the requests of
+    a ``session``.
 
     ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known;
-    ``cached_tokens``: how much of the prompt the server had in its cache then.
+    ``cached_tokens``: how much of the prompt the server had in its cache then; ``pause_s``: the time from the end of
+    the turn before to its start, where that is what the log says.
     """
 
     line: int
     stamp: Stamp | None
     input_tokens: int
     output_tokens: int
-    hash_ids: Sequence[int] | None = None
+    hash_ids: Sequence[int | str] | None = None
     session: Any = None
     turn: float | None = None
     end: Stamp | None = None
     duration_s: float | None = None
     prompt: str | None = None
     cached_tokens: int | None = None
+    pause_s: float | None = None
 
 
 class Dropped(NamedTuple):

@@ -10,6 +10,7 @@ from ebbench.errors import InputFileError, UsageError
 from ebbench.workloads.column_hints import MOST_LOOKED_AT, looks_like_values
 from ebbench.workloads.formats_agents import AGENTS
 from ebbench.workloads.formats_columns import CHOICES, Definition, read_columns, with_columns
+from ebbench.workloads.formats_datasets import DATA_SETS
 from ebbench.workloads.formats_tools import TOOLS
 from ebbench.workloads.log_columns import names_in, plain_name
 from ebbench.workloads.log_files import LogFile
@@ -105,7 +106,7 @@ TABLE = TraceFormat(
 )
 _LIKE = 0.6
 """Likeness of names (0 to 1) from which a format is named as the nearest."""
-FORMATS = (*TOOLS, *AGENTS, *TRACES, ACCESS_LOG, CHAT_LOG, TABLE)
+FORMATS = (*TOOLS, *AGENTS, *DATA_SETS, *TRACES, ACCESS_LOG, CHAT_LOG, TABLE)
 
 
 def format_of(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]:

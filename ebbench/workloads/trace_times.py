@@ -6,7 +6,9 @@
 3. Whole numbers are in the unit that the format defines for them (Mooncake: ms), if the mean rate is then plausible:
    at least ``PLAUSIBLE_RATE[0]`` and less than ``PLAUSIBLE_RATE[1]`` requests/s. That range spans a factor of 1000,
    so of the units s, ms, us and ns only one gives a plausible rate.
-4. Numbers with fractions are seconds, if the rate is then at least ``PLAUSIBLE_RATE[0]``.
+4. Numbers with fractions are seconds, if the rate is then at least ``PLAUSIBLE_RATE[0]``. Where the format defines the
+   unit of whole numbers and they could be in that one too (less than :data:`FASTEST_DEFINED_RATE` requests/s), few
+   fractions (:data:`FEW_FRACTIONS`) are taken as that unit, more are ambiguous.
 5. All other cases need ``--time-unit``. If all times are equal, the unit has no effect and is not needed.
 
 A format whose definition leaves no doubt (a column ``start_ns``, a load generator's result file) gives its unit itself.
@@ -34,6 +36,10 @@ PLAUSIBLE_RATE = (0.1, 100.0)
 """Lowest and highest plausible mean requests/s. Public traces: Mooncake 3 to 7, Azure 2 to 70."""
 SLOWEST_EPOCH_RATE = 1e-3
 """Requests/s below which large numbers are not read as Unix times."""
+FASTEST_DEFINED_RATE = 1000.0
+"""Requests/s below which a log can be in its format's own unit even if its times have fractions."""
+FEW_FRACTIONS = 0.1
+"""Share of times with fractions up to which the others were written as whole numbers on purpose."""
 _EPOCH_S = (1.388e9, 2.525e9)  # the years 2014 to 2049
 
 
@@ -114,12 +120,20 @@ def _calendar(moment: dt.datetime) -> Stamp:
 
 @dataclass(frozen=True)
 class Stamps:
-    """The times of a trace: ``first`` is the earliest, ``offsets`` of all times from it, in the file's unit."""
+    """The times of a trace: ``first`` is the earliest, ``offsets`` of all times from it, in the file's unit.
+
+    ``fractions``: the share of times that are no whole numbers.
+    """
 
     first: int | float
     offsets: npt.NDArray[np.float64]
     iso: bool
-    whole: bool
+    fractions: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all times are whole numbers."""
+        return not self.fractions
 
     @property
     def span(self) -> float:
@@ -140,7 +154,7 @@ class StampColumn:
 
     base: int | float = 0
     offsets: array[float] = field(default_factory=lambda: array("d"))
-    whole: bool = True
+    fractions: int = 0
     mixed_at: int | None = None
     _iso: bool = False
     _zone: bool = False
@@ -155,8 +169,8 @@ class StampColumn:
             kinds = "are ISO 8601 and some are numbers" if iso != self._iso else "name their zone and some do not"
             self._mixed, self.mixed_at = f"some times {kinds}; write all of them one way", len(self.offsets)
         self.offsets.append(value - self.base)  # subtract first: ns need more than 53 bits
-        if self.whole and value != int(value):
-            self.whole = False
+        if value != int(value):
+            self.fractions += 1
 
     def stamps(self) -> Stamps:
         """The times from the earliest. Raises ValueError if their kinds are mixed."""
@@ -164,8 +178,8 @@ class StampColumn:
             raise ValueError(self._mixed)
         offsets = np.array(self.offsets, np.float64)
         lowest = float(offsets.min())
-        first = self.base + (int(lowest) if self.whole else lowest)
-        return Stamps(first, offsets - lowest, self._iso, self.whole)
+        first = self.base + (lowest if self.fractions else int(lowest))
+        return Stamps(first, offsets - lowest, self._iso, self.fractions / len(offsets))
 
 
 def collect_stamps(stamps: Iterable[Stamp]) -> Stamps:
@@ -207,7 +221,10 @@ def read_time_unit(
     if epoch is not None:
         return TimeReading(epoch, "Unix times")
     slowest, fastest = PLAUSIBLE_RATE
-    if not stamps.whole and stamps.rate("s") >= slowest:
+    if not stamps.whole and whole_numbers_are is not None and stamps.rate(whole_numbers_are) < FASTEST_DEFINED_RATE:
+        if stamps.fractions <= FEW_FRACTIONS and stamps.rate(whole_numbers_are) >= slowest:
+            return TimeReading(whole_numbers_are, "nearly all whole numbers, by the format's definition")
+    elif not stamps.whole and stamps.rate("s") >= slowest:
         return TimeReading("s", "numbers with fractions")
     if stamps.whole and whole_numbers_are is not None and slowest <= stamps.rate(whole_numbers_are) < fastest:
         return TimeReading(whole_numbers_are, "whole numbers, by the format's definition")

@@ -11,7 +11,8 @@ from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.lengths import Lengths
 from vllm_eb.memory import EPSILON, memory_safe_batch
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.theory import optimal_threshold
+from vllm_eb.renewal import renewal_threshold
+from vllm_eb.theory import Threshold, optimal_threshold
 
 # After the authors' code: the paper says "a practical range" and neither smooths theta nor spaces the updates of N.
 THETA_MIN, THETA_MAX = 0.01, 0.80
@@ -32,6 +33,11 @@ class EstimatingSpec(PolicySpec):
     initial_theta: float = setting(0.70, "threshold before the first update", unit="share", above=0, below=1)
     theta_min: float = setting(
         THETA_MIN, "lowest threshold the online controller may choose", unit="share", above=0, at_most=THETA_MAX
+    )
+    correction: Literal["published", "off", "renewal"] = setting(
+        "published",
+        "threshold under a hazard that changes with age: published (theorem 3.2), off (theta0), or renewal (ours: "
+        "counts the ages that requests have, docs/theory.md)",
     )
     epsilon: float = setting(EPSILON, "allowed probability that the KV cache overflows", unit="share", above=0, below=1)
     kv_gate: bool = setting(True, "stay in decode while free KV memory is low")
@@ -106,7 +112,7 @@ class AdaptiveThreshold:
         found = optimal_threshold(
             estimate.p0, cal.alpha_p, cal.alpha_d, eta=estimate.eta, beta_d=cal.beta_d, n=self.n_limit
         )
-        clipped = min(max(found.theta_star, self._spec.theta_min), THETA_MAX)
+        clipped = min(max(self._target(found, estimate), self._spec.theta_min), THETA_MAX)
         weight = THETA_WEIGHT if self._updates else 1.0
         self.theta += weight * (clipped - self.theta)
         # Eq. 8 compares costs with it, so the policy's lower bound on the threshold does not apply.
@@ -116,6 +122,12 @@ class AdaptiveThreshold:
             self.n_limit = min(max(self._memory_safe(estimate), 1), self._max_num_seqs)
             self._last_n_update_s = now_s
         return Update(estimate, found.theta0, found.zeta, found.delta_theta, self.theta, self.n_limit)
+
+    def _target(self, found: Threshold, estimate: HazardEstimate) -> float:
+        """The threshold to move to, before its bounds."""
+        if self._spec.correction == "renewal":
+            return renewal_threshold(estimate.survival, self._calibration.alpha_p, self._calibration.alpha_d)
+        return found.theta0 if self._spec.correction == "off" else found.theta_star
 
     def _memory_safe(self, estimate: HazardEstimate) -> int:
         """Number of sequences that fit into the KV cache while they grow."""

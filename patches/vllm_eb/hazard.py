@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +25,16 @@ _SLOPE_NOISE = 1.645  # CensoredHazard ignores a slope of fewer standard errors 
 
 @dataclass(frozen=True)
 class HazardEstimate:
-    """Linear hazard ``p0 + eta*t``, mean output length in tokens, and the number of completions used."""
+    """Linear hazard ``p0 + eta*t``, mean output length in tokens, and the number of completions used.
+
+    ``survival``: share of the answers that are longer than 0, 1, 2, ... tokens.
+    """
 
     p0: float
     eta: float
     mean: float
     samples: int
+    survival: NDArray[np.float64] = field(default_factory=lambda: np.ones(1), compare=False, repr=False)
 
 
 def empirical_hazard(
@@ -58,7 +62,6 @@ class SlidingHazard:
     def __init__(self, window: int = 500, min_samples: int = 30) -> None:
         self._lengths: deque[int] = deque(maxlen=window)
         self._min_samples = min_samples
-        self._last = HazardEstimate(0.0, 0.0, 0.0, 0)
 
     def observe(self, output_tokens: int) -> None:
         """Record a completion after ``output_tokens`` tokens."""
@@ -77,7 +80,7 @@ class SlidingHazard:
         line = _weighted_line(t[keep], h[keep], survivors[keep])
         mean = float(lengths.mean())
         p0, eta = (line.intercept, line.slope) if line is not None else (1.0 / mean, 0.0)
-        return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), max(eta, 0.0), mean, n)
+        return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), max(eta, 0.0), mean, n, survivors / n)
 
 
 class CensoredHazard:
@@ -141,15 +144,14 @@ def _censored_fit(
     line = _weighted_line(t[keep], h[keep], at_risk[keep])
     rising = line is not None and line.slope > _SLOPE_NOISE * math.sqrt(rate / line.spread)
     p0, eta = (line.intercept, line.slope) if line is not None and rising else (rate, 0.0)
-    mean = _mean_length(h, at_risk, np.clip(p0 + eta * t, 0.0, 1.0), eta, rate)
-    return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), eta, mean, samples)
+    line_h = np.clip(p0 + eta * t, 0.0, 1.0)
+    longer = _survival(h, at_risk, line_h)
+    mean = _mean_length(longer, line_h, eta, rate)
+    return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), eta, mean, samples, np.concatenate([[1.0], longer]))
 
 
-def _mean_length(
-    h: NDArray[np.float64], at_risk: NDArray[np.int64], line: NDArray[np.float64], eta: float, rate: float
-) -> float:
+def _mean_length(survival: NDArray[np.float64], line: NDArray[np.float64], eta: float, rate: float) -> float:
     """Product-limit mean, completed by the fitted line where too few were at risk and beyond the last token."""
-    survival = _survival(h, at_risk, line)
     tail = float(survival[-1]) * _mean_residual(max(float(line[-1]), rate), eta)
     return 1.0 + float(survival[:-1].sum()) + tail
 

@@ -79,6 +79,21 @@ def test_two_causes_under_one_class_are_told_apart() -> None:
         ("http_400", "no chat template is allowed", "--endpoint completions"),
         ("connect_error", "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", "--ca-file"),
         ("connect_error", "All connection attempts failed", "server runs"),
+        ("client_limit", "[Errno 24] Too many open files", "ulimit -n"),
+        ("client_limit", "[Errno 99] Cannot assign requested address", "no free port"),
+        ("client_limit", "[Errno 1] Operation not permitted", "of this machine"),
+        ("long_output", "64 tokens where at most 8 were asked for", "--max-tokens-field max_tokens"),
+        ("not_a_stream", "(Content-Type: text/html) <html><form>log in", "a log-in page"),
+        ("http_308", "(Location: /v1/completions/) ", "a slash at the end"),
+        ("http_307", "(Location: http://other/v1) ", "give that one as --engine"),
+        ("http_400", "Unrecognized request argument supplied: ignore_eos", "--no-ignore-eos: the server"),
+        ("http_400", '{"error": {"message": "Extra inputs", "param": "ignore_eos"}}', "--no-ignore-eos: the server"),
+        ("http_422", '{"detail": [{"loc": ["body", "ignore_eos"], "msg": "Extra inputs"}]}', "--no-ignore-eos: the"),
+        ("http_400", "Unsupported value: 'temperature' does not support 0", "--temperature 1"),
+        ("http_400", "Unknown parameter: stream_options", '{"stream_options": null}'),
+        ("http_400", "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens'", "--max-tokens-field"),
+        ("http_400", "Extra inputs are not permitted", "try --no-ignore-eos"),
+        ("http_400", "'max_tokens' exceeds the maximum context length", "--max-model-len"),
         ("idle_timeout", "nothing received for 2 s", "--idle-timeout"),
         ("short_output", "3 tokens where 5 were asked for", "--no-ignore-eos"),
         ("error_frame", "engine died", "log"),
@@ -89,6 +104,13 @@ def test_each_class_of_failure_has_its_remedy(error_class: str, body: str | None
     [failure] = failures_of(table([("failed", error_class, body)]))
     assert remedy in failure.remedy
     assert ("->" in str(failure)) == bool(remedy)
+
+
+def test_messages_are_read_from_lists_and_behind_headers() -> None:
+    detail = {"detail": [{"loc": ["body", "top_k"], "msg": "not known"}, {"loc": [], "msg": "second"}, 3]}
+    bodies = [json.dumps(detail), '(Retry-After: 3; Location: /x) {"error": "slow down"}', '{"a":' * 5000]
+    found = [failures_of(table([("failed", "http_400", body)]))[0].example for body in bodies]
+    assert found[:2] == ["not known (top_k); second", "(Retry-After: 3; Location: /x) slow down"]
 
 
 def test_failures_that_follow_from_others_are_listed_last() -> None:

@@ -8,13 +8,15 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from ebbench.client.http_streams import _RESERVE, ConnectionPool
+from ebbench.client.http_streams import ConnectionPool
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Nothing:
     """A response handler that discards everything."""
+
+    first_on_connection = False
 
     def sent(self, now_ns: int) -> None: ...
     def head(self, status: int, now_ns: int) -> None: ...
@@ -65,12 +67,10 @@ async def settled(listener: Listener, opened: int) -> None:
 def test_connections_are_opened_ahead_of_need_in_an_open_loop_only(reserve: bool) -> None:
     async def scenario(pool: ConnectionPool, listener: Listener) -> None:
         await pool.prepare(2, reserve=reserve)
-        sends = [asyncio.create_task(pool.send(f"r{i}", b"", Nothing())) for i in range(5)]
-        await settled(listener, 5)
-        # Five are busy. The pool opens a reserve besides; without a reserve it opens no further connection.
-        if reserve:
-            await settled(listener, 5 + _RESERVE)
-        assert listener.opened == (5 + _RESERVE if reserve else 5)
+        sends = [asyncio.create_task(pool.send(f"r{i}", b"", Nothing())) for i in range(16)]
+        # Sixteen are busy. The pool opens an eighth besides; without a reserve it opens no further connection.
+        await settled(listener, 18 if reserve else 16)
+        assert listener.opened == (18 if reserve else 16)
         for send in sends:
             send.cancel()
         await asyncio.gather(*sends, return_exceptions=True)

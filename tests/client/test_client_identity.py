@@ -91,14 +91,14 @@ def test_answers_from_a_fallback_model_are_counted_and_warned_of() -> None:
     with server(("big", "small")) as (url, _):
         done = run(url)
     assert done.facts["other_models"] == {"small": 4}
-    (said,) = [text for text in done.warnings if "answers" in text]
+    (said,) = [text for text in map(str, done.about_server) if "answers" in text]
     assert said.startswith("4 of 8 answers did not come from 'big' alone, as asked for: 4 from 'small'")
 
 
 def test_a_server_that_always_names_another_model_is_told_apart_from_a_mixture() -> None:
     with server(("big-2026-01",)) as (url, _):
         done = run(url)
-    (said,) = [text for text in done.warnings if "answer" in text]
+    (said,) = [text for text in map(str, done.about_server) if "answer" in text]
     assert said.startswith("every answer names 'big-2026-01' as its model, not 'big' as asked for")
 
 
@@ -140,7 +140,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def met(done: Any) -> list[str]:
-    return [text for text in done.warnings if "were sent to this server before" in text]
+    return [text for text in map(str, done.about_server) if "were sent to this server before" in text]
 
 
 def test_prompts_that_a_server_met_before_are_warned_of(state: Path) -> None:

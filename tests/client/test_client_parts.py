@@ -20,6 +20,7 @@ from ebbench.client.node_senders import NodeSenders, Sending
 from ebbench.client.nodes import ClientNode, check_reachable, client_nodes
 from ebbench.client.plan_parts import PlanPart, shares, split, whole
 from ebbench.client.ray_node import this_place
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
 from tests.client.client_runs import plan_of
@@ -152,7 +153,7 @@ def sending(plan: Plan, machines: int = 2) -> NodeSenders:
     found = [Sending(one, part) for one, part in zip(nodes, parts, strict=True)]
     for one in found:
         one.before, one.after = ClockOffset(5, 2_000_000), ClockOffset(4_000_005, 2_000_000)
-    return NodeSenders(found, "http://10.0.0.9", "m", ClientOptions(), "x-", {})
+    return NodeSenders(found, ServerUrl.parse("http://10.0.0.9"), "m", ClientOptions(), "x-", {})
 
 
 def test_clocks_that_agree_worse_than_the_lag_limit_make_the_run_invalid() -> None:

@@ -88,8 +88,8 @@ def test_a_server_that_has_seen_the_prompts_is_told_apart_from_one_that_has_not(
     warm = run("cached:share=0.5")
     assert warm.facts["prefix_hit_rate"] == pytest.approx(0.5, abs=0.02)
     assert warm.facts["prefix_hit_source"] == "usage"
-    assert any("prefix cache" in warning for warning in warm.warnings)
+    assert any("prefix cache" in warning for warning in map(str, warm.about_server))
     cold = run("cached:share=0")
     assert cold.facts["prefix_hit_rate"] == 0
-    assert not any("prefix cache" in warning for warning in cold.warnings)
+    assert not any("prefix cache" in warning for warning in map(str, cold.about_server))
     assert run().facts["prefix_hit_rate"] is None

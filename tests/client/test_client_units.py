@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.classify import classify, token_times
 from ebbench.client.lag import lag_percentile_ns
-from ebbench.client.options import ClientOptions, api_key
+from ebbench.client.options import ClientOptions
 from ebbench.client.pacing import NEVER, Arrivals, Slots
 from ebbench.client.ramp import ramped, slow_start_ns
 from ebbench.client.release_schedule import ReleaseSchedule
@@ -23,6 +23,7 @@ from ebbench.client.response import StreamedResponse
 from ebbench.client.scrape import parse
 from ebbench.client.session_plan import plan_sessions, unique_ids
 from ebbench.client.sse import SseSplitter
+from ebbench.credentials import api_key
 from ebbench.errors import UsageError
 from ebbench.fakeserver.http_messages import Messages
 from ebbench.records.content import CHUNK_TOKENS, token_ids

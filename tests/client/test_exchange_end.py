@@ -24,6 +24,8 @@ class Receiver:
     def __init__(self) -> None:
         self.body, self.heads = b"", 0
 
+    first_on_connection = False
+
     def sent(self, now_ns: int) -> None: ...
 
     def head(self, status: int, now_ns: int) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,11 +29,14 @@ from ebbench.errors import DataError, RunError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records import files
 from ebbench.records.journal import Journal
-from ebbench.records.run import MANIFEST, Run, RunWriter, TableName
+from ebbench.records.run import MANIFEST, NotStoredError, Run, RunWriter, TableName
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 REQUESTS, BATCHES = 60, 4
+
+
+Arrange = Callable[..., list[str]]
 
 
 class Killed(BaseException):
@@ -63,9 +67,9 @@ def store(directory: Path, measured: tuple[RunContext, EngineResult]) -> None:
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException], list[str]]:
-    """Make the n-th write or rename of a file fail; returns the list of those made."""
+    """Make the n-th write or rename of a file fail, or all from it on; returns the list of those made."""
 
-    def arrange(fail_at: int, error: BaseException) -> list[str]:
+    def arrange(fail_at: int, error: BaseException, *, lasting: bool = False) -> list[str]:
         made: list[str] = []
         writing, renaming = files._replace, Path.replace
 
@@ -82,7 +86,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException]
 
         def step(name: str) -> None:
             made.append(name)
-            if len(made) - 1 == fail_at:
+            if len(made) - 1 == fail_at or (lasting and len(made) > fail_at):
                 raise error
 
         monkeypatch.setattr(files, "_replace", write)
@@ -194,21 +198,87 @@ def test_12_the_client_killed_while_measuring(tmp_path: Path) -> None:
     assert "nothing to recover" in invoke("recover", tmp_path / "run").stdout
 
 
-@pytest.mark.parametrize("moment", range(0, steps_of_a_run(), 2))
-def test_13_disk_full_at_any_write(
+BEGINNING, JOURNAL = range(0, 4, 2), range(4, 4 + 2 * BATCHES, 2)
+STORING = range(JOURNAL.stop, steps_of_a_run(), 2)
+
+
+def full_disk() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of temporary files."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
+
+
+@pytest.mark.parametrize("moment", JOURNAL)
+def test_13_a_journal_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, measured: tuple[RunContext, EngineResult], operations: Arrange, moment: int
+) -> None:
+    operations(moment, full_disk())
+    store(tmp_path / "run", measured)
+    assert Run.load(tmp_path / "run").requests.equals(measured[1].requests)
+
+
+@pytest.mark.parametrize("moment", STORING)
+def test_13_a_full_disk_at_the_end_moves_the_run(
     tmp_path: Path,
     measured: tuple[RunContext, EngineResult],
-    operations: Callable[[int, BaseException], list[str]],
+    operations: Arrange,
     moment: int,
+    other_disk: Path,
+) -> None:
+    operations(moment, full_disk())
+    with pytest.raises(NotStoredError, match="No space left on device; the run is stored in ") as raised:
+        store(tmp_path / "run", measured)
+    assert raised.value.exit_code == 4
+    run = raised.value.run
+    assert run is not None
+    assert run.path.parent == other_disk
+    assert run.manifest.valid
+    assert Run.load(run.path).requests.equals(measured[1].requests)
+    assert not (tmp_path / "run").exists()  # nothing that looks like another run is left
+
+
+@pytest.mark.parametrize("moment", [*BEGINNING, *JOURNAL, *STORING])
+def test_13_all_disks_full_from_any_write_on(
+    tmp_path: Path,
+    measured: tuple[RunContext, EngineResult],
+    operations: Arrange,
+    moment: int,
+    other_disk: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    operations(moment, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    operations(moment, full_disk(), lasting=True)
     with pytest.raises(RunError, match="No space left on device") as raised:
         store(tmp_path / "run", measured)
     assert raised.value.exit_code == 4
     monkeypatch.undo()
+    assert not list(other_disk.iterdir())
     assert not (tmp_path / "run" / MANIFEST).exists()
     assert not list((tmp_path / "run").glob(".*"))  # nothing half-written is left
+    if moment in BEGINNING:
+        return
+    assert rebuild(tmp_path / "run").recorded == REQUESTS, "the tail file, which nothing here makes fail, has the rest"
+
+
+@pytest.mark.parametrize("moment", JOURNAL)
+def test_13_shards_before_a_full_disk_are_whole(
+    tmp_path: Path,
+    measured: tuple[RunContext, EngineResult],
+    operations: Arrange,
+    moment: int,
+    other_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operations(moment, full_disk(), lasting=True)
+    with pytest.raises(RunError):
+        store(tmp_path / "run", measured)
+    monkeypatch.undo()
     shards = sorted((tmp_path / "run").glob("requests.part-*"))
     for place, shard in enumerate(shards):
         expected = measured[1].requests.slice(place * (REQUESTS // BATCHES), REQUESTS // BATCHES)

@@ -13,6 +13,7 @@ from ebbench.analysis.gate.units import GateUnit
 from ebbench.analysis.gate.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
+from ebbench.records.manifest import OTHER_MODEL, RunWarning
 from tests.gate.gate_data import side, unit
 
 SAME = [0.0] * 6
@@ -214,13 +215,22 @@ def test_an_effect_of_the_order_within_pairs_is_named_with_its_cause() -> None:
 
 def test_candidates_that_always_met_a_warm_prefix_cache_are_pointed_out() -> None:
     """With one order throughout, nothing tells the candidate from a cache that holds the pair's prompts already."""
-    before = [replace(u, warm_server="http://gpu:8000") for u in side(SAME)]
+    before = [replace(u, server="http://gpu:8000", cache_unknown=True) for u in side(SAME)]
     after = [replace(u, anchor_unix_ns=u.anchor_unix_ns + 100) for u in before]
     assert any("whose prefix cache" in note for note in judge(pair_units(before, after)).notes)
-    elsewhere = [replace(u, warm_server="http://other:8000") for u in after]
+    elsewhere = [replace(u, server="http://other:8000") for u in after]
     assert not any("whose prefix cache" in note for note in judge(pair_units(before, elsewhere)).notes)
-    emptied = [replace(u, warm_server="") for u in after]
+    emptied = [replace(u, cache_unknown=False) for u in after]
     assert not any("whose prefix cache" in note for note in judge(pair_units(before, emptied)).notes)
+
+
+def test_what_a_server_answered_instead_is_a_note() -> None:
+    warned = [
+        replace(u, about_server=(RunWarning(OTHER_MODEL, f"{u.seed + 2} of 8 answers came from another model"),))
+        for u in side(SAME)
+    ]
+    notes = judge(pair_units(warned, warned)).notes
+    assert "2 to 7 of 8 answers came from another model" in notes
 
 
 @pytest.mark.parametrize("rules", [Rules(default_margin=0.0), Rules(alpha=0.6), Rules(min_pairs=1)])

@@ -207,4 +207,4 @@ def test_upstreams_that_pass_health_checks_and_answer_nothing_give_502() -> None
 
     answer = through_gateway(Server(), play, health_interval_s=0.05)
     assert answer.status_code == 502
-    assert answer.json()["error"]["message"] == "2 upstreams gave no answer"
+    assert answer.json()["error"]["message"].endswith("gave no answer: connection closed before any answer")

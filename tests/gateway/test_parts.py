@@ -12,8 +12,9 @@ import pytest
 
 from ebbench.dispatch import DispatchRequest, EndForward, UnitReport
 from ebbench.dispatch.base import Order
-from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError
+from ebbench.gateway.dispatch_queue import DispatchQueue
 from ebbench.gateway.metrics import GatewayMetrics
+from ebbench.gateway.refusals import RefusedError
 from ebbench.gateway.relay import Relay
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.subscriber import SignalSubscriber
@@ -140,7 +141,7 @@ def with_relay(play: Callable[[Relay, Ordered, GatewayMetrics], Any]) -> None:
         settings = GatewaySettings(upstreams=("http://127.0.0.1:1",))
         dispatcher, metrics, transport = Ordered(), GatewayMetrics(), StreamTransport(1.0)
         queue = DispatchQueue(dispatcher, 10)
-        upstreams = Upstreams(settings, queue.topology)
+        upstreams = Upstreams(settings, transport, queue.topology)
         try:
             relay = Relay(settings, upstreams, queue, transport, metrics, infer=False)
             await asyncio.wait_for(play(relay, dispatcher, metrics), 60)

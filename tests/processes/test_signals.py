@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,11 +44,13 @@ def begin(folder: Path, *words: object, **options: object) -> subprocess.Popen[b
     return subprocess.Popen(command, cwd=folder, start_new_session=True, **settings)  # type: ignore[call-overload]
 
 
-def begin_run(folder: Path, server: FakeServerProcess, *more: str, **options: object) -> subprocess.Popen[bytes]:
-    """Measure a server with two workers; returns once some answers are complete."""
+def begin_run(
+    folder: Path, server: FakeServerProcess, *more: str, answers: int = 10, **options: object
+) -> subprocess.Popen[bytes]:
+    """Measure a server with two workers; returns once it has completed so many answers."""
     words = ("-n", 5000, "-c", 8, "--input-len", 20, "--output-len", 10, "--workers", 2, "-o", folder / "out", *more)
     process = begin(folder, "run", "balanced", "--engine", server.url, *words, **options)
-    answered = lambda: sum(entry.outcome == "length" for entry in server.ledger()) >= 10  # noqa: E731
+    answered = lambda: sum(entry.outcome == "length" for entry in server.ledger()) >= answers  # noqa: E731
     wait_until(answered, "nothing was measured", 300.0)
     return process
 
@@ -77,6 +81,36 @@ def test_a_run_ends_and_is_kept(tmp_path: Path, server: FakeServerProcess, numbe
     assert summary["completed"] >= 10
     assert summary["cancelled"] == 0, "running requests were given up, as after the second Ctrl-C"
     assert Run.load(tmp_path / "out").requests.num_rows == 5000
+
+
+SECOND_SIGNALS = 30
+"""Trials of a second signal in ``make test``; each moment from 0 to 0.5 s has the same chance."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
+def test_a_second_signal_at_any_moment_undoes_nothing(tmp_path: Path, part: int) -> None:
+    """Of any kind: while open requests end, while the run is stored and shown, while the process ends."""
+    dice = random.Random(part)
+    with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=5)) as server:
+        for trial in range(SECOND_SIGNALS // 3):
+            folder = tmp_path / str(trial)
+            folder.mkdir()
+            before = sum(entry.outcome == "length" for entry in server.ledger())
+            process = begin_run(folder, server, answers=before + 10)
+            first, *later = dice.choices([signal.SIGINT, *AS_CTRL_C], k=dice.choice([2, 2, 4]))
+            pauses_s = [dice.uniform(0, 0.5) for _ in later]
+            process.send_signal(first)
+            for number, pause_s in zip(later, pauses_s, strict=True):
+                time.sleep(pause_s)
+                process.send_signal(number)
+            code, stdout, stderr = ended(process, set())
+            told = f"{first.name}, then {list(zip(later, pauses_s, strict=True))}: {stderr.decode()}"
+            assert code == 130, told
+            assert b"error: interrupted; kept 1 run(s)" in stderr, told
+            assert b"INVALID v1" in stdout, told
+            statuses = Run.load(folder / "out").requests["status"].to_pylist()
+            assert statuses.count("ok") >= 10, told
 
 
 def test_workers_leave_a_signal_to_the_process_group_to_their_parent(tmp_path: Path, server: FakeServerProcess) -> None:
@@ -205,7 +239,7 @@ def test_the_gate_ends_the_command_it_measures_with(
     code, _, stderr = ended(process, below)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), stderr
     if number != signal.SIGKILL:  # nothing can be waited for then
-        assert Run.load(next((tmp_path / "baseline").iterdir())).requests.num_rows == 5000
+        assert Run.load(next((tmp_path / "baseline").glob("pair-*"))).requests.num_rows == 5000
 
 
 def free_port() -> int:

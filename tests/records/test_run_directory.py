@@ -264,9 +264,9 @@ def test_a_run_that_begins_leaves_what_recovery_needs(tmp_path: Path, result: En
         for start in range(0, 21, 3):
             journal.add(result.requests.slice(start, 3))
     names = sorted(p.name for p in (tmp_path / "cut").iterdir())
-    shards = ["requests.part-0000.parquet", "requests.part-0001.parquet"]
+    shards = [f"requests.part-000{number}.parquet" for number in range(3)]
     assert names == ["manifest.partial.json", "plan.part-0000.parquet", *shards]
-    assert [files.read_footer(tmp_path / "cut" / shard)[1] for shard in shards] == [9, 9]
+    assert [files.read_footer(tmp_path / "cut" / shard)[1] for shard in shards] == [9, 9, 3]
     with pytest.raises(DataError, match="ebbench recover"):
         Run.load(tmp_path / "cut")
 

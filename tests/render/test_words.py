@@ -390,11 +390,12 @@ def test_different_limits_have_no_winner_and_no_line_of_limits(tmp_path: Path) -
     assert not any("Requests within" in line for line in sentences.verdict([v1, unlimited]))
 
 
-def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:
+def test_runs_of_one_seed_are_not_averaged(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
     slower = replace(summary, metrics=replace(summary.metrics, output_throughput=1.0))
     shown = printed((replace(group, summaries=(summary, slower)),), 120)
-    assert "over 2 runs" in shown
+    assert "Several measurements of the same plan and policy: shown apart, not averaged" in shown
+    assert "±" not in shown
     shown = printed((replace(group, summaries=(summary, replace(summary, seed=1))),), 120)
     assert "2 repeats that agree in every figure: no spread" in shown

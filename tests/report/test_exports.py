@@ -245,6 +245,25 @@ def test_a_row_never_mixes_loads_or_limits(runs: Path, tmp_path: Path) -> None:
     assert all(len(series.csv.splitlines()) == 2 for series in found)
 
 
+def test_measurements_of_servers_are_rows_of_their_own_series(runs: Path, tmp_path: Path) -> None:
+    """ebbench's own commit does not tell one server, or one week, from another."""
+    facts = Run.load(runs / "v1").manifest.facts
+    one, other = "http://10.0.0.1:8000", "http://10.0.0.1:8001"
+    week_s = 7 * 86_400
+    made = [(one, 0, 0), (one, 1, 60), (other, 0, 120), (one, 0, week_s), (one, 0, week_s + 60), (one, 2, 3 * week_s)]
+    for place, (server, seed, begun_s) in enumerate(made):
+        shutil.copytree(runs / "v1", tmp_path / str(place))
+        rewrite(
+            tmp_path / str(place), engine="endpoint", device="unknown", seed=seed, anchor_unix_ns=begun_s * 10**9,
+            facts={**facts, "server": server, "server_machine": "10.0.0.1", "server_version": "0.11.0"},
+        )  # fmt: skip
+    found = series_of([Run.load(tmp_path / str(place)) for place in range(len(made))])
+    rows = {series.name: list(csv.DictReader(series.csv.splitlines())) for series in found}
+    by_server = {held[0]["server"]: [(row["seeds"], row["runs"]) for row in held] for held in rows.values()}
+    assert by_server == {one: [("0 1", "2"), ("0", "1"), ("0", "1"), ("2", "1")], other: [("0", "1")]}
+    assert {row["commit"] for held in rows.values() for row in held} == {"0.11.0"}
+
+
 def test_a_history_keeps_zeros_and_leaves_unknown_cells_empty(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units = [
         replace(unit_of(Run.load(runs / "v1")), anchor_unix_ns=place, figures=figures)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +22,7 @@ from ebbench.records.run import SCHEMAS, Run
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.report.database import TABLES
 from ebbench.sweep.store import SCHEMA
+from tests.processes.process_tree import wait_until
 from tests.report.report_data import invoke, rewrite
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -155,6 +160,16 @@ def test_options_of_several_types_become_text(runs: Path, tmp_path: Path) -> Non
         (("create table t (a int)",), 2, "for example a select"),
         (("select * from read_text('/etc/hostname')",), 2, "disabled"),
         (("copy runs to 'stolen.csv'",), 2, "for example a select"),
+        (("explain analyze copy (select 1) to 'stolen.csv'",), 2, "for example a select"),
+        (("/* a */ EXPLAIN --b\n(analyze) create table t as select 1",), 2, "for example a select"),
+        (("explain (select 1)",), 2, "for example a select"),
+        (("prepare v as select 1",), 2, "for example a select"),
+        (("checkpoint",), 2, "for example a select"),
+        (("pragma database_size",), 2, "for example a select"),
+        (("select * from query('copy (select 1) to ''stolen.csv''')",), 2, "single SELECT"),
+        (("select * from enable_logging(storage='file', storage_config={'path': 'stolen'})",), 2, "locked"),
+        (("select * from connection",), 2, "does not exist"),
+        (("select * from glob('/etc/*')",), 2, "disabled"),
         (("select 1; select 2",), 2, "for example a select"),
         (("set enable_external_access = true",), 2, "for example a select"),
     ],
@@ -167,6 +182,44 @@ def test_wrong_queries_are_refused_in_one_line(
     assert (done.exit_code, done.stderr.count("\n")) == (code, 1)
     assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", ["copy (select 1 as x) to '{}'", "create table t as select * from '{}'"])
+@pytest.mark.parametrize("begin", ["explain analyze", "explain", "explain (analyze)", "explain/**/analyze--\n", ""])
+def test_no_statement_writes_to_a_run_that_it_may_read(runs: Path, tmp_path: Path, words: str, begin: str) -> None:
+    shutil.copytree(runs / "v1", tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    done = invoke("query", f"{begin} {words.format(tmp_path / 'run' / 'requests.parquet')}", "-r", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+@pytest.mark.parametrize("begin", ["explain ", "explain analyze ", "EXPLAIN(ANALYZE)", "/* c */explain --d\nANALYZE "])
+def test_a_select_can_be_explained(runs: Path, begin: str) -> None:
+    done = invoke("query", f"{begin}select count(*) from requests", "-r", runs)
+    assert done.exit_code == 0, done.output
+    assert "plan" in done.stdout
+
+
+@pytest.mark.parametrize("sql", ["describe requests", "summarize plan", "show tables", "from runs", "values (1)"])
+def test_short_forms_of_a_select_are_answered(runs: Path, sql: str) -> None:
+    assert invoke("query", sql, "-r", runs).exit_code == 0
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_query_that_computes_ends_at_a_signal(runs: Path, number: signal.Signals) -> None:
+    sql = "select count(*) from range(10000000000000) t(a) where a % 7 = 3"
+    command = [sys.executable, "-m", "ebbench", "query", sql, "-r", str(runs)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    wait_until(lambda: cpu_s(process.pid) > 5, "no query began")  # far more than it takes to begin
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr.decode()) == (130, "error: interrupted\n")
 
 
 def test_a_folder_without_runs_exits_with_3(tmp_path: Path) -> None:

@@ -61,6 +61,18 @@ def test_a_slow_start_is_a_recovery_of_its_length() -> None:
     assert found.lost_s == pytest.approx(18.0, abs=0.5), "20 s at a tenth of the rate"
 
 
+def test_the_controller_is_timed_until_its_last_change() -> None:
+    made = Made(
+        rows(even(10, 0, 100), "p"), start_ns=[0, 20 * S, 30 * S, 40 * S], mode=["mb", "eb", "mb", "eb"],
+        instance=[0, 0, 0, 0],
+    )  # fmt: skip
+    (phase,) = recoveries(made)  # type: ignore[arg-type]
+    assert phase.controller_s == 40.0
+    assert phase.controller_requests == 400, "those that ended in these 40 s"
+    assert phase.switches == 3
+    assert phase.mean_tokens_per_s == pytest.approx(20, rel=0.02), "over all of the phase"
+
+
 def test_an_even_rate_needs_no_recovery() -> None:
     (found,) = recoveries(Made(rows(even(10, 0, 100), "p")))  # type: ignore[arg-type]
     assert found.recovery_s == 0.0

@@ -228,9 +228,9 @@ def test_ebplus_decides_at_every_load_by_eq_8(decoding: int, mode: str) -> None:
     feed(made, 100)
     made.decide(VIEW._replace(decoding=decoding))
     records = [r for r in made.drain_records() if r.kind == "mode"]
-    last = records[-1].values
+    lhs, rhs, margin = (records[-1].values[name] or 0.0 for name in ("lhs", "rhs", "margin"))
     assert made.mode == mode
-    assert (made.mode == "eb") == (last["lhs"] > last["rhs"] + last["margin"])
+    assert (made.mode == "eb") == (lhs > rhs + margin)
 
 
 def test_without_a_measured_mixed_cost_the_left_side_is_zero() -> None:

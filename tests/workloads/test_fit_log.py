@@ -21,7 +21,7 @@ from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import int_lists
 from ebbench.workloads.log_report import repeated_prefixes
 from ebbench.workloads.points import GROUP, Points, points_of
-from ebbench.workloads.prefix_tree import repeats_of, shared_prefixes
+from ebbench.workloads.prefix_tree import repeats_in, repeats_of, shared_prefixes
 from ebbench.workloads.requests import single_turn
 from ebbench.workloads.trace import read_trace
 
@@ -302,7 +302,7 @@ def test_shared_prefixes_are_learned(tmp_path: Path) -> None:
     hashes = table["hash_ids"].combine_chunks()
     drawn = single_turn(table["input_tokens"].to_numpy(), table["output_tokens"].to_numpy(), hash_ids=hashes)
     assert repeated_prefixes(drawn)["repeated_share"] == pytest.approx(real, abs=0.03)
-    found = [repeats_of(ids) for ids in (read_trace(path).requests.hash_ids, hashes)]
+    found = [repeats_in(requests) for requests in (read_trace(path).requests, drawn)]
     lags = [np.median(one.lag[one.blocks > 1]) for one in found]
     assert lags[1] == pytest.approx(lags[0], rel=0.6)
 
@@ -314,7 +314,7 @@ def test_prompts_repeat_no_more_than_asked(rows: list[tuple[int, int, int]]) -> 
     wanted = np.array([one for _, one, _ in rows], np.int64)
     lags = np.array([one for _, _, one in rows], np.float64)
     ids = shared_prefixes(inputs, wanted, lags, np.ones(len(rows)), 512)
-    found = repeats_of(int_lists(ids.to_pylist()))
+    found = repeats_of(int_lists(ids.to_pylist()), inputs, 512)
     assert (found.blocks <= np.maximum(wanted, 0)).all()
     assert [len(one) for one in ids.to_pylist()] == (-(-inputs // 512)).tolist()
 

@@ -15,8 +15,10 @@ from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.content import block_tokens, token_ids
+from ebbench.traffic.spec import Replay
 from ebbench.workloads import build_plan
-from ebbench.workloads.trace import read_trace
+from ebbench.workloads.log_report import repeated_prefixes
+from ebbench.workloads.trace import read_trace, replayed
 from vllm_eb.policy import parse_policy
 
 
@@ -90,3 +92,55 @@ def test_the_simulated_cache_tells_small_blocks_apart(tmp_path: Path) -> None:
     options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=2048)
     result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), options, None)
     assert result.requests["cached_tokens"].to_pylist() == [0, 32, 48, 0]
+
+
+LABELS = [
+    [2**64 - 1, 2**64 - 2],
+    [2**63, 5],
+    [2**255 + 1, 2**255],
+    [-(2**62), -2],
+    ["a3f9", "b01c"],
+    [2**63 - 1, 2**63 - 2],
+]
+
+
+@pytest.mark.parametrize("ids", LABELS)
+def test_hash_ids_are_labels_of_any_size(tmp_path: Path, ids: list[Any]) -> None:
+    path = tmp_path / "log.jsonl"
+    rows = [ids, ids, [ids[0], 77], [1, 2]]
+    path.write_text("".join(
+        json.dumps({"timestamp": 400 * at, "input_length": 1024, "output_length": 4, "hash_ids": row}) + "\n"
+        for at, row in enumerate(rows)
+    ))  # fmt: skip
+    trace = read_trace(path)
+    assert trace.requests.hash_ids is not None
+    found = trace.requests.hash_ids.to_pylist()
+    assert found[0] == found[1]
+    assert found[2][0] == found[0][0]
+    assert len({one for row in found for one in row}) == 5
+    assert repeated_prefixes(trace.requests)["repeated_share"] == pytest.approx(3 / 8)
+    twice = replayed(trace.timed(), Replay(repeat=2)).hash_ids
+    assert twice is not None
+    assert not {one for row in twice.to_pylist()[4:] for one in row} & {one for row in found for one in row}
+
+
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [
+        ([(513, [1, 2]), (1024, [1, 2])], 512 / 1537),  # the first prompt's last block holds one token
+        ([(1024, [1, 2]), (513, [1, 2])], 512 / 1537),
+        ([(513, [1, 2]), (513, [1, 2])], 1 / 2),
+        ([(1024, [1, 2]), (1024, [2, 1])], 0.0),  # the same blocks in another order are no prefix
+        ([(1024, [1, 2]), (1024, [3, 2])], 0.0),
+        ([(1024, [1, 2]), (512, [2])], 0.0),
+    ],
+)
+def test_only_what_follows_the_same_blocks_is_repeated(
+    tmp_path: Path, rows: list[tuple[int, list[int]]], share: float
+) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(
+        json.dumps({"timestamp": 400 * at, "input_length": tokens, "output_length": 4, "hash_ids": ids}) + "\n"
+        for at, (tokens, ids) in enumerate(rows)
+    ))  # fmt: skip
+    assert repeated_prefixes(read_trace(path).requests)["repeated_share"] == pytest.approx(share)

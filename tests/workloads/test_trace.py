@@ -185,7 +185,7 @@ MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5}\n'
         (MOONCAKE + '{"timestamp": 0, "input_length": 6.5, "output_length": 5}', 2, "found '6.5'"),
         (MOONCAKE + '{"input_length": 6, "output_length": 5}', 2, "expected a time in timestamp, found none"),
         (
-            MOONCAKE + '{"timestamp":0,"input_length":600,"output_length":5,"hash_ids":["a"]}',
+            MOONCAKE + '{"timestamp":0,"input_length":600,"output_length":5,"hash_ids":["a",1.5]}',
             2,
             "list of whole numbers",
         ),

@@ -18,6 +18,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.workloads import build_plan
 from ebbench.workloads.options import TIME_UNITS
 from ebbench.workloads.trace_times import (
+    FEW_FRACTIONS,
     PLAUSIBLE_RATE,
     collect_stamps,
     parse_stamp,
@@ -45,6 +46,10 @@ def written(times_ms: list[int], unit: str, *, epoch: bool, text: bool) -> list[
     return [str(value) for value in plain] if text else plain
 
 
+def fractions_of(times_ms: list[int]) -> float:
+    return sum(time % 1000 > 0 for time in times_ms) / len(times_ms)
+
+
 def iso(times_ms: list[int]) -> list[str]:
     return [(dt.datetime(2024, 5, 10) + dt.timedelta(milliseconds=time)).isoformat(sep=" ") for time in times_ms]
 
@@ -68,6 +73,7 @@ def test_every_unit_gives_the_same_times_or_is_refused(
     times_ms: list[int], unit: str, epoch: bool, text: bool, whole_numbers_are: str | None
 ) -> None:
     true_s = (np.array(times_ms) - times_ms[0]) / 1e3
+    assume(unit != "s" or whole_numbers_are is None or not 0 < fractions_of(times_ms) <= FEW_FRACTIONS)
     values = written(times_ms, unit, epoch=epoch, text=text)
     assert read(values, asked=unit)[1] == pytest.approx(true_s, abs=1e-6)
     try:
@@ -86,7 +92,7 @@ def test_the_unit_of_times_is_recognised(times_ms: list[int]) -> None:
     assert read(times_ms)[0] == "ms"
     fractions = written(times_ms, "s", epoch=False, text=False)
     if any(isinstance(value, float) for value in fractions):
-        assert read(fractions)[0] == "s"
+        assert read(fractions, whole_numbers_are=None)[0] == "s"
     assert read(iso(times_ms))[1] == pytest.approx(true_s, abs=1e-6)
     assert read(iso(times_ms))[0] == "iso"
 
@@ -224,3 +230,20 @@ def test_a_sweep_refuses_before_its_first_cell(
     spec.write_text(text.replace("[grid]", 'time_unit = "s"\n[grid]'))
     code, _, err = call(capsys, "sweep", spec, "--dry-run")
     assert (code, "1.67 per second" in err) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"),
+    [
+        ([*range(0, 600, 3), 600.5], "ms"),  # as seconds 0.33 requests/s, a thousandth
+        ([*range(0, 20_000, 100), 20_000.25], "ms"),
+        ([1.5 * i for i in range(20)], None),  # half of them whole: 0.7 requests/s or 700
+        ([0.0371 * i for i in range(20)], "s"),  # 27 requests/s; as milliseconds 27,000
+    ],
+)
+def test_fractions_do_not_change_the_unit_of_a_format(values: Sequence[Any], unit: str | None) -> None:
+    if unit is None:
+        with pytest.raises(UsageError, match="--time-unit"):
+            read(values)
+    else:
+        assert read(values)[0] == unit

@@ -1,13 +1,16 @@
 """Groups runs into cases: one case per load and environment. Every table, page and sentence uses this grouping.
 
-Runs that differ in rate, concurrency, device, topology, workload or scheduler settings are not averaged, and a policy
-is compared only with the baseline of its own case.
+Runs that differ in rate, concurrency, device, topology, workload or scheduler settings are not averaged, nor are two
+measurements of the same plan; a policy is compared only with the baseline of its own case.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TypeVar
 
 from ebbench.analysis.compare.policies import Group, baseline_of, group_by_policy
@@ -19,7 +22,7 @@ T = TypeVar("T")
 NAMES: Mapping[str, str] = {
     "max_num_seqs": "N =", "max_num_batched_tokens": "B =", "model": "", "device": "", "workload": "", "scenario": "",
     "sessions": "", "concurrency": "", "rate": "", "saturation rate": "", "burstiness": "", "speed": "", "ramp-up": "",
-    "topology": "",
+    "topology": "", "measurement": "",
 }  # fmt: skip
 """Words before a value in the title of a case; other conditions are named as they are stored."""
 
@@ -55,9 +58,13 @@ def cases_of(
 
     ``explanations`` is empty or has one entry per summary.
     """
-    held = partition(range(len(summaries)), [summary.conditions for summary in summaries],
-                     [(summary.seed, summary.plan_hash) for summary in summaries])  # fmt: skip
-    apart = differing_conditions([summaries[places[0]].conditions for _, places in held])
+    labels = measurements(summaries)
+    conditions = [
+        {**summary.conditions, **({MEASUREMENT: label} if label else {})}
+        for summary, label in zip(summaries, labels, strict=True)
+    ]
+    held = partition(range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries])
+    apart = differing_conditions([conditions[places[0]] for _, places in held])
     if len(held) > 1 and any("plan " in title for title, _ in held):
         apart.append("plan")
     cases = []
@@ -73,6 +80,65 @@ def cases_of(
             )
         )
     return tuple(cases)
+
+
+MEASUREMENT = "measurement"
+"""Condition that tells apart measurements of one plan: last week's and this week's are not repeats to average."""
+
+
+def measurements(summaries: Sequence[Summary]) -> list[str]:
+    """For each run the measurement it belongs to, as directory and date; empty where there is only one.
+
+    Runs belong to several measurements if a policy ran the same plan with the same seed more than once under the same
+    conditions. Those of one parent directory are one measurement, until a run of it repeats an earlier one.
+    """
+    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for place, summary in enumerate(summaries):
+        members.setdefault(tuple(sorted(summary.conditions.items())), []).append(place)
+    labels = [""] * len(summaries)
+    for places in members.values():
+        if len({_asked(summaries[place]) for place in places}) == len(places):
+            continue
+        rounds = _rounds(places, summaries)
+        named = _places_and_dates([[summaries[place] for place in part] for part in rounds])
+        for part, label in zip(rounds, named, strict=True):
+            for place in part:
+                labels[place] = label
+    return labels
+
+
+def _asked(summary: Summary) -> tuple[str, int, str]:
+    """What a run of another measurement has in common with this one."""
+    return summary.policy, summary.seed, summary.plan_hash
+
+
+def _rounds(places: Sequence[int], summaries: Sequence[Summary]) -> list[list[int]]:
+    """``places`` by measurement, the oldest first in each directory."""
+    rounds: dict[tuple[Path, int], list[int]] = {}
+    for place in sorted(places, key=lambda place: summaries[place].anchor_unix_ns):
+        parent = Path(summaries[place].run_dir).parent
+        number = next(
+            number
+            for number in itertools.count()
+            if (parent, number + 1) not in rounds
+            and _asked(summaries[place]) not in {_asked(summaries[one]) for one in rounds.get((parent, number), ())}
+        )
+        rounds.setdefault((parent, number), []).append(place)
+    return list(rounds.values())
+
+
+def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
+    """Per measurement its directory, which is the run's own if it is alone, and when it began; all different."""
+    places = [Path(runs[0].run_dir).resolve() for runs in rounds]
+    parts = [(place if len(runs) == 1 else place.parent).parts for place, runs in zip(places, rounds, strict=True)]
+    begun = [datetime.fromtimestamp(min(run.anchor_unix_ns for run in runs) / 1e9, UTC) for runs in rounds]
+    labels: list[str] = []
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = zip(parts, begun, strict=True)
+        labels = [f"{'/'.join(part[-length:])} of {when:%Y-%m-%d %H:%M}" for part, when in ends]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{label}, number {number}" for number, label in enumerate(labels, start=1)]
 
 
 def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:

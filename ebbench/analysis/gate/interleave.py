@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ebbench.child import run_supervised
 from ebbench.errors import RunError, UsageError
+from ebbench.records import files
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import MANIFEST, find_runs, read_manifest, unused
 
@@ -80,7 +81,7 @@ def measure_pairs(
     check()
     for side in sides:
         side.directory.mkdir(parents=True, exist_ok=True)
-        (side.directory / COMMAND).write_text(side.command + "\n", encoding="utf-8")
+        files.write_text(side.command + "\n", side.directory / COMMAND)
     for runs, (pair, which) in enumerate(abba(pairs), start=1):
         side = sides[which]
         label = f"pair {pair + 1} of at most {pairs}, {('baseline', 'candidate')[which]}"
@@ -99,14 +100,15 @@ def measure_pairs(
 def _check_stored(side: Side, pairs: int, first_seed: int) -> None:
     """Raise UsageError for an invalid command, and for stored pairs of another command or seed than this one's."""
     side.argv(side.directory, 0)
+    valid = [(pair, one) for pair in range(pairs) for one in _stored(side.run(pair)) if one.valid]
     known = side.directory / COMMAND
-    if known.exists() and (before := known.read_text(encoding="utf-8").strip()) != side.command.strip():
+    if valid and known.exists() and (before := known.read_text(encoding="utf-8").strip()) != side.command.strip():
         raise UsageError(
             f"{side.directory} holds pairs measured with another command, {before!r}; give that one, or another "
             "directory"
         )
-    for pair in range(pairs if "{seed}" in side.command else 0):
-        for manifest in _stored(side.run(pair)):
+    if "{seed}" in side.command:
+        for pair, manifest in valid:
             if manifest.seed != first_seed + pair:
                 raise UsageError(
                     f"{side.run(pair)} was measured with seed {manifest.seed}, and --seed {first_seed} makes it "

@@ -22,7 +22,7 @@ from ebbench.analysis.load import machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError, UnknownNameError, UsageError
-from ebbench.records.manifest import Manifest
+from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.run import Run, find_runs
 
 FIGURES = (
@@ -64,7 +64,9 @@ class GateUnit:
     repeats that were tested after each. ``steady_rate``: output tokens/s in the steady window; only of runs just read
     whose requests arrive at fixed times. ``caveats``: those of the device; only runs just read have them.
     ``invalid_tries``: INVALID runs of the same plan and policy beside it, in whose place it was measured.
-    ``warm_server``: URL of a server whose prefix cache was not emptied before the run and whose hits are unknown.
+    ``server``: URL of the server, if ebbench sent the requests to one that it did not start. ``cache_unknown``: nothing
+    emptied its prefix cache before the run, and its hits are not known. ``about_server``: warnings that its figures are
+    not of what was asked for.
     """
 
     environment: Mapping[str, str]
@@ -83,7 +85,9 @@ class GateUnit:
     steady_rate: float | None = None
     caveats: tuple[str, ...] = ()
     invalid_tries: int = 0
-    warm_server: str = ""
+    server: str = ""
+    cache_unknown: bool = False
+    about_server: tuple[RunWarning, ...] = ()
 
     @property
     def measurement(self) -> tuple[object, ...]:
@@ -163,13 +167,10 @@ def _unit_of(run: Run) -> GateUnit:
         steady_rate=steady.output_throughput if summary.open_loop and steady else None,
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
-        warm_server=_warm_server(manifest),
+        server=str(manifest.facts.get("server", "")) if manifest.engine == "endpoint" else "",
+        about_server=tuple(one for one in manifest.warnings if one.code in (WARM_CACHE, OTHER_MODEL)),
+        cache_unknown=machine_of_run(manifest).cache_kept and manifest.facts.get("prefix_hit_rate") is None,
     )
-
-
-def _warm_server(manifest: Manifest) -> str:
-    known = manifest.facts.get("prefix_hit_rate") is not None
-    return str(manifest.facts.get("server", "")) if machine_of_run(manifest).cache_kept and not known else ""
 
 
 def lengths_hash(run: Run) -> str:

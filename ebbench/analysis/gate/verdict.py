@@ -20,11 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ebbench.analysis.caveats import told_once
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
 from ebbench.analysis.sequential import anytime_p, confidence_sequence
 from ebbench.analysis.statistics import PairedInterval, detectable_loss, holm, paired_t, pairs_to_pass, sign_flip_p
 from ebbench.errors import DataError, UsageError
+from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
@@ -107,7 +109,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gate's verdict and the data behind it. ``skipped``: figures that could not be judged, with the reason."""
+    """The gate's verdict and the data behind it. ``skipped``: figures that could not be judged, with the reason.
+
+    ``cause``: what explains the spread of the pairs, if it is known.
+    """
 
     outcome: Outcome
     reason: str
@@ -116,6 +121,7 @@ class Verdict:
     pairs: tuple[Pair, ...]
     rules: Rules
     notes: tuple[str, ...] = ()
+    cause: str = ""
 
 
 def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allowed: Sequence[str] = ()) -> list[Pair]:
@@ -228,7 +234,7 @@ def judge(
     partial = [figure for figure in rules.gated if figure in skipped and _missed(figure, pairs, rules)]
     cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
-    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)))
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)), cause)
 
 
 def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
@@ -407,7 +413,9 @@ def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], r
 def _warm_server(pairs: Sequence[Pair]) -> str:
     """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
     found = {
-        pair.candidate.warm_server if pair.candidate.warm_server == pair.baseline.warm_server else "" for pair in pairs
+        pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
+        for pair in pairs
+        if pair.candidate.cache_unknown and pair.baseline.cache_unknown
     }
     orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
     return found.pop() if len(found) == len(orders) == 1 else ""
@@ -431,13 +439,24 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
             "the two sides were not measured interleaved, so a drift of the machine counts as a difference; "
             "use --pairs with --baseline-command and --candidate-command"
         )
+    notes += _about_server(real)
+    return tuple(notes)
+
+
+def _about_server(pairs: Sequence[Pair]) -> list[str]:
+    """Why a server's figures are not of what was asked for; of its cache, what it means for the two sides."""
+    notes, codes = [], {OTHER_MODEL, WARM_CACHE}
     if server := _warm_server(pairs):
+        codes.remove(WARM_CACHE)
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
         notes.append(
             f"every run of the {side} sent prompts that {server} had met in the other side's run, and whose prefix "
             f"cache nothing emptied and no figure shows: it may look faster for that; {EMPTY_CACHE}"
         )
-    return tuple(notes)
+    units = [unit for pair in pairs for unit in (pair.baseline, pair.candidate)]
+    return notes + told_once(
+        [[str(one) for one in unit.about_server if one.code in codes] for unit in units], lambda _: ""
+    )
 
 
 def _interleaved(pairs: Sequence[Pair]) -> bool:

@@ -44,14 +44,20 @@ REFILL_NOTE = (
 )
 
 
-@cache
 def slow_refill(device: str, model: str) -> str:
     """The device's linear costs (published ones if available) with REFILL_S as ``alpha_p``, for a Cell."""
+    return linear_costs(device, model, REFILL_S)
+
+
+@cache
+def linear_costs(device: str, model: str, alpha_p: float | None = None) -> str:
+    """A device whose steps take the linear costs that its controller is told, for a Cell; ``alpha_p`` (s) replaces
+    its own."""
     from ebbench.devices import load_device
 
     loaded = load_device(device, model)
     costs = loaded.calibration
-    values = (REFILL_S, costs.beta_p, costs.alpha_d, costs.beta_d)
+    values = (costs.alpha_p if alpha_p is None else alpha_p, costs.beta_p, costs.alpha_d, costs.beta_d)
     return GIVEN + ",".join(f"{value:.6g}" for value in values) + f",{loaded.kv_capacity_tokens}"
 
 

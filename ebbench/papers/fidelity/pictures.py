@@ -13,7 +13,7 @@ from ebbench.render import palette
 
 def pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
     """Write our results over published ones, one picture per metric; returns the files."""
-    from ebbench.render.figures import altair
+    from ebbench.render.figures import altair, save_chart
 
     alt, written = altair(), []
     for name, metrics, title in PICTURES:
@@ -22,7 +22,7 @@ def pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
         ]
         if rows:
             path = out / f"{name}.svg"
-            (_errors if name == "throughput" else _scatter)(alt, title, rows).save(str(path))
+            save_chart((_errors if name == "throughput" else _scatter)(alt, title, rows), path)
             written.append(path)
     return written
 

@@ -17,6 +17,7 @@ from ebbench.papers.fidelity.cases import WITHOUT
 from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, page_of
 from ebbench.papers.fidelity.pictures import pictures
 from ebbench.papers.fidelity.scores import PublishedFigure, Score, decisions, replay_scores, scores
+from ebbench.records import files
 
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
 
@@ -171,4 +172,4 @@ def _lines(section: Section) -> list[str]:
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files.write_text("\n".join(lines) + "\n", path)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
 from ebbench.papers.fidelity.scores import GAP, SCHEDULERS, THROUGHPUT, PublishedFigure, comparisons
+from ebbench.records import files
 
 WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
 FIGURES = {
@@ -104,7 +105,7 @@ def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
 
 def save(rows: Iterable[Row], path: Path) -> None:
     """Write the rows for later comparison."""
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    files.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", path)
 
 
 def load(path: Path) -> dict[str, Row]:

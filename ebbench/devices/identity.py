@@ -1,0 +1,98 @@
+"""Which model and device a name stands for: own files may carry the name of a bundled one, or of each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ebbench.devices.base import Device
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.linear import LinearCost
+from ebbench.devices.profiles import DeviceProfile, bundled_model, find_profile, list_devices
+
+DIGITS = 8
+_WORDS = frozenset({"name", "provenance", "source", "note", "mixed_note", "doubt", "short_name", "gpu"})
+"""Fields of a profile that no figure depends on."""
+
+
+def identity_of(device: Device) -> dict[str, str]:
+    """Entries for a manifest that tell own models and devices from others of their names; none for bundled ones.
+
+    ``model_shape`` and ``device_profile``: main numbers, and a digest of all that figures depend on.
+    """
+    found = {}
+    if device.geometry is not None and not has_bundled_shape(device.geometry):
+        found["model_shape"] = _shape(device.geometry)
+    if profile := _profile(device):
+        found["device_profile"] = profile
+    return found
+
+
+def has_bundled_shape(model: ModelGeometry) -> bool:
+    """Whether the model is one of the bundled ones by name and by shape, in whatever types it is served."""
+    bundled = bundled_model(model)
+    return bundled is not None and _comparable(bundled) == _comparable(model)
+
+
+def has_other_shape(model: ModelGeometry) -> bool:
+    """Whether a bundled model of this name has another shape, so that what is published of it does not apply."""
+    return bundled_model(model) is not None and not has_bundled_shape(model)
+
+
+def _comparable(model: ModelGeometry) -> ModelGeometry:
+    """The model without what a server may choose, or what no step time depends on."""
+    return replace(
+        model, name="", hf_id="", note="", positions=0, weight_dtype="bfloat16", expert_dtype="", kv_dtype="bfloat16"
+    )
+
+
+def _shape(model: ModelGeometry) -> str:
+    shown = f"{model.layers} layers of {model.hidden:,}, {model.params / 1e9:.2f}B parameters"
+    return f"{shown}; {_digest(asdict(replace(model, name='', hf_id='', note='', positions=0)))}"
+
+
+def _profile(device: Device) -> str:
+    """The device by its numbers, if it is not a bundled one with the cost model it has by default; else empty."""
+    profile, request = device.profile, device.request
+    if profile is None or request is None:
+        given = isinstance(device.cost, LinearCost)
+        return _digest([asdict(device.calibration), device.kv_capacity_tokens, repr(device.cost)]) if given else ""
+    parts = []
+    if not _is_bundled(profile):
+        rates = f"{profile.bandwidth_bytes_per_s / 1e12:.3g} TB/s, {profile.bf16_flops_per_s / 1e12:.4g} TFLOPS"
+        parts.append(f"{rates}, {profile.memory_bytes / 1e9:.4g} GB; {_digest(_numbers(profile))}")
+    if request.cost != "auto":
+        parts.append(f"cost {request.cost}")
+    if request.host is not None:
+        parts.append(f"host {_digest(_without_words(asdict(request.host)))}")
+    return ", ".join(parts)
+
+
+def _is_bundled(profile: DeviceProfile) -> bool:
+    return profile.name in list_devices() and _numbers(profile) == _numbers(find_profile(profile.name))
+
+
+def _numbers(profile: DeviceProfile) -> Any:
+    """What figures depend on, with the contents of measured calibrations in place of their paths."""
+    measured = {name: _file_digest(Path(path)) for name, path in profile.measured.items()}
+    return _without_words(asdict(replace(profile, measured=measured)))
+
+
+def _without_words(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_words(each) for name, each in value.items() if name not in _WORDS}
+    return value
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
