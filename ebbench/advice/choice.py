@@ -109,7 +109,7 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
             f"{_with_gains(unsure, chosen)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}"
         )
     if not parts and level:
-        return "no other policy may be as good"
+        return f"no other policy may be as good{' (one seed)' if seeds == 1 else ''}"
     return f"{'; '.join(parts)}, and it is the simplest" if parts else "it is the simplest that may be the best"
 
 
