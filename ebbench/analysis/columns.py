@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from ebbench.records.token_gaps import tokens_after_first
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -29,6 +32,7 @@ class RequestColumns:
     """One entry per planned request; times in ns from the start of the run, ``MISSING`` for null.
 
     ``gaps_ns`` concatenates the inter-token gaps of all requests; ``gap_counts`` has the number of gaps per request.
+    ``bundled``: requests in which not every token has a time of its own.
     """
 
     status: npt.NDArray[Any]
@@ -56,6 +60,16 @@ class RequestColumns:
         timed = (self.intended != MISSING) & (self.first_token != MISSING) & (self.last_token != MISSING)
         mask: Mask = (self.status == "ok") & timed
         return mask
+
+    @cached_property
+    def tokens_after_first(self) -> Ints:
+        """Output tokens that came later than the first one; 0 where all came at one time."""
+        return tokens_after_first(self.output_tokens, self.bundled, self.gap_counts, self.gaps_ns)
+
+    @property
+    def sent_tokens(self) -> Ints:
+        """Output tokens that reached the client: without thinking that the server counted and did not send."""
+        return np.where(self.bundled, self.gap_counts + 1, self.output_tokens)
 
     @property
     def prompt_computed(self) -> Mask:

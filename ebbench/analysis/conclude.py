@@ -19,7 +19,6 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
-from ebbench.devices.identity import identity_of
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions, EngineResult
 from ebbench.engines.checks import start_notes
 from ebbench.engines.versions import engine_versions
@@ -93,7 +92,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         *invalid_reasons(result.requests, context.plan.table, columns, metrics, conditions),
         *result.invalid,
     )
-    manifest = _manifest(context, result, clock, reasons, _warnings(context, result, metrics))
+    warnings = (*_warnings(context, result, metrics), *_one_token_warnings(columns, context.slo))
+    manifest = _manifest(context, result, clock, reasons, warnings)
     tables = {
         "plan": context.plan.table,
         "requests": result.requests,
@@ -121,7 +121,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
-    facts = {**plan.facts, **result.facts, **(identity_of(device) if context.device_known else {})}
+    facts = {**plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {})}
     return Manifest(
         versions=software_versions({**engine_versions(context.engine), **context.versions}),
         git_commit=git_commit(),
@@ -219,6 +219,15 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
             )
         )
     return found
+
+
+def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
+    """How many answers a limit on TPOT does not concern, where these are at least one in a hundred."""
+    single = int((columns.ok & (columns.sent_tokens < 2)).sum())
+    if slo.tpot is None or single < 0.01 * columns.ok.sum() or not single:
+        return []
+    counted = f"{single:,} of {int(columns.ok.sum()):,} answers have one token and so no TPOT"
+    return [RunWarning("one-token-answers", f"{counted}: they count as within tpot:{slo.tpot:g}.")]
 
 
 def _sessions(plan: Plan) -> int:

@@ -100,6 +100,8 @@ _CAUSES = (
     _Cause("(idle|first_token)_timeout", "", "a longer --idle-timeout, or a lower load"),
     _Cause("total_timeout", "", "a longer --total-timeout, or a lower load"),
     _Cause("no_usage", "", "the server must report usage in streams (stream_options.include_usage)"),
+    _Cause("bad_usage", "", "a fault of the server or of a proxy before it"),
+    _Cause("compressed_stream", "", "switch off compression of text/event-stream in the server or the proxy before it"),
     _Cause("short_output", "", "--no-ignore-eos, if the server cannot ignore the end-of-sequence token"),
     _Cause("long_output", "", f"if the server did not take the limit: {_OTHER_LIMIT}"),
     _Cause("not_a_stream", r"<html|<!doctype", "a log-in page or another service answers: check the URL and the key"),

@@ -4,8 +4,9 @@ Definitions (all times from a monotonic clock, in ns from the start of the run):
 
 - TTFT: first token - intended start; also from the actual send, which shows client lag
 - TTFAT: first token of the answer, after the thinking - intended start; undefined where no request thought
-- TPOT: (last token - first token) / (output tokens - 1); undefined for fewer than two output tokens
-- ITL: every gap between consecutive tokens, pooled over requests
+- TPOT: (last token - first token) / (output tokens after those that came with the first one); undefined where no token
+  came later
+- ITL: every gap between consecutive tokens, pooled over requests whose TPOT is defined
 - E2EL: last token - intended start
 - throughput: completed tokens or requests / (last completion - first intended start); also inside the steady window,
   where an input token counts at the first output token and an output token when it is received
@@ -28,7 +29,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.analysis.columns import MISSING, STATUSES, Mask, RequestColumns
+from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
 from ebbench.analysis.distribution import NS_PER_MS, Distribution
 from ebbench.analysis.economy import Economy
 from ebbench.analysis.slo import Slo
@@ -130,8 +131,8 @@ def measure(
         slo_attainment=None if met is None or not planned else met / planned,
         steady=_steady(columns, windows, duration_s),
         ttft=Distribution.of_ns((columns.first_token - columns.intended)[ok]),
-        tpot=Distribution.of_ns(_tpot_ns(columns, ok & (columns.output_tokens >= 2))),
-        itl=Distribution.of_ns(columns.gaps_of(ok)),
+        tpot=Distribution.of_ns(tpot_ns(columns, ok)),
+        itl=Distribution.of_ns(itl_ns(columns, ok)),
         e2el=Distribution.of_ns((columns.last_token - columns.intended)[ok]),
         ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
@@ -161,25 +162,38 @@ def _hit_rate(columns: RequestColumns, rows: Mask) -> float | None:
     return int(columns.cached_tokens[rows].sum()) / prompts if prompts else None
 
 
-def _tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
-    span = (columns.last_token - columns.first_token)[rows]
-    return np.asarray(span / (columns.output_tokens[rows] - 1), np.float64)
+def tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
+    """Time per output token (ns) of the completed requests in ``rows`` in which it is defined."""
+    later = rows & (columns.tokens_after_first > 0)
+    span = (columns.last_token - columns.first_token)[later]
+    return np.asarray(span / columns.tokens_after_first[later], np.float64)
+
+
+def itl_ns(columns: RequestColumns, rows: Mask) -> Ints:
+    """Gaps between consecutive tokens (ns) of the requests in ``rows``, without those whose tokens all share a time."""
+    return columns.gaps_of(rows & ~(columns.bundled & (columns.tokens_after_first == 0)))
 
 
 def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
-    """Requests that completed and met every limit. A request with undefined TPOT or TTFAT does not meet its limit."""
+    """Requests that completed and met every limit."""
     met = ok.copy()
-    if slo.ttfat is not None:
-        began = columns.answer_began
-        met &= (began != MISSING) & (began - columns.intended <= slo.ttfat * NS_PER_MS)
-    if slo.ttft is not None:
-        met &= columns.first_token - columns.intended <= slo.ttft * NS_PER_MS
-    if slo.e2el is not None:
-        met &= columns.last_token - columns.intended <= slo.e2el * NS_PER_MS
-    if slo.tpot is not None:
-        gaps = columns.output_tokens - 1
-        met &= (gaps >= 1) & (columns.last_token - columns.first_token <= slo.tpot * NS_PER_MS * gaps)
+    for metric, limit_ms in slo.limits().items():
+        met &= limited_ns(columns, metric) <= limit_ms * NS_PER_MS
     return met
+
+
+def limited_ns(columns: RequestColumns, metric: str) -> npt.NDArray[np.float64]:
+    """What a limit on ``metric`` is compared with, for every completed request (ns).
+
+    Infinite where the figure is unknown, so that no limit is met: TPOT of several tokens that all came at one time, and
+    TTFAT without an answer. 0 for TPOT of a single token: no later token can be too slow.
+    """
+    if metric == "tpot":
+        span, later = columns.last_token - columns.first_token, columns.tokens_after_first
+        unknown = np.where(columns.sent_tokens > 1, np.inf, 0.0)
+        return np.where(later > 0, span / np.maximum(later, 1), unknown)
+    ends = {"ttft": columns.first_token, "ttfat": columns.answer_began, "e2el": columns.last_token}[metric]
+    return np.where(ends == MISSING, np.inf, np.asarray(ends - columns.intended, np.float64))
 
 
 def _steady(columns: RequestColumns, windows: Sequence[Window], duration_s: float | None) -> SteadyRates | None:

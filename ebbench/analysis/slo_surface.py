@@ -1,8 +1,7 @@
 """SLO attainment over a grid of TTFT and TPOT targets.
 
 Attainment is the share of *planned* requests that completed and met both targets, as in
-:mod:`ebbench.analysis.metrics`. A failed request, and one with undefined TPOT (fewer than two tokens), does not meet
-its targets.
+:mod:`ebbench.analysis.metrics`, also where TPOT is undefined: a failed request meets no target.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, Mask, RequestColumns
 from ebbench.analysis.distribution import NS_PER_MS
+from ebbench.analysis.metrics import limited_ns
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
 
@@ -69,8 +69,6 @@ def surface(columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence
 
 
 def latencies_ms(columns: RequestColumns, rows: Mask) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """TTFT and TPOT in ms, one entry per request in ``rows``; an undefined TPOT is infinite and meets no target."""
-    gaps = columns.output_tokens[rows] - 1
-    span = (columns.last_token - columns.first_token)[rows] / NS_PER_MS
-    tpot = np.where(gaps >= 1, span / np.maximum(gaps, 1), np.inf)
-    return (columns.first_token - columns.intended)[rows] / NS_PER_MS, tpot
+    """TTFT and TPOT in ms as limits are compared with them (:func:`~ebbench.analysis.metrics.limited_ns`), one entry
+    per request in ``rows``."""
+    return limited_ns(columns, "ttft")[rows] / NS_PER_MS, limited_ns(columns, "tpot")[rows] / NS_PER_MS

@@ -17,7 +17,7 @@ from typing import Protocol
 from ebbench.analysis.columns import RequestColumns
 from ebbench.capacity.estimate import estimate, supported
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_possible, read_probe
+from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe
 from ebbench.capacity.search import next_load
 from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 from ebbench.errors import RunError
@@ -259,16 +259,18 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
 
 def _unreachable(config: SearchConfig, alone: ProbeReading) -> str:
     """Why no load can meet the limits, with the lowest possible limits; empty if requests one at a time meet them."""
-    columns = RequestColumns.of(Run.load(alone.run_dir).requests)
+    run = Run.load(alone.run_dir)
     requirements, slos = config.limits.requirements(), config.limits.slos()
     for requirement, slo, count in zip(requirements, slos, alone.probe.counts, strict=True):
         if count.share >= requirement.share:
             continue
-        least = {name: least_possible(columns, name, requirement.share) for name in slo.limits()}
-        words = ", ".join(f"{name}:{up(value)}" for name, value in least.items() if value is not None)
+        least = least_limits_ms(run.requests, run.manifest.phases, slo, requirement.share)
+        known = [f"{name}:{up(value)}" for name, value in least.items() if 0 < value < math.inf]
+        why = [f"too many answers have no {name}" for name, value in least.items() if math.isinf(value)]
+        why += [f"the least that can be had is about {', '.join(known)}"] if known else []
         return (
             f"one request at a time, {100 * count.share:.0f} % meet {slo}, and {100 * requirement.share:g} % must; "
-            f"the least that can be had is about {words}"
+            + "; ".join(why)
         )
     return ""
 

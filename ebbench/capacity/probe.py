@@ -17,8 +17,9 @@ import pyarrow as pa
 from ebbench.analysis.api_server_load import processes_needed
 from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
-from ebbench.analysis.metrics import meets
-from ebbench.analysis.slo import METRICS, slo_from_limits
+from ebbench.analysis.distribution import NS_PER_MS
+from ebbench.analysis.metrics import limited_ns, meets, tpot_ns
+from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import Window, completed_sessions_per_s, session_ends_ns, steady_windows
 from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.crossing import Floats
@@ -135,7 +136,7 @@ def read_measured(
     counts = tuple(_counts(columns, counted, mask) for mask in met)
     ok, tokens = counted & columns.ok, columns.output_tokens
     good = np.logical_and.reduce([ok, *met])
-    ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), _tpot_ns(columns, ok)
+    ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), tpot_ns(columns, ok)
     probe = Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns))
     return ProbeReading(
         probe=probe,
@@ -272,21 +273,20 @@ def _quantile_ms(values_ns: Floats, share: float) -> float | None:
     return float(np.quantile(values_ns, share)) / 1e6 if len(values_ns) else None
 
 
-def _tpot_ns(columns: RequestColumns, rows: Mask) -> Floats:
-    """Time per output token (ns) of the rows with at least two tokens."""
-    rows = rows & (columns.output_tokens >= 2)
-    return (columns.last_token - columns.first_token)[rows] / (columns.output_tokens[rows] - 1)
+def least_limits_ms(requests: pa.Table, phases: Sequence[PhaseFact], slo: Slo, share: float) -> dict[str, float]:
+    """The lowest limits on the metrics of ``slo`` that ``share`` of the counted requests meet together, in ms.
 
-
-def least_possible(columns: RequestColumns, metric: str, share: float) -> float | None:
-    """The limit in ms that ``share`` of the completed requests meet; None if the metric is undefined."""
-    assert metric in METRICS
-    ok = columns.ok
-    if metric == "tpot":
-        values = _tpot_ns(columns, ok)
-    else:
-        if metric == "ttfat":
-            ok = ok & (columns.answer_began != MISSING)
-        last = {"ttft": columns.first_token, "ttfat": columns.answer_began, "e2el": columns.last_token}[metric]
-        values = (last - columns.intended)[ok].astype(np.float64)
-    return float(np.quantile(values, share, method="higher")) / 1e6 if len(values) else None
+    Infinite where a figure is unknown for so many requests that no limit is met.
+    """
+    columns = RequestColumns.of(requests)
+    counted, _ = _counted(columns, steady_windows(columns, phases))
+    values = [np.where(columns.ok, limited_ns(columns, name), np.inf)[counted] for name in slo.limits()]
+    ranked = [np.sort(each) for each in values]
+    count = int(counted.sum())
+    least = [math.inf] * len(values)
+    for rank in range(math.ceil(share * count - 1e-9), count + 1):
+        least = [float(each[rank - 1]) for each in ranked]
+        met = np.logical_and.reduce([each <= limit for each, limit in zip(values, least, strict=True)])
+        if met.sum() >= share * count:
+            break
+    return {name: limit / NS_PER_MS for name, limit in zip(slo.limits(), least, strict=True)}

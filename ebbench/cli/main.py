@@ -206,15 +206,15 @@ def _exit_code(call: Callable[[], Any]) -> int:
     try:
         result = call()
     except EbbenchError as error:
-        return _complain(". ".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code)
+        return _complain(_with_notes(str(error), error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
     except UnicodeEncodeError as error:
         return _complain(_encoding_message(error), EbbenchError.exit_code)
     except OSError as error:
-        return _complain(_system_message(error), EbbenchError.exit_code)
+        return _complain(_with_notes(_system_message(error), error), EbbenchError.exit_code)
     except MemoryError as error:
-        return _complain(_memory_message(error), EbbenchError.exit_code)
+        return _complain(_with_notes(_memory_message(error), error), EbbenchError.exit_code)
     except SystemExit as stop:
         # Typer and rich exit with 1 on a closed pipe, which is the gate's code for a regression.
         raise SystemExit(HUNG_UP if stop.code == 1 else stop.code) from None
@@ -241,6 +241,11 @@ def _exit_code_of(error: Exception, *, interrupted: bool) -> int:
         error.show()
         return 2
     return _complain(_usage_message(error), int(error.exit_code))
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    """The message and what was noted on the error on its way, such as where a run is kept."""
+    return ". ".join((message, *getattr(error, "__notes__", ())))
 
 
 def _crashed() -> int:

@@ -159,7 +159,7 @@ async def _drive(
     return DriveResult(
         requests=requests,
         warnings=(
-            *client_warnings(requests, table, renamed, len(dropped)),
+            *client_warnings(requests, table, renamed, len(dropped), tally.odd_numbers),
             *server.notes,
             *slow_first_uses(requests, tally.first_on_connection),
             *_power_warnings(facts),

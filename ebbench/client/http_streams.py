@@ -237,7 +237,9 @@ class HttpExchange(asyncio.Protocol):
         if self.status < 200:  # an interim response; the final one follows
             self.headers = {}
             return
-        self._tapped = self.status == 200 and is_event_stream(self.headers.get(b"content-type", b"").decode("latin-1"))
+        plain = self.headers.get(b"content-encoding", b"identity") == b"identity"
+        streamed = is_event_stream(self.headers.get(b"content-type", b"").decode("latin-1"))
+        self._tapped = self.status == 200 and streamed and plain
         self._connection.begun()
         self._receiver.head(self.status, self._now_ns)
         if not self._start.done():

@@ -16,6 +16,8 @@ from ebbench.records.plan import ClosedPhase
 class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     """Measurements of one request. Times are monotonic ns, 0 for "never"; ``token_ns`` holds int64 values as bytes.
 
+    ``token_ns``: one time per message with tokens; these carried ``bundled`` tokens more than one each, the first one
+    ``first_tokens``. ``odd_numbers``: what the server reported where no number can be, by field.
     ``other_model``: the model that the server named in the response, if it is not the one asked for.
     """
 
@@ -28,6 +30,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     end_ns: int = 0
     token_ns: bytes = b""
     bundled: int = 0
+    first_tokens: int = 1
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -38,6 +41,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     text: str | None = None
     thinking_tokens: int | None = None
     first_answer_ns: int = 0
+    odd_numbers: dict[str, str] | None = None
     first_on_connection: bool = False
     other_model: str | None = None
 

@@ -29,7 +29,8 @@ def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None
     if prompt_tokens:
         return float(pc.sum(done.column("cached_tokens")).as_py()) / prompt_tokens, "usage"
     queries, hits = _growth(server_metrics, _QUERIES), _growth(server_metrics, _HITS)
-    return (hits / queries, "metrics") if queries else (None, "")
+    # A server that restarted counts from zero again, so its counters may fall.
+    return (hits / queries, "metrics") if queries > 0 and 0 <= hits <= queries else (None, "")
 
 
 def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:

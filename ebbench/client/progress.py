@@ -13,7 +13,9 @@ import pyarrow as pa
 
 from ebbench.client.messages import Batch, RequestRecord
 from ebbench.client.senders import Senders
+from ebbench.client.server_numbers import OddNumber
 from ebbench.client.table import requests_table
+from ebbench.records.token_gaps import tokens_after_first_of
 
 MOST_NAMES = 20
 """Names of other models that are counted one by one."""
@@ -67,6 +69,7 @@ class Tally:
         self._completed = self._output_tokens = self._input_tokens = 0
         self.followers: list[Callable[[pa.Table, int], None]] = []
         """Called with finished requests and the run's start (monotonic ns)."""
+        self.odd_numbers: dict[str, OddNumber] = {}
         self.first_on_connection: list[int] = []
         """Rows of the requests before which no response had come on their connection."""
         self.start_ns = 0
@@ -98,15 +101,18 @@ class Tally:
         table = requests_table(records, self._plan, self.start_ns, self._keep_text, self._thinking)
         self._tables.append(table)
         self._rows.append(np.array([r.row for r in records], np.int64))
-        for record in records:
-            self._count(record)
+        for record, later in zip(records, tokens_after_first_of(table).tolist(), strict=True):
+            self._count(record, later)
         for follower in self.followers:
             follower(table, self.start_ns)
         if self._on_batch is not None:
             self._on_batch(table.select([n for n in table.column_names if n != "text"]))
 
-    def _count(self, record: RequestRecord) -> None:
+    def _count(self, record: RequestRecord, later_tokens: int) -> None:
         self._seen[record.row] = True
+        for field, value in (record.odd_numbers or {}).items():
+            known = self.odd_numbers.get(field, OddNumber(0, value))
+            self.odd_numbers[field] = OddNumber(known.answers + 1, known.first)
         if record.first_on_connection:
             self.first_on_connection.append(record.row)
         if record.status != "ok":
@@ -116,11 +122,10 @@ class Tally:
         if (name := record.other_model) is not None:
             counted = name in self.other_models or len(self.other_models) < MOST_NAMES
             self.other_models[name if counted else "others"] += 1
-        tokens = record.output_tokens or 0
-        self._output_tokens += tokens
+        self._output_tokens += record.output_tokens or 0
         self._input_tokens += record.prompt_tokens or 0
         times = np.frombuffer(record.token_ns, np.int64)
-        tpot_ms = float(times[-1] - times[0]) / (tokens - 1) / 1e6 if tokens > 1 else None
+        tpot_ms = float(times[-1] - times[0]) / later_tokens / 1e6 if later_tokens else None
         self._recent.append((float(times[0] - record.intended_ns) / 1e6, tpot_ms))
 
     def _snapshot(self) -> Snapshot:

@@ -20,16 +20,34 @@ from ebbench.credentials import api_key
 
 _HEADER_CHARACTERS = 200  # of a header that is kept with an error
 
+_ANSWERED, _BODY_END_S = "answered", 0.1
+"""Why the client ends a request whose body goes on after the answer, and the seconds that it waits for its end."""
+
+_NO_COMPRESSION = "compression buffers tokens, so their times are not those of generation"
+
 
 class _OpenRequest:
     """An open request, and why the client ended it, if it did."""
 
-    __slots__ = ("patience", "streamed", "task", "verdict")
+    __slots__ = ("body_end", "patience", "streamed", "task", "verdict")
 
     def __init__(self, streamed: StreamedResponse, task: asyncio.Task[object]) -> None:
         self.streamed, self.task = streamed, task
         self.verdict: tuple[str, str] | None = None
         self.patience: asyncio.TimerHandle | None = None
+        self.body_end: asyncio.TimerHandle | None = None
+
+    def answered(self) -> None:
+        """The answer is whole: wait a moment for the end of its body, which keeps the connection, and no longer."""
+        if self.body_end is None:
+            self.body_end = asyncio.get_running_loop().call_later(_BODY_END_S, self.end, _ANSWERED, "")
+
+    def close(self) -> None:
+        """Stop the timers and let go of the response."""
+        self.streamed.on_answered = None  # a cycle of references would wait for the garbage collector
+        for timer in (self.patience, self.body_end):
+            if timer is not None:
+                timer.cancel()
 
     def end(self, error_class: str, message: str) -> None:
         """Abort the request with this error."""
@@ -104,6 +122,7 @@ class RequestSender:
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         request = _OpenRequest(streamed, task)
+        streamed.on_answered = request.answered
         self._requests.add(request)
         if hang_up_ns is not None:
             self._hang_up_later(request, hang_up_ns)
@@ -112,20 +131,21 @@ class RequestSender:
                 await self._direct(self._pool, request_id, body, streamed)
             else:
                 await self._httpx(request_id, body, streamed)
+            streamed.ended()
         except asyncio.CancelledError:
             if request.verdict is None:
                 raise
             task.uncancel()
-            streamed.fail(*request.verdict)
+            if request.verdict[0] != _ANSWERED:
+                streamed.fail(*request.verdict)
         except httpx.HTTPError as error:
             streamed.fail(transport_failure(error), str(error) or type(error).__name__)
             error.__traceback__ = None  # its frames hold the exchange, which holds the error: never collected
         finally:
-            if request.patience is not None:
-                request.patience.cancel()
+            request.close()
             self._requests.discard(request)
             # A complete response ends with its last byte, a broken one when the client noticed it.
-            complete = streamed.error_class is None and streamed.last_ns
+            complete = request.verdict is None and streamed.error_class is None and streamed.last_ns
             streamed.end_ns = streamed.last_ns if complete else time.monotonic_ns()
 
     def _hang_up_later(self, request: _OpenRequest, hang_up_ns: int) -> None:
@@ -155,7 +175,9 @@ class RequestSender:
         response = await self._client.send(request, stream=True)
         try:
             streamed.head(response.status_code, time.monotonic_ns())
-            if response.status_code == 200 and is_event_stream(response.headers.get("content-type", "")):
+            plain = response.headers.get("content-encoding", "identity") == "identity"
+            stream = is_event_stream(response.headers.get("content-type", ""))
+            if response.status_code == 200 and stream and plain:
                 async for data in response.aiter_raw():
                     streamed.feed(data, time.monotonic_ns())
             else:
@@ -196,6 +218,11 @@ async def _bounded_body(response: httpx.Response) -> bytes:
 
 def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapping[str, str]) -> None:
     """Record a response that is not an event stream as an error, with those headers that say what to do."""
+    encoding = headers.get("content-encoding", "identity")
+    if status == 200 and encoding != "identity":
+        message = f"the server sent its stream with content-encoding {encoding[:_HEADER_CHARACTERS]}; {_NO_COMPRESSION}"
+        streamed.fail("compressed_stream", message)
+        return
     text = body.decode("utf-8", "backslashreplace")
     wanted = ("Content-Type",) if status == 200 else ("Retry-After", "Location")
     advice = [f"{name}: {headers[name.lower()][:_HEADER_CHARACTERS]}" for name in wanted if headers.get(name.lower())]
@@ -203,8 +230,10 @@ def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapp
     streamed.fail(error_class, (f"({'; '.join(advice)}) " if advice else "") + text)
 
 
-def _headers(options: ClientOptions, key: str | None) -> dict[str, str]:
-    headers = {"content-type": "application/json", "accept": "text/event-stream", **options.headers}
+def _headers(options: ClientOptions, key: str | None) -> httpx.Headers:
+    headers = httpx.Headers({"content-type": "application/json", "accept": "text/event-stream"})
+    headers["accept-encoding"] = "identity"  # a compressed stream is buffered, which changes its times
+    headers.update(options.headers)
     if options.connections == "per-request":
         headers["connection"] = "close"
     if key is not None:

@@ -12,54 +12,15 @@ from typing import Any
 
 import msgspec
 
-from ebbench.client.sse import SseSplitter
+from ebbench.client import stream_messages
+from ebbench.client.server_numbers import TokenCounts, token_counts, whole_number
+from ebbench.client.sse import ERROR, Event, SseSplitter
+from ebbench.client.stream_messages import ChatChoice, Delta
 
-
-class Usage(msgspec.Struct, gc=False):
-    """Token counts as the server reports them in ``usage``."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: dict[str, Any] | None = None
-    completion_tokens_details: dict[str, Any] | None = None
-
-
-class _StreamedChoice(msgspec.Struct, gc=False):
-    text: str | None = None
-    finish_reason: str | None = None
-
-
-class _Delta(msgspec.Struct, gc=False):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[Any] | None = None
-
-
-class _ChatChoice(msgspec.Struct, gc=False):
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-
-class _Completion(msgspec.Struct, gc=False):
-    choices: list[_StreamedChoice] = []
-    model: Any = None
-    usage: Usage | None = None
-    error: Any = None
-
-
-class _Chat(msgspec.Struct, gc=False):
-    choices: list[_ChatChoice] = []
-    model: Any = None
-    usage: Usage | None = None
-    error: Any = None
-
-
+_EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
+_STRAY_LIMIT = 64 << 10  # bytes kept of what is no message, to explain a stream that broke off
 MOST_MODELS, LONGEST_MODEL = 4, 200
 """Names of models that are kept of one response, and characters of each."""
-_COMPLETION = msgspec.json.Decoder(_Completion)
-_CHAT = msgspec.json.Decoder(_Chat)
 
 
 class StreamedResponse:
@@ -68,14 +29,21 @@ class StreamedResponse:
     ``times_ns`` has one entry per message that may carry tokens; ``empty`` holds the positions of those without text (a
     token may decode to no text, and a closing message carries no token; :mod:`ebbench.client.classify` tells them apart
     by ``usage``). ``first_answer_ns``: first message of the answer after messages that the server marked as thinking
-    (``delta.reasoning``, vLLM's name, or the older ``delta.reasoning_content``). ``models``: the models that the
-    messages name, each change one entry, at most MOST_MODELS.
+    (``delta.reasoning``, vLLM's name, or the older ``delta.reasoning_content``). ``letters``: length of the text of all
+    messages, ``first_letters`` of the first one with text; ``first_count``: output tokens up to and with that message,
+    where the server reports them there. ``usage`` is as the server sent it; :meth:`counts` has checked numbers.
+    ``models``: the models that the messages name, each change one entry, at most MOST_MODELS.
+
+    ``on_answered`` is called once the answer is known to be whole, or failed, although the body has not ended: at
+    ``[DONE]`` after finish reason and usage, or after an error.
     """
 
     __slots__ = (
         "_chat",
+        "_counts",
         "_decode",
         "_splitter",
+        "_stray",
         "_texts",
         "done",
         "empty",
@@ -85,9 +53,13 @@ class StreamedResponse:
         "finish_reason",
         "first_answer_ns",
         "first_byte_ns",
+        "first_count",
+        "first_letters",
         "first_on_connection",
         "last_ns",
+        "letters",
         "models",
+        "on_answered",
         "sent_ns",
         "status",
         "thinking_messages",
@@ -97,20 +69,25 @@ class StreamedResponse:
 
     def __init__(self, chat: bool, keep_text: bool) -> None:
         self._chat = chat
-        self._decode: Callable[[bytes], Any] = _CHAT.decode if chat else _COMPLETION.decode
+        self._decode = stream_messages.decoder(chat)
         self._splitter: SseSplitter | None = None
+        self._stray = b""
         self._texts: list[str] | None = [] if keep_text else None
+        self._counts: TokenCounts | None = None
         self.times_ns: array[int] = array("q")
         self.empty: list[int] = []
+        self.letters = self.first_letters = 0
+        self.first_count: int | None = None
         self.sent_ns = self.first_byte_ns = self.first_answer_ns = self.last_ns = self.end_ns = 0
         self.thinking_messages = 0
         self.models: list[str] = []
         self.finish_reason: str | None = None
-        self.usage: Usage | None = None
+        self.usage: Any = None
         self.error_class: str | None = None
         self.error_body = ""
         self.status: int | None = None
         self.done = self.first_on_connection = False
+        self.on_answered: Callable[[], None] | None = None
 
     @property
     def model(self) -> str:
@@ -123,13 +100,20 @@ class StreamedResponse:
         return "".join(self._texts) if self._texts is not None else None
 
     @property
+    def stray(self) -> str:
+        """Beginning of what was received outside of messages, such as a proxy's error page; "" if nothing was."""
+        return self._stray.decode("utf-8", "backslashreplace")
+
+    def counts(self) -> TokenCounts:
+        """The token counts that the server reported last, checked."""
+        if self._counts is None:
+            self._counts = token_counts(self.usage)
+        return self._counts
+
+    @property
     def thinking_tokens(self) -> int | None:
         """Thinking tokens by the server's count, else the messages that carried them; None if it marked none."""
-        if not self.thinking_messages:
-            return None
-        details = (self.usage.completion_tokens_details or {}) if self.usage is not None else {}
-        counted = details.get("reasoning_tokens")
-        return counted if isinstance(counted, int) and counted > 0 else self.thinking_messages
+        return (self.counts().reasoning or self.thinking_messages) if self.thinking_messages else None
 
     def sent(self, now_ns: int) -> None:
         """Record the time at which the request was sent."""
@@ -149,28 +133,44 @@ class StreamedResponse:
             # Nearly every read is exactly one event. Any other read goes through the splitter, and so do all reads
             # after it until no partial event is left.
             if data.startswith(b"data: ") and data.find(b"\n") + 2 == len(data) and data.endswith(b"\n\n"):
-                self._event(data[6:-2], now_ns)
+                self._message(data[6:-2], now_ns)
                 return
-            splitter = self._splitter = SseSplitter()
+            splitter = self._splitter = SseSplitter(stream_messages.is_message)
         for event in splitter.feed(data):
             self._event(event, now_ns)
         if not splitter.pending:
             self._splitter = None
+        elif splitter.held_bytes > _EVENT_LIMIT:
+            self.fail("malformed_frame", f"an event of more than {_EVENT_LIMIT >> 20} MiB")
+            self._splitter = None
+            self._answered()
+
+    def ended(self) -> None:
+        """Process what is left once the body has ended: a last event may lack its blank line."""
+        if self._splitter is not None:
+            for event in self._splitter.flush():
+                self._event(event, self.last_ns)
 
     def fail(self, error_class: str, body: str) -> None:
         """Record the first error. Later errors follow from it and are dropped."""
         if self.error_class is None:
             self.error_class, self.error_body = error_class, body
 
-    def _event(self, data: bytes, now_ns: int) -> None:
+    def _event(self, event: Event, now_ns: int) -> None:
+        data, kind = event
+        if kind is None:
+            self._keep_stray(data)
+        elif kind == ERROR:
+            self.fail("error_frame", stream_messages.reason_in(stream_messages.document_of(data) or _text(data)))
+        elif not stream_messages.is_keep_alive(data, kind):
+            self._message(data, now_ns)
+
+    def _message(self, data: bytes, now_ns: int) -> None:
         try:
             message = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            if data.strip() == b"[DONE]":
-                self.done = True
-            else:
-                self.fail("malformed_frame", data.decode("utf-8", "backslashreplace"))
-            return
+            if (message := self._unusual(data, now_ns)) is None:
+                return
         if isinstance(message.model, str) and message.model[:LONGEST_MODEL] != self.model:
             self.models[MOST_MODELS - 1 :] = [message.model[:LONGEST_MODEL]]
         choices = message.choices
@@ -179,48 +179,88 @@ class StreamedResponse:
             if self._chat:
                 self._chat_choice(choice, now_ns)
             else:
-                if not choice.text:
+                text = choice.text
+                if not text:
                     self.empty.append(len(self.times_ns))
-                elif self._texts is not None:
-                    self._texts.append(choice.text)
+                else:
+                    self._add_letters(len(text))
+                    if self._texts is not None:
+                        self._texts.append(text)
                 self.times_ns.append(now_ns)
-            if choice.finish_reason is not None:
+            if choice.finish_reason:  # some servers write "" until the last message
                 self.finish_reason = choice.finish_reason
-        if message.usage is not None:
-            self.usage = message.usage
-        if message.error is not None:
-            self.fail("error_frame", _error_text(message.error))
-        elif not choices and message.usage is None:
-            self._other_message(data)
+            if choice.error:
+                self.fail("error_frame", stream_messages.reason_in(choice.error))
+        if message.usage:
+            self._count(message.usage)
+        if message.error:
+            self.fail("error_frame", stream_messages.reason_in(message.error))
+        elif not choices:
+            self._without_choices(data)
 
-    def _chat_choice(self, choice: _ChatChoice, now_ns: int) -> None:
+    def _chat_choice(self, choice: ChatChoice, now_ns: int) -> None:
         delta = choice.delta or _NO_DELTA
         thought = delta.reasoning or delta.reasoning_content
-        text = delta.content or thought
+        text = delta.content or thought or delta.refusal
+        called = delta.tool_calls or delta.function_call
         if thought:
             self.thinking_messages += 1
-        elif self.thinking_messages and not self.first_answer_ns and (text or delta.tool_calls):
+        elif self.thinking_messages and not self.first_answer_ns and (text or called):
             self.first_answer_ns = now_ns
-        if not text and not delta.tool_calls:
-            if delta.role is not None and choice.finish_reason is None:
+        if text:
+            self._add_letters(len(text))
+        elif not called:
+            if delta.role is not None and not choice.finish_reason:
                 return  # carries the role only, no token
             self.empty.append(len(self.times_ns))
         self.times_ns.append(now_ns)
         if delta.content and self._texts is not None:  # later turns repeat answers, not thinking
             self._texts.append(delta.content)
 
-    def _other_message(self, data: bytes) -> None:
-        """Record the error of a message that has neither choices nor usage: some servers put it at the top level."""
-        message = msgspec.json.decode(data)
-        if isinstance(message, dict) and message.get("object") == "error":
-            self.fail("error_frame", _error_text(message))
+    def _add_letters(self, letters: int) -> None:
+        self.letters += letters
+        if not self.first_letters:
+            self.first_letters = letters
+
+    def _count(self, usage: Any) -> None:
+        self.usage, self._counts = usage, None
+        if len(self.times_ns) == len(self.empty) + 1 and isinstance(usage, dict):
+            self.first_count = whole_number(usage.get("completion_tokens"))
+
+    def _unusual(self, data: bytes, now_ns: int) -> Any:
+        """A message that is not of the usual form; None if it is none and what it says has been recorded."""
+        if data.strip() == stream_messages.DONE:
+            self.done = True
+            if self.error_class or (self.finish_reason and self.usage):
+                self._answered()
+        elif (document := stream_messages.document_of(data)) is not None:
+            return stream_messages.tolerant(document, self._chat)
+        elif b"\n" in data:  # several messages without the blank line between them
+            for line in data.split(b"\n"):
+                self._event(Event(line), now_ns)
+        elif not stream_messages.is_keep_alive(data):
+            self.fail("malformed_frame", _text(data))
+        return None
+
+    def _answered(self) -> None:
+        if self.on_answered is not None:
+            self.on_answered()
+
+    def _without_choices(self, data: bytes) -> None:
+        """Record the failure that a message without choices may report; keep it as an explanation otherwise."""
+        document = stream_messages.document_of(data) or {}
+        if stream_messages.failure_in(document):
+            self.fail("error_frame", stream_messages.reason_in(document))
+        elif document and not document.get("usage"):
+            self._keep_stray(data)
+
+    def _keep_stray(self, data: bytes) -> None:
+        if len(self._stray) < _STRAY_LIMIT:
+            self._stray = b"\n".join(filter(None, (self._stray, data)))[:_STRAY_LIMIT]
 
 
-_NO_DELTA = _Delta()
+_NO_DELTA = Delta()
 
 
-def _error_text(error: Any) -> str:
-    """The server's error message if there is one, else the whole error object as text."""
-    if isinstance(error, dict) and isinstance(error.get("message"), str):
-        return str(error["message"])
-    return error if isinstance(error, str) else msgspec.json.encode(error).decode()
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")

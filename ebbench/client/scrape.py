@@ -9,6 +9,7 @@ import msgspec
 import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
+from ebbench.client.server_numbers import finite_number
 from ebbench.client.server_queries import ServerQueries
 from ebbench.records.schema import SERVER_METRICS
 
@@ -52,13 +53,16 @@ class Scraper:
 
 
 def parse(text: str) -> dict[_Key, float]:
-    """Samples of a Prometheus text page by name and labels, without ``_created`` timestamps."""
+    """Finite samples of a Prometheus text page by name and labels, without ``_created`` timestamps.
+
+    NaN and infinity say that there is no value yet. A page that cannot be read has no samples.
+    """
     try:
         return {
-            (sample.name, msgspec.json.encode(sample.labels, order="sorted").decode()): float(sample.value)
+            (sample.name, msgspec.json.encode(sample.labels, order="sorted").decode()): value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if not sample.name.endswith("_created")
+            if not sample.name.endswith("_created") and (value := finite_number(sample.value)) is not None
         }
-    except ValueError:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):  # what the parser raises for odd pages
         return {}

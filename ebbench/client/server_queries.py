@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.server_numbers import whole_number
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
 from ebbench.connections import tls_context
@@ -271,11 +272,11 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
 
 def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
-    found = {name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)}
-    limit = entry.get("max_model_len")
-    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
-        found["max_model_len"] = limit
-    return found
+    found: dict[str, Any] = {
+        name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
+    }
+    limit = whole_number(entry.get("max_model_len"), at_least=1)
+    return found if limit is None else found | {"max_model_len": limit}
 
 
 def _refusal(answer: Answer) -> str:

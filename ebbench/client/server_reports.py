@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 from ebbench.client.blocking import run_to_end
 from ebbench.client.options import ClientOptions
 from ebbench.client.scrape import parse
+from ebbench.client.server_numbers import finite_number, whole_number
 from ebbench.client.server_queries import ServerQueries
 from ebbench.config.server_url import ServerUrl
 
@@ -22,13 +24,17 @@ def _truth(text: str) -> bool:
     return {"True": True, "False": False}[text]
 
 
+def _count(text: str) -> int | None:
+    return whole_number(finite_number(text), at_least=1, at_most=2**53)
+
+
 _OF_CACHE: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "num_gpu_blocks": ("num_kv_blocks", int),
-    "block_size": ("block_size", int),
-    "kv_cache_size_tokens": ("kv_cache_tokens", int),
+    "num_gpu_blocks": ("num_kv_blocks", _count),
+    "block_size": ("block_size", _count),
+    "kv_cache_size_tokens": ("kv_cache_tokens", _count),
     "cache_dtype": ("kv_cache_dtype", str),
     "enable_prefix_caching": ("enable_prefix_caching", _truth),
-    "gpu_memory_utilization": ("gpu_memory_utilization", float),
+    "gpu_memory_utilization": ("gpu_memory_utilization", finite_number),
 }
 """vLLM's labels, with our names and types of their values."""
 
@@ -50,10 +56,9 @@ def reported_settings(samples: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
 def _cache_settings(labels: Mapping[str, str]) -> Iterable[tuple[str, Any]]:
     for theirs, (ours, kind) in _OF_CACHE.items():
-        try:
-            yield ours, kind(labels[theirs])
-        except (KeyError, ValueError):
-            continue  # another version of vLLM, or not known yet ("None")
+        with contextlib.suppress(KeyError):  # another version of vLLM, or not known yet ("None")
+            if (value := kind(labels[theirs])) is not None:
+                yield ours, value
 
 
 def read_reports(url: str, options: ClientOptions, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

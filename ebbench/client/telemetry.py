@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from ebbench.client.options import ClientOptions
 from ebbench.errors import RunError, UsageError
 from ebbench.extras import need
+from ebbench.records.token_gaps import tokens_after_first_of
 
 Sink = Callable[[pa.Table], None]
 """Takes finished requests in the REQUESTS schema."""
@@ -58,19 +59,19 @@ class LiveMetrics:
 
     def add(self, requests: pa.Table) -> None:
         """Count finished requests."""
-        for row in requests.drop_columns(["itl_ns"]).to_pylist():
+        after = tokens_after_first_of(requests)
+        for row, later in zip(requests.drop_columns(["itl_ns"]).to_pylist(), after.tolist(), strict=True):
             self._requests.labels(row["status"]).inc()
             if row["sent_ns"] is not None and row["intended_ns"] is not None:
                 self._observe("send_lag", row["sent_ns"] - row["intended_ns"])
             if row["status"] != "ok":
                 continue
-            tokens = row["output_tokens"] or 0
-            self._tokens.inc(tokens)
+            self._tokens.inc(row["output_tokens"] or 0)
             self._prompts.inc(row["input_tokens"] or 0)
             self._observe("ttft", row["first_token_ns"] - row["intended_ns"])
             self._observe("e2el", row["last_token_ns"] - row["intended_ns"])
-            if tokens > 1:
-                self._observe("tpot", (row["last_token_ns"] - row["first_token_ns"]) / (tokens - 1))
+            if later:
+                self._observe("tpot", (row["last_token_ns"] - row["first_token_ns"]) / later)
 
     def _observe(self, name: str, time_ns: float) -> None:
         self._latencies[name].observe(time_ns / 1e9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +12,13 @@ import pyarrow.compute as pc
 
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.messages import WorkerDone
+from ebbench.client.server_numbers import OddNumber
 from ebbench.records.lateness import LAG_REMEDY
+from ebbench.records.token_gaps import SAME_TIME_NS, tokens_after_first_of
 
+_JOINED_SHARE = 0.1
+"""Share of the output tokens without a time of their own from which on the median of ITL is misleading: zeros up to
+this share move the median to what was the 44th percentile."""
 _TOKENIZER_TOLERANCE = 0.02  # share by which prompt token counts may differ, for special tokens
 
 
@@ -44,9 +50,16 @@ def invalid_reasons(limit_ms: float, workers: Mapping[int, WorkerDone | None]) -
     return tuple(reasons)
 
 
-def client_warnings(requests: pa.Table, plan: pa.Table, renamed: int, dropped: int) -> tuple[str, ...]:
-    """Warnings about the measurement, one sentence each."""
-    found = [_tokenizer_warning(requests, plan), _bundle_warning(requests)]
+def client_warnings(
+    requests: pa.Table,
+    plan: pa.Table,
+    renamed: int,
+    dropped: int,
+    odd_numbers: Mapping[str, OddNumber] = MappingProxyType({}),
+) -> tuple[str, ...]:
+    """Warnings about the measurement, one sentence each. ``odd_numbers``: by field of ``usage``."""
+    found = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
+    found += [_odd_warning(name, odd) for name, odd in odd_numbers.items()]
     if renamed:
         found.append(f"{renamed} request ids occurred more than once and were made unique")
     if dropped:
@@ -89,11 +102,37 @@ def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
     )
 
 
-def _bundle_warning(requests: pa.Table) -> str | None:
-    bundled = pc.sum(requests.column("bundled_tokens")).as_py() or 0
-    if not bundled:
-        return None
+def _odd_warning(name: str, odd: OddNumber) -> str:
+    treated = "these requests failed" if name == "completion_tokens" else "left out"
     return (
-        f"{bundled} answers came with several tokens in one message: gaps of zero stand for them, so read TPOT, "
-        "not the percentiles of ITL"
+        f"{odd.answers} answers had a {name} in their usage that is no number of tokens, the first one {odd.first}: "
+        f"{treated}"
     )
+
+
+def token_time_warning(requests: pa.Table) -> str | None:
+    """What TTFT, TPOT and ITL do not tell about completed answers in which not every token has a time of its own."""
+    done = requests.filter(pc.equal(requests.column("status"), "ok"))
+    counted, after = done.column("output_tokens").to_numpy(), tokens_after_first_of(done)
+    lists = done.column("itl_ns").combine_chunks()
+    gaps = pc.list_flatten(lists).to_numpy()
+    sent = pc.list_value_length(lists).to_numpy() + 1
+    at_once, hidden = (after == 0) & (sent > 1), sent < counted
+    joined = (gaps < SAME_TIME_NS) & np.repeat(~at_once, sent - 1)
+    share = joined.sum() / max(1, sent[~at_once].sum())
+    parts = []
+    if share >= _JOINED_SHARE:
+        parts.append(
+            f"{share:.0%} of the output tokens came together with others, in one message or one read: TPOT leaves out "
+            "those that came with the first, median and percentiles of ITL do not describe generation"
+        )
+    if at_once.any():
+        parts.append(
+            f"{at_once.sum()} of {len(sent)} answers came all at once: no TPOT and no ITL, and no TPOT limit is met"
+        )
+    if hidden.any():
+        parts.append(
+            f"{hidden.sum()} of {len(sent)} answers count thinking that was not sent: TTFT includes it, TPOT and ITL "
+            "are of the tokens after it"
+        )
+    return f"Not every token has a time of its own. {'; '.join(parts)}." if parts else None

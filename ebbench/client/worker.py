@@ -30,6 +30,7 @@ from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
 
+_ODD_CHARACTERS = 40  # of a value that is no number, as a warning repeats it
 _REPORT_EVERY_S, _REPORT_AT = 0.2, 64
 """A worker reports finished requests after so many seconds, or as soon as it holds so many."""
 _MAX_PRECONNECTIONS = 512  # connections that a worker opens before an open loop starts
@@ -234,9 +235,8 @@ class Worker:
 
     def _record_of(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> RequestRecord:
         verdict = classify(streamed, turn.output_tokens, self._assignment.options.ignore_eos)
-        usage = streamed.usage
-        details = usage.prompt_tokens_details or {} if usage is not None else {}
-        body = verdict.error_body
+        counts, body, tokens = streamed.counts(), verdict.error_body, verdict.tokens
+        odd = {name: redacted(value, self._secrets)[:_ODD_CHARACTERS] for name, value in counts.odd.items()}
         return RequestRecord(
             row=turn.row,
             worker=self._assignment.worker,
@@ -245,18 +245,20 @@ class Worker:
             sent_ns=streamed.sent_ns,
             first_byte_ns=streamed.first_byte_ns,
             end_ns=streamed.end_ns,
-            token_ns=verdict.tokens.times_ns.tobytes(),
-            bundled=verdict.tokens.bundled,
+            token_ns=tokens.times_ns.tobytes(),
+            bundled=tokens.bundled,
+            first_tokens=tokens.first,
             output_tokens=verdict.output_tokens,
-            prompt_tokens=usage.prompt_tokens if usage is not None else None,
-            cached_tokens=details.get("cached_tokens"),
+            prompt_tokens=counts.prompt,
+            cached_tokens=counts.cached,
             finish_reason=streamed.finish_reason,
             error_class=verdict.error_class,
             error_body=redacted(body, self._secrets)[:BODY_LIMIT] if body is not None else None,
             http_status=streamed.status,
             text=streamed.text if self._assignment.options.keep_text else None,
-            thinking_tokens=streamed.thinking_tokens,
-            first_answer_ns=streamed.first_answer_ns,
+            thinking_tokens=verdict.hidden_tokens or streamed.thinking_tokens,
+            first_answer_ns=tokens.times_ns[0] if verdict.hidden_tokens else streamed.first_answer_ns,
+            odd_numbers=odd or None,
             first_on_connection=streamed.first_on_connection,
             other_model=_other_model(streamed, turn.lora or self._assignment.model),
         )

@@ -52,7 +52,8 @@ class Device:
     ``profile`` and ``geometry``: what the cost model was built from; ``request``: the arguments it was loaded with;
     None for a device made by hand. Topologies with several GPUs per unit need them and must not look them up by name: a
     model read from a config.json has no known name. ``costs_known`` False: ``calibration`` is a placeholder.
-    ``kv_capacity_tokens`` 0: unknown.
+    ``kv_capacity_tokens`` 0: unknown. ``identity``: what tells it from others of its name, by name
+    (:mod:`ebbench.devices.identity`).
     """
 
     name: str
@@ -66,6 +67,7 @@ class Device:
     geometry: ModelGeometry | None = None
     request: DeviceRequest | None = None
     costs_known: bool = True
+    identity: tuple[tuple[str, str], ...] = ()
 
     @property
     def sources(self) -> str:

@@ -8,27 +8,35 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ebbench.devices.base import Device
+from ebbench.devices.base import CostModel
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.linear import LinearCost
 from ebbench.devices.profiles import DeviceProfile, bundled_model, find_profile, list_devices
+from ebbench.devices.request import DeviceRequest
 
 DIGITS = 8
 _WORDS = frozenset({"name", "provenance", "source", "note", "mixed_note", "doubt", "short_name", "gpu"})
 """Fields of a profile that no figure depends on."""
 
 
-def identity_of(device: Device) -> dict[str, str]:
-    """Entries for a manifest that tell own models and devices from others of their names; none for bundled ones.
+def identity_of(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> tuple[tuple[str, str], ...]:
+    """Names and values for a manifest that tell own models and devices from others of their names; empty for bundled
+    ones.
 
-    ``model_shape`` and ``device_profile``: main numbers, and a digest of all that figures depend on.
+    ``model_shape`` and ``device_profile``: main numbers, and a digest of all that figures depend on. ``model``: in its
+    own types, before ``--quantization`` and ``--kv-cache-dtype``, which a run records by themselves.
     """
-    found = {}
-    if device.geometry is not None and not has_bundled_shape(device.geometry):
-        found["model_shape"] = _shape(device.geometry)
-    if profile := _profile(device):
-        found["device_profile"] = profile
-    return found
+    found = []
+    bundled = bundled_model(model)
+    if bundled is None or _content(bundled) != _content(model):
+        found.append(("model_shape", _shape(model)))
+    if own := _profile(profile, request):
+        found.append(("device_profile", own))
+    return tuple(found)
+
+
+def identity_given(cost: CostModel, kv_tokens: int) -> tuple[tuple[str, str], ...]:
+    """The same for a device that is given by its constants."""
+    return (("device_profile", _digest([repr(cost), kv_tokens])),)
 
 
 def has_bundled_shape(model: ModelGeometry) -> bool:
@@ -44,22 +52,22 @@ def has_other_shape(model: ModelGeometry) -> bool:
 
 def _comparable(model: ModelGeometry) -> ModelGeometry:
     """The model without what a server may choose, or what no step time depends on."""
-    return replace(
-        model, name="", hf_id="", note="", positions=0, weight_dtype="bfloat16", expert_dtype="", kv_dtype="bfloat16"
-    )
+    return replace(_content(model), weight_dtype="bfloat16", expert_dtype="", kv_dtype="bfloat16")
+
+
+def _content(model: ModelGeometry) -> ModelGeometry:
+    """The model without its names and what no figure depends on."""
+    return replace(model, name="", hf_id="", note="", positions=0)
 
 
 def _shape(model: ModelGeometry) -> str:
-    shown = f"{model.layers} layers of {model.hidden:,}, {model.params / 1e9:.2f}B parameters"
-    return f"{shown}; {_digest(asdict(replace(model, name='', hf_id='', note='', positions=0)))}"
+    types = {model.weight_dtype, model.dtype_of_experts, model.kv_dtype} - {"bfloat16"}
+    shown = [f"{model.layers} layers of {model.hidden:,}", f"{model.params / 1e9:.2f}B parameters", *sorted(types)]
+    return f"{', '.join(shown)}; {_digest(asdict(_content(model)))}"
 
 
-def _profile(device: Device) -> str:
+def _profile(profile: DeviceProfile, request: DeviceRequest) -> str:
     """The device by its numbers, if it is not a bundled one with the cost model it has by default; else empty."""
-    profile, request = device.profile, device.request
-    if profile is None or request is None:
-        given = isinstance(device.cost, LinearCost)
-        return _digest([asdict(device.calibration), device.kv_capacity_tokens, repr(device.cost)]) if given else ""
     parts = []
     if not _is_bundled(profile):
         rates = f"{profile.bandwidth_bytes_per_s / 1e12:.3g} TB/s, {profile.bf16_flops_per_s / 1e12:.4g} TFLOPS"

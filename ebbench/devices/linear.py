@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ebbench.devices.base import Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.identity import identity_given
 from ebbench.devices.profiles import DATA, DeviceProfile
 from ebbench.errors import UsageError
 from vllm_eb.calibration import Calibration, MixedCost
@@ -68,7 +69,8 @@ def given_device(name: str, model: str) -> Device:
         ) from None
     costs = Calibration(alpha_p, beta_p, alpha_d, beta_d)
     cost = LinearCost(costs, kv_token_s)
-    return Device("linear", model, cost, int(kv_tokens), costs, "linear cost model, constants as given")
+    source, own = "linear cost model, constants as given", identity_given(cost, int(kv_tokens))
+    return Device("linear", model, cost, int(kv_tokens), costs, source, identity=own)
 
 
 def published_calibration(profile: DeviceProfile, model: ModelGeometry) -> Calibration | None:

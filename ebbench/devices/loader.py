@@ -12,7 +12,7 @@ from ebbench.devices.caveats import caveats
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
-from ebbench.devices.identity import has_bundled_shape, has_other_shape
+from ebbench.devices.identity import has_bundled_shape, has_other_shape, identity_of
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, published_calibration
 from ebbench.devices.parallel import SINGLE, Parallel
@@ -117,6 +117,7 @@ def load(request: DeviceRequest) -> Device:
         profile=profile,
         geometry=geometry,
         request=request,
+        identity=identity_of(profile, named, request),
     )
 
 

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from ebbench import __version__
 from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import UsageError
@@ -167,10 +168,9 @@ def _length(tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
     m, ok = summary.metrics, columns.ok
-    several = ok & (columns.output_tokens >= 2)
     ttft = (columns.first_token - columns.intended)[ok] / 1e9
     e2el = (columns.last_token - columns.intended)[ok] / 1e9
-    tpot = (columns.last_token - columns.first_token)[several] / (columns.output_tokens[several] - 1) / 1e9
+    tpot = tpot_ns(columns, ok) / 1e9
     incomplete = sum(m.counts[name] for name in ("timed_out", "cancelled", "abandoned", "never_sent"))
     inputs = None if not m.duration_s else m.total_input_tokens / m.duration_s
     return {
@@ -184,7 +184,7 @@ def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
         "latency": _without_none({
             "time_to_first_token": _statistics("s", ttft),
             "time_per_output_token": _statistics("s/token", tpot),
-            "inter_token_latency": _statistics("s/token", columns.gaps_of(ok) / 1e9),
+            "inter_token_latency": _statistics("s/token", itl_ns(columns, ok) / 1e9),
             "normalized_time_per_output_token": _statistics("s/token", e2el / np.maximum(columns.output_tokens[ok], 1)),
             "request_latency": _statistics("s", e2el),
         }),

@@ -83,7 +83,9 @@ REQUESTS = pa.schema(
         pa.field("last_token_ns", pa.int64()),
         pa.field("end_ns", pa.int64()),
         pa.field("itl_ns", pa.list_(pa.int64())),
-        pa.field("bundled_tokens", pa.bool_()),  # one message of the stream had several tokens
+        # Not every output token has a time of its own: several came in one message or one read, or thinking was counted
+        # and not sent. Tokens that came together have gaps of (nearly) zero in itl_ns; unsent ones have no gap.
+        pa.field("bundled_tokens", pa.bool_()),
         pa.field("preemptions", pa.int32()),
         pa.field("error_class", pa.string()),
         pa.field("error_body", pa.string()),

@@ -26,8 +26,9 @@ def surface_chart(run: Run) -> Any:
     columns = RequestColumns.of(run.table("requests", NEEDED))
     if not columns.ok.any():
         raise DataError(f"{run.path}: no request completed, so there is no attainment to draw")
-    ttft, tpot = latencies_ms(columns, columns.ok)
-    surfaces = run_surfaces(run, _targets(ttft, _ROWS), _targets(tpot[np.isfinite(tpot)], _COLUMNS), by_phase=True)
+    ttft, _ = latencies_ms(columns, columns.ok)
+    _, tpot = latencies_ms(columns, columns.ok & (columns.tokens_after_first > 0))
+    surfaces = run_surfaces(run, _targets(ttft, _ROWS), _targets(tpot, _COLUMNS), by_phase=True)
     panels = [_panel(surface) for surface in surfaces]
     lines = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)]
     manifest = run.manifest

@@ -14,6 +14,7 @@ from ebbench.analysis.compare.cases import ComparisonCase, cases_of
 from ebbench.analysis.compare.policies import Group
 from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.explain import explain
+from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.slo_surface import latencies_ms, run_surfaces
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
@@ -138,11 +139,10 @@ def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequen
     for label, (case, policy), run in zip(labels, curves, runs, strict=True):
         columns = RequestColumns.of(run.table("requests", NEEDED))
         ok = columns.ok
-        several = ok & (columns.output_tokens >= 2)
         samples = {
             "ttft": (columns.first_token - columns.intended)[ok],
-            "tpot": (columns.last_token - columns.first_token)[several] / (columns.output_tokens - 1)[several],
-            "itl": columns.gaps_of(ok),
+            "tpot": tpot_ns(columns, ok),
+            "itl": itl_ns(columns, ok),
             "e2el": (columns.last_token - columns.intended)[ok],
         }
         for name, values in samples.items():
@@ -192,7 +192,7 @@ def _targets(runs: Sequence[Run], slo: Slo) -> Targets | None:
     both = []
     for run in runs:
         columns = RequestColumns.of(run.table("requests", NEEDED))
-        both.append(latencies_ms(columns, columns.ok & (columns.output_tokens >= 2)))
+        both.append(latencies_ms(columns, columns.ok & (columns.tokens_after_first > 0)))
     ttft, tpot = (np.concatenate(parts) for parts in zip(*both, strict=True))
     return (_spaced(ttft, slo.ttft), _spaced(tpot, slo.tpot)) if len(ttft) else None
 

@@ -11,11 +11,13 @@ from ebbench.cli.main import app
 
 
 def made(tmp_path: Path, *options: str, policy: str = "v1") -> dict[str, Any]:
-    arguments = [
-        "run", "balanced", "--source", "profile", "--policy", policy, "--device", "h200", "--model", "gemma-3-1b-it",
-        "--num-prompts", "300", "--input-len", "100", "--output-len", "200", "--json", "--quiet",
-        "--output-dir", str(tmp_path / "run"), "--api-server", "off", *options,
-    ]  # fmt: skip
+    usual = {
+        "--source": "profile", "--policy": policy, "--device": "h200", "--model": "gemma-3-1b-it",
+        "--num-prompts": "300", "--input-len": "100", "--output-len": "200", "--output-dir": str(tmp_path / "run"),
+        "--api-server": "off",
+    }  # fmt: skip
+    given = [word for name, value in usual.items() if name not in options for word in (name, value)]
+    arguments = ["run", "balanced", "--json", "--quiet", *given, *options]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)

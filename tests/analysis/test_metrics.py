@@ -18,6 +18,7 @@ from ebbench.analysis.metrics import Metrics, measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import Window, steady_windows
 from ebbench.records.manifest import PhaseFact
+from ebbench.records.token_gaps import SAME_TIME_NS
 from tests.analysis.made_runs import MS, request, requests_table
 
 TIMES = st.integers(0, 2_000 * MS)
@@ -39,7 +40,7 @@ def row(draw: Any, number: int) -> dict[str, Any]:
     if status == "never_sent":
         absent = dict.fromkeys(("intended_ns", "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns"))
         return request(number, **common, **absent, output_tokens=0)
-    gaps = draw(st.lists(st.integers(0, 300 * MS), max_size=6))
+    gaps = draw(st.lists(st.just(0) | st.integers(0, 300 * MS), max_size=6))
     sent = intended + draw(st.integers(0, 20 * MS))
     first = sent + draw(st.integers(0, 500 * MS))
     times = {"intended_ns": intended, "sent_ns": sent, "first_token_ns": first, "last_token_ns": first + sum(gaps)}
@@ -68,9 +69,9 @@ class Oracle:
         self.from_send = [r["first_token_ns"] - r["sent_ns"] for r in ok]
         self.e2el = [r["last_token_ns"] - r["intended_ns"] for r in ok]
         self.tpot = [
-            (r["last_token_ns"] - r["first_token_ns"]) / (r["output_tokens"] - 1) for r in ok if r["output_tokens"] > 1
+            (r["last_token_ns"] - r["first_token_ns"]) / len(self.after_first(r)) for r in ok if self.after_first(r)
         ]
-        self.itl = [gap for r in ok for gap in r["itl_ns"]]
+        self.itl = [gap for r in ok if self.after_first(r) for gap in r["itl_ns"]]
         self.output = sum(r["output_tokens"] for r in ok)
         self.input = sum(r["input_tokens"] for r in ok)
         self.met = sum(self.meets(r, slo) for r in ok)
@@ -87,7 +88,15 @@ class Oracle:
         self.steady_s = sum(b - a for a, b in windows) / 1e9
 
     @staticmethod
-    def meets(r: dict[str, Any], slo: Slo) -> bool:
+    def after_first(r: dict[str, Any]) -> list[int]:
+        """The gaps of the tokens that came later than the first one."""
+        gaps = r["itl_ns"]
+        while gaps and gaps[0] < SAME_TIME_NS and r["bundled_tokens"]:
+            gaps = gaps[1:]
+        return gaps
+
+    @classmethod
+    def meets(cls, r: dict[str, Any], slo: Slo) -> bool:
         ttft = (r["first_token_ns"] - r["intended_ns"]) / MS
         e2el = (r["last_token_ns"] - r["intended_ns"]) / MS
         if slo.ttft is not None and ttft > slo.ttft:
@@ -96,8 +105,9 @@ class Oracle:
             return False
         if slo.tpot is not None:
             if r["output_tokens"] < 2:
-                return False
-            return (r["last_token_ns"] - r["first_token_ns"]) / (r["output_tokens"] - 1) / MS <= slo.tpot
+                return True
+            later = cls.after_first(r)
+            return bool(later) and (r["last_token_ns"] - r["first_token_ns"]) / len(later) / MS <= slo.tpot
         return True
 
 
@@ -189,11 +199,33 @@ def test_partial_tokens_of_a_failed_request_count_nowhere() -> None:
     assert found.itl.count == 1
 
 
-def test_a_request_of_one_token_has_no_tpot_and_misses_a_tpot_limit() -> None:
+def test_a_request_of_one_token_has_no_tpot_and_meets_any_limit_on_it() -> None:
     single = request(0, output_tokens=1, itl_ns=[], last_token_ns=10 * MS, end_ns=10 * MS)
-    found = measure(RequestColumns.of(requests_table([single])), slo=Slo(tpot=1000))
+    found = measure(RequestColumns.of(requests_table([single])), slo=Slo(tpot=0.001))
     assert found.tpot.count == 0
-    assert found.slo_attainment == 0.0
+    assert found.slo_attainment == 1.0
+
+
+@pytest.mark.parametrize("gaps", [[0, 0], [0, SAME_TIME_NS - 1]])
+def test_tokens_that_came_all_at_once_have_no_tpot_and_meet_no_limit(gaps: list[int]) -> None:
+    at_once = request(0, output_tokens=3, itl_ns=gaps, bundled_tokens=True)
+    found = measure(RequestColumns.of(requests_table([at_once])), slo=Slo(tpot=1000))
+    assert (found.tpot.count, found.itl.count, found.slo_attainment) == (0, 0, 0.0)
+
+
+def test_tpot_leaves_out_the_tokens_that_came_with_the_first() -> None:
+    shape = {"output_tokens": 8, "first_token_ns": 10 * MS, "last_token_ns": 50 * MS, "bundled_tokens": True}
+    found = measure(RequestColumns.of(requests_table([request(0, **shape, itl_ns=[0, 0, 0, 40 * MS, 0, 0, 0])])))
+    assert found.tpot.median == 10.0
+    assert found.itl.count == 7
+
+
+def test_tpot_is_of_the_tokens_that_were_sent() -> None:
+    shape = {"output_tokens": 900, "first_token_ns": 10 * MS, "last_token_ns": 50 * MS, "bundled_tokens": True}
+    found = measure(RequestColumns.of(requests_table([request(0, **shape, itl_ns=[10 * MS] * 4)])), slo=Slo(tpot=9))
+    assert (found.tpot.median, found.total_output_tokens, found.slo_attainment) == (10.0, 900, 0.0)
+    alone = request(0, output_tokens=900, bundled_tokens=True, itl_ns=[])
+    assert measure(RequestColumns.of(requests_table([alone])), slo=Slo(tpot=9)).slo_attainment == 1.0
 
 
 @pytest.mark.parametrize(("tpot_ms", "share"), [(5.0, 1.0), (4.99, 0.0)])

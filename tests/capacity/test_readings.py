@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
+from ebbench.analysis.slo import parse_slo
 from ebbench.capacity.drive import SearchConfig, SearchOutcome, _too_short, judged
 from ebbench.capacity.limits import parse_limits
-from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
+from ebbench.capacity.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
 from ebbench.capacity.search_types import Estimate, MetCounts, Probe
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
-from ebbench.records.manifest import phase_facts
+from ebbench.records.manifest import PhaseFact, phase_facts
+from ebbench.records.schema import STEPS
 from ebbench.workloads import build_plan
+from tests.analysis.made_runs import MS, request, requests_table
 from vllm_eb.policy import parse_policy
 
 READING = ProbeReading(
@@ -112,3 +116,55 @@ def test_a_queue_that_grows_while_the_batch_fills_does_not_decide(rate: float, r
     found = read_measured(tables, rate, parse_limits(["ttft:2000 tpot:80"], 0.95))
     assert found.probe.runaway
     assert found.short == short
+
+
+def alone(rows: list[dict[str, object]]) -> tuple[pa.Table, list[PhaseFact]]:
+    """Requests one after the other, a second apart."""
+    table = [
+        request(number, intended_ns=number * 1000 * MS, **_later(row, number * 1000 * MS))
+        for number, row in enumerate(rows)
+    ]
+    return requests_table(table), [PhaseFact("all", len(rows), 1)]
+
+
+def _later(row: dict[str, object], by_ns: int) -> dict[str, object]:
+    return {
+        name: value + by_ns if isinstance(value, int) and name.endswith("_ns") else value for name, value in row.items()
+    }
+
+
+def took(ttft_ms: int, tpot_ms: int, **more: object) -> dict[str, object]:
+    """A request of two tokens."""
+    last = (ttft_ms + tpot_ms) * MS
+    return {"first_token_ns": ttft_ms * MS, "last_token_ns": last, "end_ns": last, "itl_ns": [tpot_ms * MS]} | more
+
+
+def share_meeting(limits_ms: dict[str, float], table: pa.Table, phases: list[PhaseFact]) -> float:
+    texts = [f"{name}:{value}" for name, value in limits_ms.items() if value > 0]
+    return read_measured(ProbeTables(table, STEPS.empty_table(), phases, 0), 1.0, parse_limits(texts, 0.9)).attainment
+
+
+def test_the_least_limits_are_met_together_by_the_share_that_must() -> None:
+    """A tenth of the requests is slow to its first token, another tenth slow per token."""
+    rows = [took(90, 5), took(10, 80), *(took(10 + n, 5 + n) for n in range(8))] * 10
+    table, phases = alone(rows)
+    least = least_limits_ms(table, phases, parse_slo(["ttft:1", "tpot:1"]), 0.9)
+    assert share_meeting(least, table, phases) >= 0.9
+    below = {name: value - 1 for name, value in least.items()}
+    assert share_meeting(below, table, phases) < 0.9
+    assert least["ttft"] > 20 or least["tpot"] > 20  # the 90th percentile of each alone is 17 and 12 ms
+
+
+def test_answers_of_one_token_are_no_reason_to_refuse_a_limit_on_tpot() -> None:
+    short = took(10, 0, output_tokens=1, itl_ns=[])
+    table, phases = alone([took(10, 20), short, short] * 20)
+    assert share_meeting({"ttft": 10.0, "tpot": 20.0}, table, phases) == 1.0
+    assert least_limits_ms(table, phases, parse_slo(["tpot:1"]), 0.5)["tpot"] == 0
+    assert least_limits_ms(table, phases, parse_slo(["tpot:1"]), 0.95)["tpot"] == 20
+
+
+def test_a_figure_that_too_many_answers_lack_has_no_least_limit() -> None:
+    at_once = took(10, 0, output_tokens=9, itl_ns=[0] * 8, bundled_tokens=True)
+    table, phases = alone([took(10, 20), at_once] * 20)
+    least = least_limits_ms(table, phases, parse_slo(["ttft:1", "tpot:1"]), 0.95)
+    assert least == {"ttft": 10.0, "tpot": math.inf}

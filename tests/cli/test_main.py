@@ -124,6 +124,15 @@ def test_an_internal_error_prints_its_traceback_and_not_the_code_of_a_regression
     assert done.stderr.endswith(f"{type(error).__name__}: a bug\n")
 
 
+@pytest.mark.parametrize("error", [ValueError("a bug"), RunError("no server"), OSError(28, "disk full"), MemoryError()])
+def test_what_was_noted_on_an_error_ends_its_message(
+    cli: CliRunner, command: Callable[[BaseException], None], error: Exception
+) -> None:
+    error.add_note("read it with: ebbench recover runs/x")
+    command(error)
+    assert cli.invoke(main.app, ["show"]).stderr.endswith("read it with: ebbench recover runs/x\n")
+
+
 def test_a_crashed_process_exits_with_4() -> None:
     code = "import ebbench.cli.show as module\nmodule.show = lambda: 1 / 0\n" \
            "import sys\nsys.argv = ['ebbench', 'show']\nfrom ebbench.__main__ import run\nrun()"  # fmt: skip

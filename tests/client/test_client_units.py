@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.classify import classify, token_times
+from ebbench.client.classify import FirstMessage, classify, token_times
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.options import ClientOptions
 from ebbench.client.pacing import NEVER, Arrivals, Slots
@@ -75,8 +75,8 @@ def test_every_single_byte_split_gives_the_same_answer(line_end: str) -> None:
 def test_a_line_end_split_between_reads_is_one_line_end() -> None:
     splitter = SseSplitter()
     assert list(splitter.feed(b"data: a\r")) == []
-    assert list(splitter.feed(b"\ndata: b\r\n\r")) == [b"a\nb"]
-    assert list(splitter.feed(b"\ndata: c\r\n\r\n")) == [b"c"]
+    assert [event.data for event in splitter.feed(b"\ndata: b\r\n\r")] == [b"a\nb"]
+    assert [event.data for event in splitter.feed(b"\ndata: c\r\n\r\n")] == [b"c"]
     assert not splitter.pending
 
 
@@ -128,23 +128,41 @@ def test_any_other_finish_reason_is_an_end(reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "empty", "count", "expected", "bundled"),
+    ("times", "empty", "count", "expected", "bundled", "first"),
     [
-        ([1, 2, 3], [], 3, [1, 2, 3], 0),
-        ([1, 2, 3], [], 7, [1, 2, 3], 4),  # bundled
-        ([1, 2, 3], [2], 2, [1, 2], 0),  # a closing message without text is no token
-        ([1, 2, 3], [0, 2], 3, [1, 2, 3], 0),  # but an empty text may be one
-        ([1, 2, 3], [0, 2], 2, [1, 2], 0),
-        ([1, 2, 3, 4], [], 2, [1, 4], 0),  # a token in several messages
-        ([1, 2, 3], [], 1, [1], 0),
-        ([], [], 4, [], 0),
-        ([1, 2], [], None, [1, 2], 0),
+        ([1, 2, 3], [], 3, [1, 2, 3], 0, 1),
+        ([1, 2, 3], [], 9, [1, 2, 3], 6, 3),  # three tokens per message
+        ([1, 2, 3], [2], 2, [1, 2], 0, 1),  # a closing message without text is no token
+        ([1, 2, 3], [1], 3, [1, 2, 3], 0, 1),  # but an empty text may be one
+        ([1, 2, 3, 4], [1, 3], 3, [1, 2, 3], 0, 1),
+        ([1, 2, 3], [0], 2, [2, 3], 0, 1),  # the first token comes with the first text
+        ([1, 2, 3], [0], 3, [2, 3], 1, 2),  # an empty token before it had no time of its own
+        ([1, 2, 3], [0], 8, [2, 3], 6, 4),  # a message ahead of the prefill, then four tokens per message
+        ([1, 2, 3, 4], [0, 3], 8, [2, 3], 6, 4),  # and a closing one
+        ([1, 2, 3], [0, 1, 2], 2, [1, 2], 0, 1),  # no text at all
+        ([1, 2, 3, 4], [], 2, [1, 4], 0, 1),  # a token in several messages
+        ([1, 2, 3], [], 1, [1], 0, 1),
+        ([], [], 4, [], 0, 1),
+        ([1, 2], [], None, [1, 2], 0, 1),
     ],
 )
 def test_messages_are_reconciled_with_usage(
-    times: list[int], empty: list[int], count: int | None, expected: list[int], bundled: int
+    times: list[int], empty: list[int], count: int | None, expected: list[int], bundled: int, first: int
 ) -> None:
-    assert token_times(times, empty, count) == (array("q", expected), bundled)
+    assert token_times(times, empty, count) == (array("q", expected), bundled, first)
+
+
+@pytest.mark.parametrize(
+    ("known", "first"),
+    [
+        (FirstMessage(tokens=2, share=0.9), 2),  # the server's count decides
+        (FirstMessage(share=0.1), 1),  # then the length of the text
+        (FirstMessage(share=0.5), 5),
+        (FirstMessage(tokens=50), 8),  # the other two messages carry one each at least
+    ],
+)
+def test_tokens_of_the_first_message_are_counted_or_estimated(known: FirstMessage, first: int) -> None:
+    assert token_times([1, 2, 3], [], 10, known).first == first
 
 
 @given(
@@ -154,8 +172,9 @@ def test_messages_are_reconciled_with_usage(
 )
 def test_reconciled_times_always_add_up_to_the_count(times: list[int], count: int, data: st.DataObject) -> None:
     empty = sorted(data.draw(st.sets(st.integers(0, len(times) - 1))))
-    kept, bundled = token_times(times, empty, count)
+    kept, bundled, first = token_times(times, empty, count)
     assert len(kept) + bundled == count
+    assert 1 <= first <= 1 + bundled
     assert set(kept) <= set(times)
     assert list(kept) == sorted(kept)
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ebbench.devices import load_device
-from ebbench.devices.identity import has_bundled_shape, identity_of
+from ebbench.devices.base import Device
+from ebbench.devices.identity import has_bundled_shape
 from ebbench.devices.profiles import find_model, list_models
 from ebbench.engines.base import EngineOptions
 from ebbench.runs.cell import Cell
@@ -45,6 +46,11 @@ def model(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
+def identity(loaded: Device) -> dict[str, str]:
+    """What a run records of a device."""
+    return dict(loaded.identity)
+
+
 def device(path: Path, bandwidth: float = 4.8e12, more: str = "") -> str:
     """A device file of the name ``ours``."""
     path.write_text(DEVICE.format(bandwidth=bandwidth, more=more))
@@ -73,23 +79,31 @@ def test_bundled_models_are_themselves_in_any_type(name: str) -> None:
 
 
 def test_bundled_names_need_no_identity_and_own_ones_have_theirs(tmp_path: Path) -> None:
-    assert identity_of(load_device("h200", "qwen3-8b")) == {}
-    assert identity_of(load_device("h200", model(tmp_path / "same"))) == {}
-    found = identity_of(load_device(device(tmp_path / "a.toml"), model(tmp_path / "small", num_hidden_layers=18)))
+    assert identity(load_device("h200", "qwen3-8b")) == {}
+    assert identity(load_device("h200", model(tmp_path / "same"))) == {}
+    found = identity(load_device(device(tmp_path / "a.toml"), model(tmp_path / "small", num_hidden_layers=18)))
     assert found["model_shape"].startswith("18 layers of 4,096, 4.72B parameters; ")
     assert found["device_profile"].startswith("4.8 TB/s, 900 TFLOPS, 150 GB; ")
 
 
+def test_types_are_of_the_model_unless_options_chose_them(tmp_path: Path) -> None:
+    """Weights published in FP8 under the name of the 16-bit model are another model; --quantization is an option."""
+    quantised = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    assert "fp8" in identity(load_device("h200", model(tmp_path / "fp8", **quantised)))["model_shape"]
+    assert identity(load_device("h200", "qwen3-8b", quantization="fp8", kv_cache_dtype="fp8")) == {}
+    assert identity(load_device("h200", "gpt-oss-120b")) == {}
+
+
 def test_the_same_numbers_in_other_files_are_the_same_device(tmp_path: Path) -> None:
-    first = identity_of(load_device(device(tmp_path / "a.toml"), "qwen3-8b"))
+    first = identity(load_device(device(tmp_path / "a.toml"), "qwen3-8b"))
     copy = Path(device(tmp_path / "b.toml"))
     copy.write_text("# a comment\n" + copy.read_text().replace("data sheet", "another data sheet"))
-    assert identity_of(load_device(str(copy), "qwen3-8b")) == first
-    assert identity_of(load_device(device(tmp_path / "c.toml", 4.7e12), "qwen3-8b")) != first
-    assert identity_of(load_device("linear:1e-3,1e-5,1e-3,1e-5,9000", "m")) != identity_of(
+    assert identity(load_device(str(copy), "qwen3-8b")) == first
+    assert identity(load_device(device(tmp_path / "c.toml", 4.7e12), "qwen3-8b")) != first
+    assert identity(load_device("linear:1e-3,1e-5,1e-3,1e-5,9000", "m")) != identity(
         load_device("linear:2e-3,1e-5,1e-3,1e-5,9000", "m")
     )
-    assert identity_of(load_device("h200", "qwen3-8b", cost="roofline")) == {"device_profile": "cost roofline"}
+    assert identity(load_device("h200", "qwen3-8b", cost="roofline")) == {"device_profile": "cost roofline"}
 
 
 def test_runs_of_one_name_and_other_content_do_not_compare(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ async def stream(client: httpx.AsyncClient) -> bytes:
 )
 def test_the_error_of_a_torn_stream_is_an_event_of_its_own(torn: bytes, kept: int) -> None:
     server = Server(head(b"200 OK", EVENTS, CHUNKED), chunk(WHOLE), *([chunk(torn)] if torn else []))
-    *events, error = map(json.loads, SseSplitter().feed(through_gateway(server, stream)))
+    *events, error = (json.loads(event.data) for event in SseSplitter().feed(through_gateway(server, stream)))
     assert [event["choices"][0]["text"] for event in events] == ["a", "b"][: 1 + kept]
     assert "connection closed in the middle of the answer" in error["error"]["message"]
 
@@ -161,7 +161,7 @@ def test_the_error_of_a_torn_stream_is_an_event_of_its_own(torn: bytes, kept: in
 def test_a_torn_event_too_large_to_be_held_is_ended_before_the_error() -> None:
     torn = b"data: " + b"x" * 2 * MAX_LINE_BYTES
     server = Server(head(b"200 OK", EVENTS, CHUNKED), chunk(WHOLE), chunk(torn))
-    first, large, error = SseSplitter().feed(through_gateway(server, stream))
+    first, large, error = (event.data for event in SseSplitter().feed(through_gateway(server, stream)))
     assert first == WHOLE[6:-2]
     assert len(large) > MAX_LINE_BYTES
     assert set(large) == set(b"x")

@@ -1,0 +1,170 @@
+"""Messages of the OpenAI streaming protocol, as servers write them.
+
+:func:`decoder` is for the usual message, decoded into typed structures in about a microsecond. What it refuses may be a
+message that the OpenAI clients accept (``choices`` null, text that is not UTF-8, NaN among the log probabilities), and
+goes through :func:`tolerant`. :func:`failure_in` and :func:`reason_in` find what a server says about a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+DONE = b"[DONE]"
+_KEEP_ALIVE = re.compile(rb":.*|keep-?alive|ping|heartbeat|null|", re.DOTALL | re.IGNORECASE)
+_KEEP_ALIVE_KINDS = frozenset({b"ping", b"keep-alive", b"keepalive", b"heartbeat"})
+_REASON_FIELDS = ("message", "msg", "detail", "error", "reason", "text")
+"""Where servers put the reason of a failure, most telling first."""
+_FAILED_STATES = frozenset({"error", "failed", "failure"})
+
+
+class Choice(msgspec.Struct, gc=False):
+    """A choice of the completions endpoint."""
+
+    text: str | None = None
+    finish_reason: str | None = None
+    error: Any = None
+
+
+class Delta(msgspec.Struct, gc=False):
+    """What a message of the chat endpoint adds to the answer."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class ChatChoice(msgspec.Struct, gc=False):
+    """A choice of the chat endpoint."""
+
+    delta: Delta | None = None
+    finish_reason: str | None = None
+    error: Any = None
+
+
+class Completion(msgspec.Struct, gc=False):
+    """A message of the completions endpoint. Its ``usage`` is as the server sent it, unchecked."""
+
+    choices: list[Choice] = []
+    model: Any = None
+    usage: Any = None
+    error: Any = None
+
+
+class Chat(msgspec.Struct, gc=False):
+    """A message of the chat endpoint. Its ``usage`` is as the server sent it, unchecked."""
+
+    choices: list[ChatChoice] = []
+    model: Any = None
+    usage: Any = None
+    error: Any = None
+
+
+_COMPLETION, _CHAT, _RAW = (msgspec.json.Decoder(kind) for kind in (Completion, Chat, msgspec.Raw))
+
+
+def decoder(chat: bool) -> Callable[[bytes], Any]:
+    """Decodes a message of the usual form. Raises msgspec.DecodeError or UnicodeDecodeError for any other."""
+    return _CHAT.decode if chat else _COMPLETION.decode
+
+
+def is_message(line: bytes) -> bool:
+    """Whether a line is a whole message: a JSON object, or the end mark."""
+    if line.startswith(b"{") and line.rstrip().endswith(b"}"):
+        try:
+            _RAW.decode(line)
+        except msgspec.DecodeError:
+            return document_of(line) is not None
+        return True
+    return line.strip() == DONE
+
+
+def is_keep_alive(data: bytes, kind: bytes = b"") -> bool:
+    """Whether an event only shows that the server is alive."""
+    return kind.lower() in _KEEP_ALIVE_KINDS or _KEEP_ALIVE.fullmatch(data.strip()) is not None
+
+
+def document_of(data: bytes) -> Mapping[str, Any] | None:
+    """The JSON object in ``data``, with NaN and bytes that are no UTF-8 accepted; None if it is none."""
+    try:
+        document = json.loads(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def tolerant(document: Mapping[str, Any], chat: bool) -> Completion | Chat:
+    """A message from a JSON object of an unusual form; fields of other types than expected are left out."""
+    given = document.get("choices")
+    choices = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+    rest = (_text(document.get("model")), document.get("usage"), document.get("error"))
+    if chat:
+        return Chat([ChatChoice(_delta(each), _finish(each), each.get("error")) for each in choices], *rest)
+    return Completion([Choice(_text(each.get("text")), _finish(each), each.get("error")) for each in choices], *rest)
+
+
+def _delta(choice: Mapping[str, Any]) -> Delta:
+    delta = choice.get("delta")
+    if not isinstance(delta, Mapping):
+        return Delta()
+    content = delta.get("content")
+    thinking = _parts(content, "thinking")
+    return Delta(
+        _text(delta.get("role")),
+        _parts(content, "text") or _text(content),
+        _text(delta.get("reasoning_content")) or thinking,
+        _text(delta.get("reasoning")),
+        _text(delta.get("refusal")),
+        delta.get("tool_calls"),
+        delta.get("function_call"),
+    )
+
+
+def _parts(content: Any, kind: str) -> str | None:
+    """The text of the parts of one kind, where content is a list of parts (Mistral)."""
+    if not isinstance(content, list):
+        return None
+    inner = [part.get(kind) for part in content if isinstance(part, Mapping)]
+    return "".join(_parts(each, "text") or _text(each) or "" for each in inner) or None
+
+
+def _finish(choice: Mapping[str, Any]) -> str | None:
+    reason = choice.get("finish_reason")
+    return reason if isinstance(reason, str) else str(reason) if reason else None
+
+
+def _text(value: Any) -> str | None:
+    """A string that any file can hold: half a surrogate pair, which JSON can write, is replaced."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def failure_in(document: Mapping[str, Any]) -> bool:
+    """Whether a message without choices reports a failure: servers write that in many ways."""
+    if any(document.get(name) for name in ("error", "error_code", "detail")) or "error" in (
+        document.get("object"),
+        document.get("type"),
+    ):
+        return True
+    status, code = document.get("status"), document.get("code")
+    if isinstance(status, str) and status.lower() in _FAILED_STATES:
+        return True
+    return any(isinstance(number, int) and number >= 400 for number in (status, code))
+
+
+def reason_in(error: Any) -> str:
+    """What a server says about a failure: its message if there is one, else all of it as text."""
+    if isinstance(error, str):
+        return error
+    if isinstance(error, Mapping):
+        for name in _REASON_FIELDS:
+            if said := error.get(name):
+                return reason_in(said)
+    return json.dumps(error, default=str)
