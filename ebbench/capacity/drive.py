@@ -24,6 +24,8 @@ from ebbench.errors import RunError
 from ebbench.records.run import Run
 
 ALONE_SESSIONS = 40
+THERE_ARE = "that there are"
+"""Said of sessions whose texts are not sent twice, so that no more can be had."""
 _FIRST_OPEN = 4
 """Mean number of open sessions at the first load tried."""
 _TRIES = 3
@@ -171,7 +173,12 @@ def search_capacity(
         return SearchOutcome(estimate(_NOTHING, ()), (), alone, refused=refused)
     first = _first_load(config, alone)
     search = SearchSettings(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
-    readings = [read_probe(run, load, config.limits, config.per_open) for load, run in earlier]
+
+    def read(run: Run, load: float, asked: int = 0) -> ProbeReading:
+        reading = read_probe(run, load, config.limits, config.per_open)
+        return replace(reading, asked=asked or reading.sessions)
+
+    readings = [read(run, load) for load, run in earlier]
     stopped = ""
     while (load := next_load(search, _probes(judged(config, readings), decides=True))) is not None:
         sessions = _sessions(config, readings, load)
@@ -181,7 +188,7 @@ def search_capacity(
         if stopped:
             break
         run = prober.probe(load, sessions, config.seed + len(readings))
-        readings.append(read_probe(run, load, config.limits, config.per_open))
+        readings.append(read(run, load, sessions))
         known = judged(config, readings)
         seen(known[-1], _supported(search, known))
     known = judged(config, readings)
@@ -212,11 +219,12 @@ def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
         return ""
     *before, last = readings
     load, most = last.probe.load, config.longest * config.fewest(last.probe.load)
-    ended = any(each.short and each.probe.load == load and each.sessions >= last.sessions for each in before)
+    same = [each for each in before if each.short and each.probe.load == load]
+    ended = any(each.asked < last.asked and each.sessions >= last.sessions for each in same)
     if last.sessions < most and not ended:
         return ""
     at = f"{load:,.0f} open" if config.by_concurrency else f"{load:.3g}/s"
-    had = f"all {last.sessions:,} sessions that there are" if last.sessions < most else f"{last.sessions:,} sessions"
+    had = f"all {last.sessions:,} sessions {THERE_ARE}" if last.sessions < most else f"{last.sessions:,} sessions"
     return f"a probe at {at} that is too short to decide with {had}"
 
 

@@ -50,7 +50,8 @@ class ProbeReading:
 
     ``short``: too few sessions for the number that were open, or so few that the queue may have grown only because the
     batch was filling; the probe is not used. ``correlated``: neighbouring parts of the run had so similar shares within
-    the limits that the queue changed more slowly than the run lasted. ``sessions``: those of the whole run.
+    the limits that the queue changed more slowly than the run lasted. ``sessions``: those of the whole run;
+    ``asked``: those asked for.
     ``invalid``: reasons why the run is INVALID although its requests did not fail, such as a late client; the probe is
     not used, since it does not describe the server. ``attainment``: share of counted requests that met the joint limits
     (1 if only percentiles are limited); ``met``: whether every requirement was met and the queue stayed bounded.
@@ -82,6 +83,7 @@ class ProbeReading:
     api_servers: float = 0.0
     caveats: tuple[str, ...] = ()
     met: bool = True
+    asked: int = 0
 
     @property
     def decides(self) -> bool:

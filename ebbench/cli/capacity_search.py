@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbench.analysis.api_server_load import ApiServerBusyError, left_out, runs_again
-from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
+from ebbench.capacity.drive import THERE_ARE, SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.cli.capacity_probes import RunProber, one_server
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
@@ -189,7 +189,12 @@ def _refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
         raise UsageError("; ".join(dict.fromkeys(outcome.refused for outcome in outcomes)))
     if not any(outcome.decided for outcome in outcomes):
         why = next((outcome.stopped for outcome in outcomes if outcome.stopped), "no probe was long enough")
-        raise RunError(f"no probe was usable ({why}); give more --num-prompts or a larger budget")
+        longer = (
+            "use a longer source, or --source profile"
+            if THERE_ARE in why
+            else "give more --num-prompts or a larger budget"
+        )
+        raise RunError(f"no probe was usable ({why}); {longer}")
 
 
 def _checked(question: CapacityQuestion) -> LatencyLimits:

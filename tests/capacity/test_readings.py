@@ -69,9 +69,10 @@ def test_a_probe_that_missed_the_limits_by_chance_does_not_stand_for_the_capacit
 def test_a_search_stops_where_longer_runs_cannot_be_had() -> None:
     """A data set whose texts are sent holds 60 sessions; each try at this load has the same."""
     search = SearchConfig(parse_limits(["ttft:300"], 0.95), False, sessions=100, seconds=0.0, precision=0.02, seed=0)
-    once = [at(7.0, sessions=200), at(10.0, short=True, sessions=60)]
+    once = [at(7.0, sessions=200), at(10.0, short=True, sessions=60, asked=100)]
     assert _too_short(search, once) == ""
-    again = _too_short(search, [*once, at(10.0, short=True, sessions=60)])
+    assert _too_short(search, [*once, at(10.0, short=True, sessions=60, asked=100)]) == "", "no more were asked for"
+    again = _too_short(search, [*once, at(10.0, short=True, sessions=60, asked=200)])
     assert again == "a probe at 10/s that is too short to decide with all 60 sessions that there are"
     assert "with 1,600 sessions" in _too_short(search, [*once, at(10.0, short=True, sessions=1600)])
     assert _too_short(search, [*once, at(10.0, sessions=60)]) == ""
