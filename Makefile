@@ -18,7 +18,7 @@ AGAIN = { \
 	echo "$$failed failed beside others:" && test $$failed -le $(MOST_AGAIN) && \
 	$(TEST)/bin/python -m pytest $(LAST_FAILED) -v; }
 
-.PHONY: run dev setup test tests unit fast vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving nightly
+.PHONY: run dev setup test tests unit fast vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving hostile nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -105,7 +105,7 @@ $(TEST)/.stamp: $(TEST)/.stamp-dev
 	touch $@
 
 # What is too long for every commit.
-nightly: fuzz vllm-tests vllm-next serving
+nightly: fuzz hostile vllm-tests vllm-next serving
 
 # Random scenes through vLLM's real scheduler under every policy (make fuzz SCENES=2000).
 SCENES ?= 1000
@@ -123,6 +123,11 @@ vllm-next: $(TEST)/.stamp
 # A mix of requests through real servers under the policies that make test leaves out, and without a prefix cache.
 serving: $(TEST)/.stamp
 	$(PYTEST) -m nightly
+
+# Hostile files of every kind that is read, each in a process with little time and memory (make hostile CASES=5000).
+CASES ?= 1000
+hostile: $(TEST)/.stamp-dev
+	PYTHONPATH=.:patches $(TEST)/bin/python -m tests.foreign.hostile --cases $(CASES)
 
 clean:
 	rm -rf $(RUN) $(TEST) runs site

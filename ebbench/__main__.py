@@ -6,12 +6,18 @@ while the command line loads.
 
 from __future__ import annotations
 
-import sys
+import os
+import resource
+from typing import NoReturn
+
+LEAST_ADDRESS_SPACE_MIB = 512
+"""With less, importing numpy can loop for ever: OpenBLAS asks for memory until it gets some."""
 
 
 def run() -> None:
     """Console entry of the distribution."""
     try:
+        _refuse_small_limit()
         from ebbench.termination import handle_signals, held
 
         handle_signals()
@@ -21,9 +27,27 @@ def run() -> None:
         with held():  # an import that is broken off may raise anything
             from ebbench.cli import main
     except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
-        sys.exit(130)
+        _end("interrupted", 130)
+    except MemoryError:
+        _end("not enough memory to start", 4)
+    except (ImportError, OSError, SystemError) as error:
+        _end(f"cannot start: {error}", 4)
     main.run()
+
+
+def _refuse_small_limit() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_MIB << 20:
+        _end(f"not enough memory: ulimit -v allows {limit >> 20} MiB, ebbench takes 2,048 MiB or more", 4)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """End at once: nothing has been done, and what is half imported may fail as it is cleaned up.
+
+    Python's own exit code for an error would be 1, which is the gate's for a regression.
+    """
+    os.write(2, f"error: {message}\n".encode())
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ import httpx
 
 from ebbench.errors import UsageError
 
-IDLE_LIMIT_S = 2.0
+IDLE_LIMIT_S = 1.5
 """A connection idle for longer is not used again: a request sent while the server closes it gets no response.
 
-uvicorn, and with it vLLM and SGLang, closes a connection that was idle for 5 s. The price is a new connection: a round
-trip, with TLS two.
+uvicorn, and with it vLLM and SGLang, closes a connection that was idle for 5 s, gunicorn one for 2 s. The price is a
+new connection: a round trip, with TLS two.
 """
 _STARVED_NS = 50_000_000  # shorter waits are no sign of a server without a free thread
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -175,7 +175,10 @@ class Connections(Generic[W]):
             self._expire_later()
 
     def lost(self, connection: W) -> None:
-        """Forget a connection that is closed."""
+        """Forget a connection that is closed. A server that closes one before its use wants none opened ahead."""
+        if connection in self._ahead:
+            self._ahead.remove(connection)
+            self.reserve = 0
         self._held.discard(connection)
         self.waiting.pop(connection, None)
 

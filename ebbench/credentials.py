@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from urllib.parse import quote
 
 KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
+HIDDEN = "[hidden]"
+LONG = 8  # characters; a shorter text is hidden as a whole word only, as it may be part of any word
+_LEAST_PART = 4  # characters of a secret at the end of a text that was cut
 
 
 def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     """The API key from the environment. It is not stored or logged, and sent to the server only."""
     return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
+
+
+def forms_of(values: Iterable[str]) -> tuple[str, ...]:
+    """The forms in which a server may repeat secret values, longest first.
+
+    Parts of a value count too where they are long enough for a secret: ``Basic dXNlcjpwYXNz``, ``session=4f3a1c2b9d``.
+    """
+    texts = {text for value in values for text in (value.strip(), *_parts(value)) if text}
+    forms = {
+        form
+        for text in texts
+        for form in (text, json.dumps(text)[1:-1], text.replace("/", "\\/"), quote(text, safe=""))
+    }
+    return tuple(sorted(forms, key=lambda form: (-len(form), form)))
+
+
+def redacted(text: str, hidden: tuple[str, ...]) -> str:
+    """``text`` without the texts of ``hidden``, which come from :func:`forms_of`; cut it afterwards, not before.
+
+    The beginning of one at the very end is hidden as well: the text may have been cut where it was received.
+    """
+    for secret in hidden:
+        whole = re.escape(secret)
+        text = re.sub(whole if len(secret) >= LONG else rf"(?<!\w){whole}(?!\w)", HIDDEN, text)
+    for secret in hidden:
+        for length in range(min(len(secret), len(text) + 1) - 1, _LEAST_PART - 1, -1):
+            if text.endswith(secret[:length]):
+                return text[:-length] + HIDDEN
+    return text
+
+
+def _parts(value: str) -> list[str]:
+    return [part for part in re.split(r"[\s;,=]+", value) if len(part) >= LONG]

@@ -174,6 +174,9 @@ def _ignore_signals() -> None:
 def finish() -> None:
     """The command has ended: signals change neither its exit code nor its output any more."""
     _signals.take()
+    # Python ends by SIGINT, not with the exit code, if a KeyboardInterrupt has ever left an exec(), as dataclasses use,
+    # handled since or not. The next exec() makes it forget that.
+    exec("")
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.distribution import QUANTILES, samples_needed
-from ebbench.analysis.metrics import Metrics, measure
+from ebbench.analysis.metrics import Metrics, latency_columns, measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
@@ -34,7 +35,7 @@ from ebbench.records.manifest import (
 )
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
-from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
+from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from vllm_eb.policy import PolicySpec
 
 
@@ -96,12 +97,14 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
     manifest = _manifest(context, result, clock, reasons, warnings)
     tables = {
         "plan": context.plan.table,
-        "requests": result.requests,
+        "requests": _with_latencies(result.requests, columns, context.slo),
         "steps": result.steps if result.step_parts is None else result.step_parts,
         "decisions": result.decisions,
     }
     if result.server_metrics is not None and result.server_metrics.num_rows:
         tables["server_metrics"] = result.server_metrics
+    summary = summary_of(Run(writer.path, manifest, tables), metrics, context.slo)
+    tables["summary"] = summary.to_table()
     try:
         run = writer.finish(manifest, tables)
     except NotStoredError:
@@ -110,7 +113,13 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
         raise NotStoredError(str(error), Run(writer.path, lost, whole)) from error
-    return run, summary_of(run, metrics, context.slo)
+    return run, replace(summary, run_dir=str(run.path), warnings=run.manifest.warnings)
+
+
+def _with_latencies(requests: pa.Table, columns: RequestColumns, slo: Slo) -> pa.Table:
+    for name, values in latency_columns(columns, slo).items():
+        requests = requests.append_column(REQUEST_LATENCIES.field(name), values)
+    return requests
 
 
 def _manifest(

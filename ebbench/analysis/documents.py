@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ebbench.untrusted import visible
+
 
 @dataclass(frozen=True)
 class MeanFigure:
@@ -117,7 +119,7 @@ def text(value: Value, column: Column, joint: str = " ") -> str:
     if value is None:
         return "–"
     if isinstance(value, str):
-        return value
+        return visible(value)
     if column.show is not None:
         return column.show(value)
     if column.kind == "change":

@@ -28,6 +28,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
 from ebbench.analysis.distribution import NS_PER_MS, Distribution
@@ -167,6 +168,22 @@ def tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
     later = rows & (columns.tokens_after_first > 0)
     span = (columns.last_token - columns.first_token)[later]
     return np.asarray(span / columns.tokens_after_first[later], np.float64)
+
+
+def latency_columns(columns: RequestColumns, slo: Slo) -> dict[str, pa.Array]:
+    """The columns of REQUEST_LATENCIES: one value per planned request, null where it is undefined."""
+    ok = columns.ok
+    later = ok & (columns.tokens_after_first > 0)
+    per_token_ns = np.zeros(len(ok))
+    per_token_ns[later] = tpot_ns(columns, ok)
+    spans_ns = {
+        "ttft_ms": (columns.first_token - columns.intended, ok),
+        "tpot_ms": (per_token_ns, later),
+        "e2el_ms": (columns.last_token - columns.intended, ok),
+    }
+    latencies = {name: pa.array(ns / NS_PER_MS, mask=~known) for name, (ns, known) in spans_ns.items()}
+    met = meets(columns, ok, slo) if slo else np.zeros(len(ok), np.bool_)
+    return latencies | {"in_limits": pa.array(met, mask=None if slo else np.ones(len(ok), np.bool_))}
 
 
 def itl_ns(columns: RequestColumns, rows: Mask) -> Ints:

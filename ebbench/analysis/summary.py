@@ -91,6 +91,24 @@ class Summary:
             | verdict
         )
 
+    def to_table(self) -> pa.Table:
+        """One row with the figures of :meth:`to_dict` under its keys, for Parquet: those of a steady window as
+        ``steady_...``, limits as ``limit_..._ms``, lists of texts as lists; undefined figures are null doubles."""
+        row = self.to_dict()
+        nested = {"steady": row.pop("steady"), "limit": row.pop("goodput_slo_ms")}
+        for prefix, figures in nested.items():
+            tail = "_ms" if prefix == "limit" else ""
+            row |= {f"{prefix}_{name}{tail}": value for name, value in (figures or {}).items()}
+        cells = {name: value for name, value in row.items() if not isinstance(value, dict) and name != "failures"}
+        return pa.table({name: pa.array([value], _column_type(value)) for name, value in cells.items()})
+
+
+def _column_type(value: Any) -> pa.DataType:
+    if isinstance(value, list | tuple):
+        return pa.list_(pa.string())
+    kinds = {bool: pa.bool_(), int: pa.int64(), str: pa.string()}
+    return kinds.get(type(value), pa.float64())
+
 
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
     """Summarise a whole run. ``slo`` None uses the limits of the run. Raises DataError for damaged files."""

@@ -46,15 +46,25 @@ class _Times:
         self.steps.append((key, self.round, seconds))
 
 
-def measure_steps(vllm: SteppedVllm, grid: ProbeGrid, pause: Callable[[], None] | None = None) -> Probed:
-    """Measure ``grid.repeats`` rounds. ``pause`` is called after each probe, while the engine is empty."""
+def measure_steps(
+    vllm: SteppedVllm,
+    grid: ProbeGrid,
+    pause: Callable[[], None] | None = None,
+    reached: Callable[[str, int, int], None] = lambda *_counts: None,
+) -> Probed:
+    """Measure ``grid.repeats`` rounds. ``pause`` is called after each probe, while the engine is empty.
+
+    ``reached`` is called before each probe with what is under way, the probes so far and all probes.
+    """
+    reached("warm-up", 0, 0)
     _warm_up(vllm, grid)
     times, order = _Times(), random.Random(0)
     probes = [partial(_prefill, vllm, times, x) for x in grid.tokens]
     probes += [partial(_with_decodes, vllm, times, grid, order, n, c) for n in grid.seqs for c in grid.contexts]
     for times.round in range(grid.repeats):
         order.shuffle(probes)
-        for probe in probes:
+        for place, probe in enumerate(probes):
+            reached("probes", times.round * len(probes) + place, grid.repeats * len(probes))
             probe()
             if pause is not None:
                 pause()

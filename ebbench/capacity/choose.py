@@ -92,15 +92,16 @@ def choose(
     tasks: Sequence[PlanTask],
     prices: Mapping[str, float],
     pool: Pool,
-    advance: Callable[[str], None] = lambda _text: None,
+    advance: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
 ) -> DeploymentChoice:
-    """Search the deployments. ``advance`` is called with a line of progress."""
+    """Search the deployments. ``advance`` is called with what is being done, how often it is done, and how often in
+    all."""
     state = _State()
     by_candidate = {task.candidate: task for task in tasks}
     bounds: list[Bound] = []
     for each in values(pool, bound, tasks):
         bounds.append(each)
-        advance(f"saturated rate of {len(bounds)} of {len(tasks)}")
+        advance("saturated rates", len(bounds), len(tasks))
     task = tasks[0]  # all have one load
     state.refused += [(each.candidate, each.refused) for each in bounds if each.refused]
     waiting = [each for each in bounds if not each.refused]
@@ -116,7 +117,9 @@ def choose(
                 jobs.append((by_candidate[each.candidate], each.first(task), most))
         for deployment in values(pool, _size, jobs):
             _take(state, deployment, prices)
-            advance(f"sized {len(state.found) + len(state.refused)}, left out {len(state.pruned)} of {len(tasks)}")
+            decided = len(state.found) + len(state.refused) + len(state.pruned)
+            advance("numbers of replicas", decided, len(tasks))
+    advance("complete simulations of the cheapest", 0, 0)
     kept = sorted(_kept(state), key=_rank)
     stressed, missed = _stressed(kept, by_candidate, prices, pool)
     state.refused += missed

@@ -287,11 +287,11 @@ def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) 
 
 
 def _print(found: Advice) -> None:
-    from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
     from ebbench.advice import sentences
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     question = found.question

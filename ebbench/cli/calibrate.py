@@ -47,7 +47,7 @@ def calibrate(
     tokens: Tokens = None,
     seqs: Seqs = None,
     contexts: Contexts = None,
-    repeats: Annotated[int, typer.Option(min=2, help="Rounds; each measures every point once.")] = 8,
+    repeats: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds; each measures every point once.")] = 8,
     check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0: no check.")] = 64,
     output_dir: Annotated[Path, typer.Option(help="Directory for profile and calibration.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -136,6 +136,8 @@ def _measure_virtual(
     from ebbench.devices import load_device
     from ebbench.engines import select_engine
     from ebbench.errors import UnknownNameError
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
 
     if engine not in ("sim", "emulated"):
         raise UnknownNameError("engine to calibrate", engine, ("sim", "emulated", "vllm"))
@@ -149,8 +151,9 @@ def _measure_virtual(
     grid = _fitting(grid, target.kv_capacity_tokens)
     chosen = select_engine(engine)[0]
     typer.echo(f"measuring {model} on {target.name}, engine {engine} ...", err=True)
-    measured = measure(chosen, target, grid, _source(model, target.name, engine))
-    return measured, target, check_prediction(chosen, target, measured, grid, check) if check else None
+    with shown(Console(stderr=True), Work("calibrate")):
+        measured = measure(chosen, target, grid, _source(model, target.name, engine))
+        return measured, target, check_prediction(chosen, target, measured, grid, check) if check else None
 
 
 def _refuse_vllm_options(engine: str, given: Sequence[str]) -> None:
@@ -173,6 +176,8 @@ def _measure_vllm(
     from ebbench.engines.model_folder import check_positions, check_servable
     from ebbench.engines.setup import unknown_device
     from ebbench.engines.vllm_command import check_vllm_options
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
 
     check_vllm_options(vllm_options)
     find_model(model)  # refused before minutes of measuring: the profile says what the model is
@@ -182,12 +187,15 @@ def _measure_vllm(
     fetched = "" if Path(model).exists() else ", fetched from the hub where it is not in the cache"
     typer.echo(f"loading {model} into vLLM on {target.name}{fetched} ...", err=True)
     began = time.monotonic()
-    vllm = start(model, grid, vllm_options)
+    messages = Console(stderr=True)
+    with shown(messages, Work(f"loading {model}")):
+        vllm = start(model, grid, vllm_options)
     start_s = time.monotonic() - began
     target = replace(target, kv_capacity_tokens=vllm.kv_tokens)
     grid = _fitting(grid, vllm.kv_tokens)
     runs = SteppedRuns.beside(grid, vllm, check) if check else None
-    probed = measure_steps(vllm, grid, runs.pause if runs else None)
+    with shown(messages, Work("calibrate", unit="probes")) as work:
+        probed = measure_steps(vllm, grid, runs.pause if runs else None, work.reached)
     measured = fit(
         cost_grid(grid, probed.seconds),
         _source(model, target.name, "vllm with --enforce-eager" if vllm.eager else "vllm"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,9 @@ from ebbench.cli.run_policies import RunConfig, measure, plan_of
 from ebbench.records.run import MANIFEST, Run, slug, unused
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
+    from ebbench.render.console import Console
     from vllm_eb.policy import PolicySpec
 
 
@@ -42,14 +41,15 @@ class RunProber:
         if (where / MANIFEST).exists() and (run := Run.load(where)).manifest.valid:
             return run
         settings = {"num_prompts": sessions, "max_concurrency": 1, "burstiness": None}
-        return self._run("saturated", settings, self.config.seed, unused(where))
+        return self._run("saturated", settings, self.config.seed, unused(where), "one at a time")
 
     def probe(self, load: float, sessions: int, seed: int) -> Run:
         """Run sessions at a load."""
         where = unused(self.folder / f"{slug(self.spec.name)}-{load:.6g}-seed{seed}")
         if self.by_concurrency:
-            return self._run("saturated", {"num_prompts": sessions, "max_concurrency": int(load)}, seed, where)
-        return self._run(self.scenario, {"num_prompts": sessions, "request_rate": load}, seed, where)
+            settings = {"num_prompts": sessions, "max_concurrency": int(load)}
+            return self._run("saturated", settings, seed, where, f"{load:.0f} open")
+        return self._run(self.scenario, {"num_prompts": sessions, "request_rate": load}, seed, where, f"{load:.4g}/s")
 
     def earlier(self) -> list[tuple[float, Run]]:
         """Finished probes of a stopped search, in the order in which they were made."""
@@ -65,12 +65,14 @@ class RunProber:
             return float(run.manifest.phases[0].max_concurrency)
         return float(run.manifest.facts["request_rate"])
 
-    def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path) -> Run:
+    def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path, load: str) -> Run:
         config = replace(
             self.config, scenario=scenario, plan_settings={**self.config.plan_settings, **settings}, seed=seed
         )
         plan = plan_of(config, seed, self.device, self.messages)
-        run = measure(config, plan, self.spec, self.device, self.engine, self.messages, where, self.spec.name)
+        run = measure(
+            config, plan, self.spec, self.device, self.engine, self.messages, where, f"{self.spec.name}, {load}"
+        )
         if run.manifest.interrupted:
             raise KeyboardInterrupt
         return run
@@ -84,6 +86,7 @@ def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
     started once too. Each run empties their prefix caches first. Raises what the start of a server raises.
     """
     from ebbench.engines.vllm import VllmEngine
+    from ebbench.render.live import Work, shown
 
     engine = prober.engine
     if not isinstance(engine, VllmEngine):
@@ -97,7 +100,10 @@ def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
         return lambda _waited_s: None
 
     begun = time.monotonic()
-    with engine.started(prober.spec, prober.device, prober.config.options, progress) as server:
+    with ExitStack() as stack:
+        with shown(prober.messages, Work(f"{prober.spec.name}, waiting for the server"), quiet=quiet):
+            start = engine.started(prober.spec, prober.device, prober.config.options, progress)
+            server = stack.enter_context(start)
         if not quiet:
             line = f"{prober.spec.name}: ready after {time.monotonic() - begun:.0f} s"
             prober.messages.print(line, markup=False, soft_wrap=True)

@@ -26,14 +26,13 @@ from ebbench.records.lock import sole_use
 from ebbench.records.run import default_run_dir
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.capacity.probe import ProbeReading
     from ebbench.capacity.search_types import Estimate
     from ebbench.cli.client_flags import ClientFlags
     from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags
     from ebbench.devices.base import Device
+    from ebbench.render.console import Console
     from vllm_eb.policy import PolicySpec
 
 SETTINGS = "capacity.json"
@@ -84,9 +83,8 @@ class CapacityQuestion:
 
 def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from rich.console import Console
-
     from ebbench.capacity import chart
+    from ebbench.render.console import Console
 
     messages = Console(stderr=True, highlight=False)
     limits = _checked(question)
@@ -238,7 +236,8 @@ def _template(question: CapacityQuestion, limits: LatencyLimits, policies: list[
         slo=limits.slo,
         output_dir=None,
         save_as_vllm=None,
-        quiet=True,
+        quiet=question.quiet,
+        brief=True,
         client=question.client,
         cluster=question.cluster,
         vllm_options=question.vllm_options,
@@ -308,9 +307,8 @@ def _show(
     api_servers_left_out: int, *, as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Store the results beside the probes, then print or draw them."""
-    from rich.console import Console
-
     from ebbench.capacity import result_rows, sentences
+    from ebbench.render.console import Console
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
 

@@ -32,16 +32,24 @@ def client_check(
     if not (0 < rate < inf and 0 < seconds < inf and max_streams >= 1):
         raise UsageError("--rate, --seconds and --max-streams must be positive")
     streams = sorted({n for n in LEVELS if n < max_streams} | {max_streams})
-    levels = []
-    for level in measure_levels(rate, seconds, workers, streams):
-        levels.append(level)
-        if not as_json:
-            typer.echo(_progress(level), err=True)
+    levels: list[LoadLevel] = []
+    refused = ""
+    try:
+        for level in measure_levels(rate, seconds, workers, streams):
+            levels.append(level)
+            if not as_json:
+                typer.echo(_progress(level), err=True)
+    except UsageError as error:  # more streams than this process may have open files
+        if not levels:
+            raise
+        refused = str(error)
     if as_json:
-        document = {"rungs": [asdict(r) for r in levels], "trustworthy_up_to": _limit(levels)}
+        document = {"rungs": [asdict(r) for r in levels], "trustworthy_up_to": _limit(levels), "refused": refused}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
         _print(levels)
+        if refused:
+            typer.echo(f"More was not tried: {refused}")
 
 
 def _progress(level: LoadLevel) -> str:
@@ -55,8 +63,9 @@ def _limit(levels: list[LoadLevel]) -> dict[str, float] | None:
 
 
 def _print(levels: list[LoadLevel]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     headings = ("streams", "tokens/s", "CPU/token", "send lag", "loop lag", "TTFT error p50", "p99", "server late")

@@ -153,7 +153,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _headers(pairs: Sequence[str]) -> dict[str, str]:
-    headers = {}
+    headers: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():

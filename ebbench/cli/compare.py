@@ -43,7 +43,7 @@ def compare(
         found_as = comparison.plain if style == "csv" else comparison.document
         sys.stdout.write(written(found_as(found), style))
         return
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     console.print(comparison.console(found, console.width))

@@ -31,8 +31,7 @@ def list_command(as_json: JsonFlag = False) -> None:
     if as_json:
         typer.echo(json.dumps({"devices": devices, "models": models}))
         return
-    from rich.console import Console
-
+    from ebbench.render.console import Console
     from ebbench.render.devices import listing
 
     console = Console(highlight=False)
@@ -106,8 +105,7 @@ def show(
 
 
 def _print(facts: DeviceFacts) -> None:
-    from rich.console import Console
-
+    from ebbench.render.console import Console
     from ebbench.render.devices import page
 
     console = Console(highlight=False)

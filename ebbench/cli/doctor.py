@@ -208,7 +208,7 @@ def _gpus() -> list[CheckResult]:
 
 
 def _print(findings: list[CheckResult], extras: list[CheckResult], engines: dict[str, str]) -> None:
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     console.print(_table(findings))

@@ -87,10 +87,10 @@ def fake_server(
 
 
 def _list_faults() -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from ebbench.fakeserver.faults import KINDS
+    from ebbench.render.console import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("fault", no_wrap=True)

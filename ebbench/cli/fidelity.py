@@ -54,7 +54,7 @@ def fidelity(
         typer.Option(help="Fit this device's three constants and print them for its profile, instead of a report."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed of the request plans.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Seeds of table 3, over which means are taken.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds of table 3, over which means are taken.")] = 3,
     runs: Annotated[
         Path, typer.Option("--runs", help="Directory of stored runs, shared with `ebbench tables`.")
     ] = Path("runs/papers"),

@@ -13,6 +13,7 @@ import typer
 
 from ebbench.cli.options import grouped, opt
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
+from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.analysis.gate.units import GateUnit
@@ -242,44 +243,55 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
     from ebbench.records.lock import sole_use
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
 
     rules = question.rules
     if question.baseline.resolve() == question.candidate.resolve():
         raise UsageError(f"both sides would store their runs in {question.baseline}; give each a directory of its own")
     least = pairs_needed(rules, len(rules.gated))
 
+    most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
+    work = Work("gate", most, "pairs", at_most=rules.sequential)
+
+    def tell(line: str) -> None:
+        if not work.doing:
+            _say(f"measuring {'at most ' * rules.sequential}{most} pairs")
+        work.doing = line
+        _say(line)
+
     def decided(pairs: int) -> bool:
+        work.done = pairs
         if not rules.sequential or pairs < least:
             return False
         verdict = question.judged(with_detectable=False)
-        going_on = ", continuing" + (f": {verdict.cause}" if verdict.cause else "")
-        _say(f"after {pairs} pairs: {verdict.outcome}{going_on if verdict.outcome == 'inconclusive' else ''}")
+        cause = f": {verdict.cause}" if verdict.cause else ""
+        goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
+        _say(f"after {pairs} pairs: {verdict.outcome}{goes_on}")
         return verdict.outcome != "inconclusive"
 
     sides = (
         Side(question.baseline, wanted.baseline_command or ""),
         Side(question.candidate, wanted.candidate_command or ""),
     )
-    most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
     check = question.check_stored
-    with sole_use(question.baseline), sole_use(question.candidate):
-        measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=_say, check=check, decided=decided)
+    with sole_use(question.baseline), sole_use(question.candidate), shown(Console(stderr=True), work):
+        measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=tell, check=check, decided=decided)
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    typer.echo(visible(line), err=True)
 
 
 def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
-    from rich.console import Console
-
+    from ebbench.render.console import Console
     from ebbench.report import verdicts
 
     if wanted.as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
     else:
         Console(highlight=False).print(verdicts.console(verdict))
-    _write(verdicts.junit(verdict), verdicts.markdown(verdict), wanted)
+    _write(verdicts.junit(verdict), verdicts.summary(verdict), wanted)
     return verdicts.EXIT_CODES[verdict.outcome]
 
 
@@ -287,7 +299,7 @@ def _tell_error(error: EbbenchError, wanted: VerdictFlags) -> None:
     """Write the error that prevented a verdict to the files that a CI service reads."""
     from ebbench.report import verdicts
 
-    _write(verdicts.junit_of_error(str(error)), verdicts.markdown_of_error(str(error), error.exit_code), wanted)
+    _write(verdicts.junit_of_error(str(error)), verdicts.summary_of_error(str(error), error.exit_code), wanted)
 
 
 def _write(junit: bytes, markdown: str, wanted: VerdictFlags) -> None:

@@ -135,7 +135,10 @@ def _as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Thresh
         "t_reliable": found.t_reliable,
         "untested": found.untested,
         "tests": None if found.tests is None else asdict(found.tests) | {"verdict": found.tests.verdict},
-        "fits": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},
+        "fits": {
+            name: None if fit is None else {"p0": fit.p0, "eta": fit.eta, "mean": fit.mean, "samples": fit.samples}
+            for name, fit in fits.items()
+        },
         "thresholds": {name: None if one is None else asdict(one) for name, one in thresholds.items()},
         "t": found.t.tolist(),
         "h": found.h.tolist(),
@@ -144,8 +147,9 @@ def _as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Thresh
 
 
 def _print(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     console.print(f"{lengths.name}: {found.samples:,} responses ({lengths.source})", markup=False, style="bold")

@@ -18,8 +18,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ebbench.cli.options import Command, ShownWhole, refuse_repeats
-from ebbench.errors import EbbenchError
+from ebbench.cli.surroundings import refusal
+from ebbench.errors import EbbenchError, UsageError
 from ebbench.termination import finish, held, received
+from ebbench.untrusted import visible
 
 
 class CommandEntry(NamedTuple):
@@ -76,6 +78,11 @@ CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 """Base class of click's errors, taken from typer, which may bundle click under another name."""
 HUNG_UP = 141
 """The reader of the output closed it (``| head``): the exit code that a shell reports for SIGPIPE."""
+_NO_MEMORY = (
+    "failed to map segment", "Cannot allocate memory", "can't start new thread", "Failed to launch worker thread",
+    "pthread_create failed", "bad allocation", "std::bad_alloc",
+)  # fmt: skip
+"""How the dynamic linker, Python, Arrow and libraries in C++ say that there is too little memory."""
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 
@@ -151,7 +158,11 @@ def run() -> None:
     """Run the command line of this process."""
     _open_standard_streams()
     try:
+        if refused := refusal(sys.argv[1:]):
+            sys.exit(_complain(refused, UsageError.exit_code))
         app(prog_name="ebbench")
+    except KeyboardInterrupt:  # before a command was found
+        sys.exit(_complain("interrupted", INTERRUPTED))
     finally:
         finish()
 
@@ -234,6 +245,8 @@ def _exit_code_of(error: Exception, *, interrupted: bool) -> int:
 
     if isinstance(error, GivenValueError):
         return _complain(str(error), 2)
+    if any(sign in str(error) for sign in _NO_MEMORY):
+        return _complain(_memory_message(MemoryError(str(error).splitlines()[0])), EbbenchError.exit_code)
     if not isinstance(error, CLICK_ERROR):
         what = f"interrupted ({type(error).__name__}: {error})"
         return _complain(what, INTERRUPTED) if interrupted else _crashed()
@@ -286,7 +299,12 @@ def _usage_message(error: Any) -> str:
     return f"{message}{stop} See `{context.command_path} --help`."
 
 
+_LONGEST = 2000
+"""Characters up to which a message is shown as a whole: it may quote a value of megabytes."""
+
+
 def _complain(message: str, code: int) -> int:
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(message, err=True)
+    shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} ... {message[-500:]}"
+    typer.echo(visible(shown, lines=True), err=True)
     return code

@@ -26,17 +26,15 @@ def with_progress(
     missing = store.missing(cells, whole=whole)
     if not missing:
         return
-    from rich.console import Console
-    from rich.progress import Progress
-
     from ebbench.errors import InterruptedRunError
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
     from ebbench.runs.drive import run_missing
 
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task(f"{label}: {len(missing)} runs", total=len(missing))
+    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
 
         def done(_cell: Cell) -> None:
-            bar.advance(task)
+            work.done += 1
 
         try:
             run_missing(missing, store, workers=workers, whole=whole, done=done)

@@ -108,8 +108,6 @@ def plan(
     import json
     import sys
 
-    from rich.console import Console
-
     from ebbench.analysis.api_server_load import runs_again
     from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
@@ -118,6 +116,8 @@ def plan(
     from ebbench.cli.plan_tasks import arrivals_note, tasks_of, with_api_server
     from ebbench.devices.apiserver import only_if_busy
     from ebbench.errors import UsageError
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
     from ebbench.runs.pool import pool_of
 
     if output.plot is not None:
@@ -127,15 +127,14 @@ def plan(
     plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
     pool = pool_of(output.workers, len(tasks))
     messages = Console(stderr=True, highlight=False)
-    with messages.status("") as status:
-        say = (lambda _text: None) if output.quiet else status.update
-        found = choose(tasks, prices, pool, say)
+    with shown(messages, Work("plan", unit="candidates"), quiet=output.quiet) as work:
+        found = choose(tasks, prices, pool, work.reached)
         busy = plan_sentences.api_servers_left_out(found, tasks[0])
         if busy is not None and only_if_busy(choice.api_server, choice.api_server_count):
             if not output.quiet:
                 messages.print(f"Per replica: {runs_again(busy)}", markup=False, soft_wrap=True)
             tasks = with_api_server(tasks)
-            found = choose(tasks, prices, pool, say)
+            found = choose(tasks, prices, pool, work.reached)
     if found.refused and all(reason.startswith(MISSED_ALONE) for _, reason in found.refused) and not found.found:
         candidate, reason = found.refused[0]
         raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {reason}")

@@ -21,8 +21,9 @@ def list_policies(as_json: Annotated[bool, typer.Option("--json", help="One JSON
     if as_json:
         typer.echo(json.dumps([{"name": name, "description": text} for name, text in descriptions().items()]))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
@@ -60,8 +61,9 @@ def show_policy(
             )
         )
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     console.print(f"{spec.name}: {spec.description}", markup=False, soft_wrap=True)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.errors import UnknownNameError
+from ebbench.untrusted import csv_cell, visible
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from rich.console import Console
+
+    from ebbench.render.console import Console
 
 FORMATS = ("table", "csv", "json", "parquet")
 
@@ -106,8 +108,9 @@ def _csv(result: pa.Table) -> str:
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(result.column_names)
-    writer.writerows([["" if value is None else value for value in row.values()] for row in result.to_pylist()])
+    writer.writerow(map(csv_cell, result.column_names))
+    for row in result.to_pylist():
+        writer.writerow(["" if value is None else csv_cell(value) for value in row.values()])
     return text.getvalue()
 
 
@@ -119,7 +122,7 @@ _LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one bel
 def _table(result: pa.Table) -> str:
     import io
 
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     text = io.StringIO()
     _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
@@ -128,9 +131,10 @@ def _table(result: pa.Table) -> str:
 
 def _print(result: pa.Table, console: Console | None = None) -> None:
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     console = console or Console(highlight=False)
     if result.num_columns * _LEAST_WIDTH > console.width:
@@ -157,4 +161,4 @@ def _print_rows(result: pa.Table, console: Console) -> None:
 def _text(value: object) -> str:
     if value is None:
         return "–"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else visible(str(value))

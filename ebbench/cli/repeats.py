@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from ebbench.analysis.summary import Summary
 
 AUTO = "auto"
-FEWEST = 2
-"""Least number of repeats before a decision."""
+FEWEST, MOST = 2, 10_000
+"""Least number of repeats before a decision, and the most that are run: beyond some hundred, nothing changes."""
 
 
 def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
@@ -20,15 +20,15 @@ def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
     if text.strip() == AUTO:
         if policies < 2:
             raise UsageError("--repeats auto stops when it is clear which policy is better; give two --policy or more")
-        if most < FEWEST:
-            raise UsageError(f"--max-repeats must be at least {FEWEST}, not {most}")
+        if not FEWEST <= most <= MOST:
+            raise UsageError(f"--max-repeats must be at least {FEWEST} and at most {MOST:,}, not {most:,}")
         return most, True
     try:
         count = int(text)
     except ValueError:
         raise UsageError(f"--repeats takes a number or {AUTO}, not {text!r}") from None
-    if count < 1:
-        raise UsageError(f"--repeats must be at least 1, not {count}")
+    if not 1 <= count <= MOST:
+        raise UsageError(f"--repeats must be at least 1 and at most {MOST:,}, not {count:,}")
     return count, False
 
 

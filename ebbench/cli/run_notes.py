@@ -8,11 +8,10 @@ from ebbench.cli.repeats import beforehand
 from ebbench.engines.setup import is_server
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.cli.run_policies import RunConfig
     from ebbench.engines.base import Engine
     from ebbench.records.plan import Plan
+    from ebbench.render.console import Console
 
 
 def announce(config: RunConfig, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:

@@ -26,8 +26,6 @@ from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir,
 from ebbench.termination import held
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.analysis.explain import Explanation
     from ebbench.analysis.slo import Slo
     from ebbench.analysis.summary import Summary
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine, EngineOptions, EngineResult, Progress
     from ebbench.records.plan import Plan
+    from ebbench.render.console import Console
     from ebbench.runs.cell import Cell
     from vllm_eb.policy import PolicySpec
 
@@ -65,6 +64,7 @@ class RunConfig:
     until_clear: bool = False  # stop before ``repeats`` if more would not help
     calibration: Path | None = None
     price_per_hour: float | None = None
+    brief: bool = False  # one of many runs, of which only long ones are shown
     api_server_if_busy: bool = False  # simulate again with vLLM's API server if a run would keep it busy
 
     def with_api_server(self) -> RunConfig:
@@ -105,7 +105,7 @@ class _Done:
 
 def run_policies(config: RunConfig, *, as_json: bool) -> None:
     """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     messages = Console(stderr=True, highlight=False)
     _check(config)
@@ -250,6 +250,9 @@ def _run_one(
 ) -> None:
     seed = int(plan.facts.get("seed", config.seed))
     label = spec.name if config.repeats == 1 else f"{spec.name} seed {seed}"
+    runs = config.repeats * len(config.policies)
+    if runs > 1:
+        label += f", run {len(done.summaries) + 1} of {'at most ' * config.until_clear}{runs}"
     with held():  # what was measured is in ``done`` before a signal ends the command
         try:
             stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
@@ -326,7 +329,8 @@ def measure(
             begin(writer, context)
             engine = journalled(engine, writer)
         engine = with_step_parts(engine)
-        with reporter(messages, label, len(plan), quiet=config.quiet) as observer:
+        known = plan.release_for_s is None
+        with reporter(messages, label, len(plan), quiet=config.quiet, brief=config.brief, known=known) as observer:
             plan, result = run_plan(engine, plan, spec, device, config.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
         return conclude(writer, replace(context, plan=plan), result)
@@ -381,8 +385,7 @@ def _show(config: RunConfig, done: _Done, *, as_json: bool) -> None:
         merged = [row[0] if config.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
     elif cases:
-        from rich.console import Console
-
+        from ebbench.render.console import Console
         from ebbench.render.report import print_report
 
         print_report(Console(highlight=False), cases, all_percentiles=config.all_percentiles)

@@ -17,13 +17,12 @@ import numpy as np
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.capacity.drive import SearchOutcome
     from ebbench.cli.run_policies import RunConfig
     from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
+    from ebbench.render.console import Console
 
 BUDGET_S = 600.0
 """Longest measurement in real time."""
@@ -147,7 +146,7 @@ def _measured(
         per_open=_PER_OPEN,
     )
     first = config.policies[0]
-    probing = replace(config, policies=[first], plan_settings=_without_load(config), slo=Slo(), quiet=True)
+    probing = replace(config, policies=[first], plan_settings=_without_load(config), slo=Slo(), brief=True)
     prober = RunProber(probing, "saturated", True, first, device, engine, messages, folder)
     try:
         with one_server(prober, quiet=config.quiet) as kept:

@@ -35,8 +35,9 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
         rows = [{"name": spec.name, "loop": spec.loop, "description": spec.description} for spec in specs]
         typer.echo(json.dumps(rows))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("scenario", no_wrap=True)
@@ -95,8 +96,9 @@ def _laid_out(
 
 
 def _print(spec: ScenarioSpec, arrivals: dict[str, float] | None) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     console = Console(highlight=False)
     console.print(f"{spec.name}: {spec.description}", markup=False)

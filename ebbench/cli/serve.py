@@ -79,7 +79,7 @@ def serve(
     """
     from ebbench.child import run_supervised
     from ebbench.engines.server_log import explain
-    from ebbench.engines.vllm_command import executable_line, plain_line
+    from ebbench.engines.vllm_command import executable_line, import_path, plain_line
 
     if emulated.slow_motion != 1.0 and emulated.emulate is None:
         raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")
@@ -88,7 +88,7 @@ def serve(
     typer.echo(plain_line(serving), err=not print_only)
     if print_only:
         return
-    environment = {**os.environ, "PYTHONPATH": _python_path()}
+    environment = {**os.environ, "PYTHONPATH": import_path(serving.policy)}
     status, errors = run_supervised(executable_line(serving), GRACE_S, shows_errors=True, env=environment)
     if status:
         reason = explain(errors) or "see its output above"
@@ -122,11 +122,3 @@ def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags
         extra=extra,
         emulation=Emulation(emulated.emulate, device_model, emulated.slow_motion) if emulated.emulate else None,
     )
-
-
-def _python_path() -> str:
-    """PYTHONPATH with which the server finds the plugin, also when ebbench runs from a checkout."""
-    from ebbench.engines.vllm_command import plugin_roots
-
-    inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([*plugin_roots(), *([inherited] if inherited else [])])

@@ -11,6 +11,7 @@ import typer
 
 from ebbench.cli.formats import Format, check_format, written
 from ebbench.cli.options import AllPercentiles, GoodputCommand
+from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.errors import DataError
@@ -44,12 +45,11 @@ def show(
             + "\n"
         )
         return _finish(damaged)
-    from rich.console import Console
-
     from ebbench.analysis.compare.cases import cases_of
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render import report
+    from ebbench.render.console import Console
 
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
@@ -79,7 +79,7 @@ def _load(paths: list[Path]) -> tuple[list[Run], list[DataError]]:
 
 def _finish(damaged: list[DataError]) -> None:
     for error in damaged:
-        typer.echo(f"left out: {error}", err=True)
+        typer.echo(visible(f"left out: {error}"), err=True)
     if damaged:
         raise typer.Exit(damaged[0].exit_code)
 

@@ -14,8 +14,7 @@ from ebbench.cli.options import grouped
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from ebbench.render.console import Console
     from ebbench.runs.pool import Pool
     from ebbench.sweep.drive import Result
     from ebbench.sweep.spec import Sweep
@@ -72,9 +71,8 @@ def sweep(
     A stopped or killed sweep continues where it was: finished cells are not run again, without --fresh. A cell that
     fails is reported, the others continue, and the next call tries it again. Cells on a server's URL run one at a time.
     """
-    from rich.console import Console
-
     from ebbench.records.run import slug
+    from ebbench.render.console import Console
     from ebbench.sweep import show
     from ebbench.sweep.checks import trace_notes
     from ebbench.sweep.drive import run_sweep

@@ -244,7 +244,7 @@ def rendered(document: Document, style: str, *, width: int | None = None) -> str
         return paper_tables.as_html(document)
     if style == "csv":
         return paper_tables.as_csv(document)
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     console = Console(highlight=False, width=width)
     with console.capture() as capture:

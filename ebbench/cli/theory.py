@@ -291,8 +291,9 @@ def _show(title: str, values: Mapping[str, Value], as_json: bool) -> None:
 
         typer.echo(json.dumps(values, allow_nan=False))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from ebbench.render.console import Console
 
     table = Table("symbol", "value", "meaning", title=title, title_justify="left")
     for name, value in values.items():

@@ -21,9 +21,8 @@ from ebbench.validation.question import ValidationQuestion
 from ebbench.validation.schedule import TimeBudget
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ebbench.analysis.documents import Document
+    from ebbench.render.console import Console
 
 QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
 
@@ -33,7 +32,7 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 
     Raises UsageError, RunError, InterruptedRunError.
     """
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     messages = Console(stderr=True, highlight=False)
     _open_folder(question, folder)
@@ -44,9 +43,9 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 def _run_validation(
     question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
 ) -> str:
-    from rich.console import Console
-
     from ebbench.export.markdown import as_markdown
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
 
     call = Call(sys.argv[1:], wall_clock_ns())
 
@@ -58,7 +57,8 @@ def _run_validation(
     for line in announce(question, folder, max_time_s):
         say(line)
     try:
-        outcomes = validate(question, folder, TimeBudget(max_time_s), say)
+        with shown(messages, Work("validate"), quiet=quiet) as work:
+            outcomes = validate(question, folder, TimeBudget(max_time_s), say, work.reached)
     except KeyboardInterrupt:
         raise InterruptedRunError(
             f"interrupted; measurements are kept in {folder}; the same command continues"

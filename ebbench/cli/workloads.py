@@ -38,7 +38,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    from rich.console import Console
+    from ebbench.render.console import Console
 
     table = _table("workload", "kind", "sessions", "description")
     for row in rows:
@@ -121,9 +121,8 @@ def fit(
 
 
 def _print(name: str, found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from ebbench.cli.workloads_log import print_recognised, print_traffic
+    from ebbench.render.console import Console
     from ebbench.workloads.trace import time_note
 
     facts = found["facts"]

@@ -106,7 +106,7 @@ def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int,
         return "aborted", f"{ended} after {len(streamed.times_ns)} messages"
     if count is None:
         if odd := streamed.counts().odd.get("completion_tokens"):
-            return "bad_usage", f"the server reported {odd} completion_tokens, which is no number of tokens"
+            return "bad_usage", f"the server reported {odd} completion_tokens, which is no possible number of tokens"
         return "no_usage", "the server reported no usage: the number of tokens is unknown"
     if count == 0 or not streamed.times_ns:
         return "empty_output", f"{count} tokens in {len(streamed.times_ns)} messages"

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
-from ebbench.credentials import api_key
+from ebbench.credentials import api_key, forms_of
 from ebbench.errors import UsageError
 
 Endpoint = Literal["completions", "chat"]
 Connecting = Literal["ahead", "on-demand", "per-request"]
-_SHORTEST_SECRET = 8
 _NOT_A_LIMIT = ("model", "prompt", "messages", "stream", "stream_options")
 
 
@@ -102,14 +101,6 @@ def spacing_ns(options: ClientOptions) -> int:
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Texts that must not appear in output: the API key and header values that are long enough to be one."""
+    """The API key and the values of headers, which :func:`ebbench.credentials.redacted` removes from output."""
     key = api_key(environ)
-    long = [value for value in options.headers.values() if len(value) >= _SHORTEST_SECRET]
-    return (key, *long) if key else tuple(long)
-
-
-def redacted(text: str, hidden: tuple[str, ...]) -> str:
-    """``text`` with every occurrence of ``hidden`` replaced: a server may repeat the key in an error message."""
-    for secret in hidden:
-        text = text.replace(secret, "[hidden]")
-    return text
+    return forms_of(([key] if key else []) + list(options.headers.values()))

@@ -42,6 +42,7 @@ class StreamedResponse:
         "_chat",
         "_counts",
         "_decode",
+        "_named",
         "_splitter",
         "_stray",
         "_texts",
@@ -81,6 +82,7 @@ class StreamedResponse:
         self.sent_ns = self.first_byte_ns = self.first_answer_ns = self.last_ns = self.end_ns = 0
         self.thinking_messages = 0
         self.models: list[str] = []
+        self._named: Any = None
         self.finish_reason: str | None = None
         self.usage: Any = None
         self.error_class: str | None = None
@@ -171,8 +173,8 @@ class StreamedResponse:
         except (msgspec.DecodeError, UnicodeDecodeError):
             if (message := self._unusual(data, now_ns)) is None:
                 return
-        if isinstance(message.model, str) and message.model[:LONGEST_MODEL] != self.model:
-            self.models[MOST_MODELS - 1 :] = [message.model[:LONGEST_MODEL]]
+        if message.model != self._named:
+            self._name(message.model)
         choices = message.choices
         if choices:
             choice = choices[0]
@@ -183,7 +185,9 @@ class StreamedResponse:
                 if not text:
                     self.empty.append(len(self.times_ns))
                 else:
-                    self._add_letters(len(text))
+                    if not self.letters:
+                        self.first_letters = len(text)
+                    self.letters += len(text)
                     if self._texts is not None:
                         self._texts.append(text)
                 self.times_ns.append(now_ns)
@@ -198,6 +202,12 @@ class StreamedResponse:
         elif not choices:
             self._without_choices(data)
 
+    def _name(self, model: Any) -> None:
+        """Keep the model that a message names, if it is another than before."""
+        self._named = model
+        if isinstance(model, str) and model[:LONGEST_MODEL] != self.model:
+            self.models[MOST_MODELS - 1 :] = [model[:LONGEST_MODEL]]
+
     def _chat_choice(self, choice: ChatChoice, now_ns: int) -> None:
         delta = choice.delta or _NO_DELTA
         thought = delta.reasoning or delta.reasoning_content
@@ -208,7 +218,9 @@ class StreamedResponse:
         elif self.thinking_messages and not self.first_answer_ns and (text or called):
             self.first_answer_ns = now_ns
         if text:
-            self._add_letters(len(text))
+            if not self.letters:
+                self.first_letters = len(text)
+            self.letters += len(text)
         elif not called:
             if delta.role is not None and not choice.finish_reason:
                 return  # carries the role only, no token
@@ -216,11 +228,6 @@ class StreamedResponse:
         self.times_ns.append(now_ns)
         if delta.content and self._texts is not None:  # later turns repeat answers, not thinking
             self._texts.append(delta.content)
-
-    def _add_letters(self, letters: int) -> None:
-        self.letters += letters
-        if not self.first_letters:
-            self.first_letters = letters
 
     def _count(self, usage: Any) -> None:
         self.usage, self._counts = usage, None

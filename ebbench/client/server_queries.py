@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.options import ClientOptions, secrets
 from ebbench.client.server_numbers import whole_number
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
 from ebbench.connections import tls_context
-from ebbench.credentials import KEY_VARIABLES, api_key
+from ebbench.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.errors import RunError, UsageError
 from ebbench.queries import Answer, AnswerTooLargeError, ask, one_off_limits
 
@@ -29,6 +29,7 @@ RESET_PATHS = ("reset_prefix_cache", "flush_cache")
 """Paths that empty a prefix cache: of vLLM, which needs VLLM_SERVER_DEV_MODE=1, and of SGLang."""
 LONGEST_VERSION = 80
 """Characters of a server's version that are kept."""
+_NO_SERVER = "is the server running there?"
 MADE_UP = "ebbench-fake-server"
 """What ebbench's fake server names as the owner of its models."""
 
@@ -107,7 +108,8 @@ class ServerQueries:
                 if state.despite is not None and await self._completes():
                     self.notes.append(f"{state.despite}; a request for one token was answered, so the run went on.")
                     return
-                cause = await self._cause() or "is the server running there?"
+                answers = state.waiting.startswith("/health answers")
+                cause = "a longer --ready-timeout may help" if answers else await self._cause() or _NO_SERVER
                 after = f"is not ready after {self._options.ready_timeout_s:g} s"
                 raise RunError(f"{self._server} {after}: {state.waiting}; {cause}")
             await asyncio.sleep(0.2)
@@ -293,7 +295,9 @@ def _refusal(answer: Answer) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
+    """The beginning of a server's words, without characters that a terminal would obey."""
+    shown = text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -138,7 +138,7 @@ def _parts(content: Any, kind: str) -> str | None:
 
 def _finish(choice: Mapping[str, Any]) -> str | None:
     reason = choice.get("finish_reason")
-    return reason if isinstance(reason, str) else str(reason) if reason else None
+    return _text(reason if isinstance(reason, str) else str(reason)) if reason else None
 
 
 def _text(value: Any) -> str | None:
@@ -162,7 +162,7 @@ def failure_in(document: Mapping[str, Any]) -> bool:
 def reason_in(error: Any) -> str:
     """What a server says about a failure: its message if there is one, else all of it as text."""
     if isinstance(error, str):
-        return error
+        return _text(error) or ""
     if isinstance(error, Mapping):
         for name in _REASON_FIELDS:
             if said := error.get(name):

@@ -103,11 +103,9 @@ def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
 
 
 def _odd_warning(name: str, odd: OddNumber) -> str:
-    treated = "these requests failed" if name == "completion_tokens" else "left out"
-    return (
-        f"{odd.answers} answers had a {name} in their usage that is no number of tokens, the first one {odd.first}: "
-        f"{treated}"
-    )
+    treated = "failed" if name == "completion_tokens" else "left out"
+    answers = "1 answer" if odd.answers == 1 else f"{odd.answers:,} answers, the first"
+    return f"{name} in the usage of {answers} is no possible number of tokens ({odd.first}): {treated}"
 
 
 def token_time_warning(requests: pa.Table) -> str | None:

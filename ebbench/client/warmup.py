@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Mapping
 
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.options import ClientOptions, secrets
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
 from ebbench.config.server_url import ServerUrl
+from ebbench.credentials import redacted
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
 
@@ -33,7 +34,7 @@ async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions
         responses = await asyncio.gather(*(one(number) for number in range(options.warmup)))
     failed = [a for a in responses if a.error_class is not None]
     if len(failed) == len(responses):
-        body = redacted(failed[0].error_body[:200], secrets(options, environ))
+        body = redacted(failed[0].error_body, secrets(options, environ))[:200]
         raise RunError(f"every warm-up request failed ({failed[0].error_class}: {body})")
 
 

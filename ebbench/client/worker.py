@@ -23,12 +23,13 @@ from ebbench.client.messages import (
     send,
 )
 from ebbench.client.open_session import OpenSession
-from ebbench.client.options import redacted, secrets
+from ebbench.client.options import secrets
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
+from ebbench.credentials import redacted
 
 _ODD_CHARACTERS = 40  # of a value that is no number, as a warning repeats it
 _REPORT_EVERY_S, _REPORT_AT = 0.2, 64
@@ -251,17 +252,20 @@ class Worker:
             output_tokens=verdict.output_tokens,
             prompt_tokens=counts.prompt,
             cached_tokens=counts.cached,
-            finish_reason=streamed.finish_reason,
+            finish_reason=self._redacted(streamed.finish_reason),
             error_class=verdict.error_class,
             error_body=redacted(body, self._secrets)[:BODY_LIMIT] if body is not None else None,
             http_status=streamed.status,
-            text=streamed.text if self._assignment.options.keep_text else None,
+            text=self._redacted(streamed.text) if self._assignment.options.keep_text else None,
             thinking_tokens=verdict.hidden_tokens or streamed.thinking_tokens,
             first_answer_ns=tokens.times_ns[0] if verdict.hidden_tokens else streamed.first_answer_ns,
             odd_numbers=odd or None,
             first_on_connection=streamed.first_on_connection,
-            other_model=_other_model(streamed, turn.lora or self._assignment.model),
+            other_model=self._redacted(_other_model(streamed, turn.lora or self._assignment.model)),
         )
+
+    def _redacted(self, text: str | None) -> str | None:
+        return text and redacted(text, self._secrets)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Process the parent's messages. If the parent is gone (None), abort everything."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ebbench.devices.config_file import read_model_file
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.errors import InputFileError
-from ebbench.foreign.documents import read_object
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -42,7 +42,7 @@ _TWO_MATRICES = ("starcoder2", "gpt_neox", "phi", "nemotron", "arcee", "apertus"
 
 def read_config(path: Path) -> ModelGeometry:
     """Read a Hugging Face config.json of a dense or MoE decoder. Raises InputFileError that names the field."""
-    raw = read_object(path)
+    raw = read_model_file(path)
     nested = raw.get("text_config")
     return _from_config(
         path, {**{key: raw[key] for key in _OF_ALL if key in raw}, **nested} if isinstance(nested, dict) else raw

@@ -11,6 +11,7 @@ import numpy as np
 from ebbench.dispatch.allocate import DecodeLoad, allocate_decode
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
 from ebbench.dispatch.fleet import Fleet, UnitState
+from ebbench.dispatch.interval import AdaptiveInterval
 from ebbench.dispatch.prefix import PrefixMemory
 
 
@@ -97,7 +98,7 @@ class PrefixAffine:
 
 
 class UntimedDispatcher(ABC):
-    """Places all waiting requests as soon as an instance is active."""
+    """Places all waiting requests as soon as an instance is active, unless a subclass holds them back."""
 
     wants_prefix = False
     wants_signals = False
@@ -113,7 +114,7 @@ class UntimedDispatcher(ABC):
 
     @property
     def waiting(self) -> int:
-        """Number of requests held back, which happens only while no instance is active."""
+        """Number of requests held back."""
         return len(self._held)
 
     def arrive(self, request: DispatchRequest, now_ns: int) -> None:
@@ -170,14 +171,49 @@ class ImmediateDispatcher(UntimedDispatcher):
 
 
 class DecodeDispatcher(UntimedDispatcher):
-    """Places the requests that arrived since the last poll: IQR mask, then the least (B, K)."""
+    """Algorithm 3 of Tian et al.: the requests of a window together, longest first, each to the least (B, K) of the
+    units whose KV is no outlier.
+
+    A window is an interval of Algorithm 1 after the last placement; without ``window`` (ours) each request is placed as
+    it arrives.
+    """
 
     wants_signals = True
     wants_units = True
 
-    def __init__(self, fleet: Fleet, multiplier: float = 1.5) -> None:
+    def __init__(
+        self, fleet: Fleet, interval: AdaptiveInterval, *, multiplier: float = 1.5, window: bool = True
+    ) -> None:
         super().__init__(fleet)
-        self._multiplier = multiplier
+        self._interval, self._multiplier, self._window = interval, multiplier, window
+        self._last_ns: int | None = None
+
+    def _due_ns(self) -> int:
+        return 0 if self._last_ns is None or not self._window else self._last_ns + self._interval.interval_ns
+
+    def poll(self, now_ns: int) -> list[Order]:
+        """See Dispatcher."""
+        if now_ns < self._due_ns():
+            return []
+        orders = super().poll(now_ns)
+        if orders:
+            self._last_ns = now_ns
+        return orders
+
+    def next_ns(self, now_ns: int) -> int | None:
+        """The end of the window, while requests wait for it (ns)."""
+        due_ns = self._due_ns()
+        return due_ns if self._held and self.fleet.candidates and due_ns > now_ns else None
+
+    def end_forward(self, signal: EndForward, now_ns: int) -> None:
+        """See Dispatcher."""
+        super().end_forward(signal, now_ns)
+        self._interval.end_forward(signal.duration_ns)
+
+    def topology(self, active: Iterable[int], now_ns: int) -> None:
+        """See Dispatcher."""
+        super().topology(active, now_ns)
+        self._interval.topology(len(self.fleet.active))
 
     def _place(self, requests: Sequence[DispatchRequest]) -> list[Order]:
         loads = {unit.index: DecodeLoad(unit.open_requests, unit.kv_tokens) for unit in self.fleet.candidates}

@@ -22,6 +22,7 @@ from ebbench.dispatch.immediate import (
     PrefixAffine,
     RoundRobin,
 )
+from ebbench.dispatch.interval import AdaptiveInterval
 from ebbench.dispatch.prefix import PrefixMemory
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.dispatch.staggered_settings import OF_THE_CALLER, StaggeredSettings
@@ -41,6 +42,12 @@ MULTIPLIER = Setting(
     infinite=True,
     default=1.5,
 )
+WINDOW = Setting(
+    "place the requests of an interval of Algorithm 1 together, longest first; off (ours): each as it arrives",
+    kind=bool,
+    default=True,
+)
+PASSES_AVERAGED = 100
 
 
 DESCRIPTIONS = {
@@ -48,7 +55,8 @@ DESCRIPTIONS = {
     "least-outstanding": "the unit with the fewest open requests",
     "power-of-two": "the better of two units picked at random",
     "prefix-affine": "the unit that holds most of the prompt's prefix, unless the load gets unbalanced",
-    "iqr": "Algorithm 3 of Tian et al.: units with outlying KV load excluded, then the least (batch size, KV tokens)",
+    "iqr": "Algorithm 3 of Tian et al.: a window's requests, longest first, to the least (batch size, KV tokens) of "
+    "the units whose KV load is no outlier",
     "sbs": "staggered batch scheduling: held back until an instance can start, then packed by chunk capacity",
 }
 
@@ -101,7 +109,8 @@ def make_dispatcher(
             fleet.memory = PrefixMemory(len(fleet.units))
         return StaggeredDispatcher(fleet, settings, generates=generates)
     if spec.kind == "iqr":
-        return DecodeDispatcher(fleet, given.get("multiplier", MULTIPLIER.default))
+        interval = AdaptiveInterval(PASSES_AVERAGED, network_ns, default_forward_ns, len(fleet.active))
+        return DecodeDispatcher(fleet, interval, **given)
     if spec.kind == "prefix-affine":
         fleet.memory = PrefixMemory(len(fleet.units))
         slack = given.get("slack", SLACK.default)
@@ -128,6 +137,6 @@ def _shown(value: Any) -> str:
 
 _SETTINGS: Mapping[str, Mapping[str, Setting]] = {
     "prefix-affine": {"slack": SLACK},
-    "iqr": {"multiplier": MULTIPLIER},
+    "iqr": {"multiplier": MULTIPLIER, "window": WINDOW},
     "sbs": {**settings_of(StaggeredSettings), **OF_THE_CALLER},
 }

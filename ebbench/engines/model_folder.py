@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ebbench.devices.config_file import read_model_file
 from ebbench.devices.model_config import positions_of
 from ebbench.errors import UsageError
-from ebbench.foreign.documents import read_object
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json", "*.tiktoken")
@@ -27,7 +27,7 @@ def model_config(folder: Path | None) -> Mapping[str, object]:
     path = folder / "config.json" if folder else None
     if path is None or not path.is_file():
         return {}
-    return read_object(path)
+    return read_model_file(path)
 
 
 def position_limit(folder: Path | None) -> int | None:

@@ -24,7 +24,7 @@ from ebbench.engines.vllm_command import (
     cpu_build,
     executable_line,
     hub_name,
-    plugin_roots,
+    import_path,
 )
 from ebbench.engines.vllm_server import ServerProcess, free_port
 from ebbench.errors import RunError
@@ -119,7 +119,7 @@ class VllmEngine(SendingEngine):
     def _processes(self, servings: Sequence[Serving], logs: Path) -> Iterator[ServerProcess]:
         for index, serving in enumerate(servings):
             log = logs / ("server.log" if len(servings) == 1 else f"server-{index}.log")
-            environment = server_environment() | self._gpu(index, len(servings))
+            environment = server_environment(serving.policy) | self._gpu(index, len(servings))
             yield ServerProcess(executable_line(serving), serving.url, log, environment)
 
     def _gpu(self, index: int, servers: int) -> dict[str, str]:
@@ -194,11 +194,9 @@ def startup_progress(observer: Observer | None, policy: PolicySpec, plan: Plan, 
     return tell
 
 
-def server_environment() -> dict[str, str]:
-    """The user's environment without telemetry; ebbench and the plugin are importable in it."""
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([*plugin_roots(), *([inherited] if inherited else [])])
-    ours = {"PYTHONPATH": path, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+def server_environment(policy: PolicySpec | None = None) -> dict[str, str]:
+    """The user's environment without telemetry; ebbench, the plugin and ``policy`` are importable in it."""
+    ours = {"PYTHONPATH": import_path(policy), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if cpu_build():
         free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
         ours |= {

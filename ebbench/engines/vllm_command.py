@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from ebbench.engines.base import EngineOptions
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
-from vllm_eb.policy import PolicySpec
+from vllm_eb.policy import PolicySpec, import_root
 
 EMULATED_KEY = "ebbench_emulated"
 EMULATED_EXECUTOR = "ebbench.engines.emulated_realtime.EmulatedExecutor"
@@ -272,6 +273,13 @@ def plugin_roots() -> list[str]:
     import vllm_eb
 
     return list(dict.fromkeys(str(Path(module.__file__ or ".").parents[1]) for module in (ebbench, vllm_eb)))
+
+
+def import_path(policy: PolicySpec | None = None) -> str:
+    """PYTHONPATH with which a server finds ebbench, the plugin and, last, a policy of the user."""
+    own = import_root(policy) if policy is not None else None
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*plugin_roots(), *([inherited] if inherited else []), *([own] if own else [])])
 
 
 def cpu_build() -> bool:

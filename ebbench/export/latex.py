@@ -6,6 +6,7 @@ the row labels; a table that is slightly too wide is scaled to the text width.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ WIDTH = 100
 ROWS = 38
 """Rows that fit on a page below a caption."""
 
+_NUMBERED = re.compile(r"(?:.*, )?([Tt]able|[Ff]igure) ([\w.]+): ")
 _SPECIAL = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
@@ -51,12 +53,11 @@ def escaped(value: str) -> str:
 
 
 def _table(document: Document, section: Section, index: int, continued: bool) -> str:
-    caption = document.title + (f": {section.title}" if section.title else "") + (" (continued)" if continued else "")
     alignment = "".join("l" if column.kind == "label" else "r" for column in section.columns)
     lines = [
         r"\begin{table}",
         r"\centering\small\setlength{\tabcolsep}{4pt}",
-        rf"\caption{{{escaped(caption)}}}",
+        _caption(document, section, continued),
         rf"\label{{tab:{document.name}{'' if index == 0 else f'-{index + 1}'}}}",
         r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{{alignment}}}",
@@ -70,6 +71,20 @@ def _table(document: Document, section: Section, index: int, continued: bool) ->
         r"\end{table}",
     ]
     return "\n".join(lines)
+
+
+def _caption(document: Document, section: Section, continued: bool) -> str:
+    """The caption, without the number in print, beside which LaTeX would write its own.
+
+    The parts of a table have one number and one caption.
+    """
+    if continued:
+        return r"\addtocounter{table}{-1}\caption{(continued)}"
+    numbered = _NUMBERED.match(document.title)
+    words = document.title[numbered.end() :] if numbered else document.title
+    words = words[:1].upper() + words[1:] + (f": {section.title}" if section.title else "")
+    printed = f" ({numbered[1].lower()} {numbered[2]} in print)" if numbered else ""
+    return rf"\caption{{{escaped(words + printed)}}}"
 
 
 def _group_header(section: Section) -> list[str]:

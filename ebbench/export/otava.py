@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, GateUnit, unit_of
 from ebbench.errors import DataError
 from ebbench.records.run import Run, slug
+from ebbench.untrusted import csv_cell
 
 TIME = "time"
 ATTRIBUTES = ("commit", "policy", "environment", "server", "load", "limits", "seeds", "runs")
@@ -85,7 +86,7 @@ def _series(kind: _SeriesKind, members: Sequence[tuple[str, GateUnit]]) -> Serie
     writer.writerow([TIME, *ATTRIBUTES, *shown])
     for place, (commit, units) in enumerate(rows):
         values = [_cell(column[place]) for column in shown.values()]
-        writer.writerow([_when(units), commit, *_attributes(kind, units), *values])
+        writer.writerow(map(csv_cell, (_when(units), commit, *_attributes(kind, units), *values)))
     whole = tuple(name for name, column in shown.items() if None not in column)
     return Series(kind.name, whole, text.getvalue())
 

@@ -189,9 +189,11 @@ class Relay:
 
             async def one(upstream: Upstream) -> int:
                 try:
-                    return (await self._transport.fetch(self._outgoing(request, upstream, None), None, 1 << 20))[0]
+                    response = await self._transport.handle_async_request(self._outgoing(request, upstream, None))
                 except httpx.TransportError:
                     return 502
+                await response.aclose()
+                return response.status_code
 
             return await asyncio.gather(*(one(self._upstreams.all[index]) for index in self._upstreams.active))
 

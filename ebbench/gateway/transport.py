@@ -48,23 +48,6 @@ class StreamTransport(httpx.AsyncBaseTransport):
             connection.abort()
             raise
 
-    async def fetch(self, request: httpx.Request, timeout_s: float | None, max_bytes: int) -> tuple[int, bytes]:
-        """Status and body of the response. Raises httpx's transport errors, also for a body above ``max_bytes``."""
-        parts: list[bytes] = []
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await self.handle_async_request(request)
-                try:
-                    async for part in response.aiter_raw():
-                        parts.append(part)
-                        if sum(map(len, parts)) > max_bytes:
-                            raise httpx.RemoteProtocolError(f"the answer is larger than {max_bytes:,} bytes")
-                finally:
-                    await response.aclose()
-        except TimeoutError:
-            raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from None
-        return response.status_code, b"".join(parts)
-
     def give_up(self, url: str, reason: str) -> None:
         """Fail the requests to a server that have no answer yet, with ReadTimeout."""
         address = Address.of(httpx.URL(url))

@@ -16,6 +16,8 @@ from ebbench.errors import RunError, UsageError
 from ebbench.gateway.bursts import BurstClock
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
+from ebbench.queries import Answer, ask
+from ebbench.untrusted import visible
 
 State = Literal["active", "ejected", "draining"]
 
@@ -60,7 +62,8 @@ class Upstreams:
     ) -> None:
         self._settings, self._transport, self._on_change = settings, transport, on_change
         key = api_key()  # for the gateway's own queries; requests carry what their clients send
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"authorization": f"Bearer {key}"} if key else None
+        self._client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False)
         self.all = [Upstream(i, url.rstrip("/")) for i, url in enumerate(settings.upstreams)]
         self.model = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,8 +82,8 @@ class Upstreams:
         for upstream, model in zip(self.all, models, strict=True):
             if model != models[0]:
                 raise UsageError(
-                    f"{self.all[0].url} serves {models[0]} and {upstream.url} serves {model}: requests of one model "
-                    "cannot go to the other; start one gateway a model"
+                    f"{self.all[0].url} serves {_name(models[0])} and {upstream.url} serves {_name(model)}: requests "
+                    "of one model cannot go to the other; start one gateway a model"
                 )
         self.model = models[0]
         self._tasks = [asyncio.create_task(self._watch(upstream)) for upstream in self.all]
@@ -135,26 +138,26 @@ class Upstreams:
             await asyncio.sleep(0.2)
 
     async def _listed_model(self, upstream: Upstream) -> str:
-        status, content = await self._get(upstream, "/v1/models")
-        if status in (401, 403):
+        answer = await self._get(upstream, "/v1/models")
+        if answer.status in (401, 403):
             raise UsageError(f"upstream {upstream.url} refuses the API key; set {KEY_VARIABLES[0]} to one it accepts")
-        if status != 200:
-            raise _ModelError(f"status {status}")
+        if answer.status != 200:
+            raise _ModelError(f"status {answer.status}")
         try:
-            return msgspec.json.decode(content, type=_Models).data[0].id
+            return msgspec.json.decode(answer.body, type=_Models).data[0].id
         except (msgspec.MsgspecError, UnicodeError, RecursionError, IndexError) as error:
-            raise _ModelError(f"no list of models: {error}") from None
+            raise _ModelError(f"no list of models: {visible(str(error))}") from None
 
-    async def _get(self, upstream: Upstream, path: str) -> tuple[int, bytes]:
-        request = httpx.Request("GET", upstream.url + path, headers=self._headers)
-        return await self._transport.fetch(request, self._settings.health_timeout_s, _MAX_BYTES)
+    async def _get(self, upstream: Upstream, path: str) -> Answer:
+        timeout_s = self._settings.health_timeout_s
+        return await ask(self._client, "GET", upstream.url + path, timeout_s=timeout_s, limit_bytes=_MAX_BYTES)
 
     async def _watch(self, upstream: Upstream) -> None:
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             healthy = False
             with contextlib.suppress(httpx.HTTPError):
-                healthy = (await self._get(upstream, "/health"))[0] == 200
+                healthy = (await self._get(upstream, "/health")).status == 200
             self._record_check(upstream, healthy)
 
     def _record_check(self, upstream: Upstream, healthy: bool) -> None:
@@ -173,3 +176,7 @@ class Upstreams:
         self._on_change(self.active)
         if self.active:
             self._transport.give_up(upstream.url, "it failed its health checks")
+
+
+def _name(model: str) -> str:
+    return visible(model[:200])

@@ -12,6 +12,7 @@ from ebbench.papers.eb.corrections import CORRECTION
 from ebbench.papers.eb.long_context import LONG_CONTEXT
 from ebbench.papers.eb.table02 import TABLE2
 from ebbench.papers.eb.table03 import TABLE3
+from ebbench.papers.eb.table04 import TABLE4
 from ebbench.papers.eb.table06 import TABLE6
 from ebbench.papers.eb.table09 import TABLE9
 from ebbench.papers.eb.table10_11 import TABLE10, TABLE11
@@ -27,7 +28,7 @@ from ebbench.papers.staggered.pools import POOLS
 from ebbench.papers.table import PaperTable
 
 TABLES: tuple[PaperTable, ...] = (
-    TABLE2, TABLE3, TABLE6, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, TABLE19,
+    TABLE2, TABLE3, TABLE4, TABLE6, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, TABLE19,
     TABLE20, ADAPTATION, CORRECTION, LONG_CONTEXT, DEFERRED, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS, FIGURE7,
     COMPOSITION,
 )  # fmt: skip

@@ -20,6 +20,7 @@ from ebbench.errors import DataError
 from ebbench.foreign.documents import BadValueError, json_value
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
+from ebbench.untrusted import visible
 
 SCHEMA_VERSION = 1
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
@@ -50,6 +51,9 @@ class PhaseFact(msgspec.Struct, frozen=True):
     name: str
     sessions: int
     max_concurrency: int
+
+
+_NAMES = ("workload", "scenario", "source", "policy", "engine", "device", "model", "device_provenance")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,10 +92,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()
     interrupted: bool = False
 
+    def __post_init__(self) -> None:
+        """Show what servers and files named on one line, without control characters."""
+        for name in _NAMES:
+            msgspec.structs.force_setattr(self, name, visible(getattr(self, name)))
+        for name in ("facts", "versions", "reasons"):
+            msgspec.structs.force_setattr(self, name, _visible(getattr(self, name)))
+
     @property
     def created(self) -> str:
         """The wall-clock anchor as ISO 8601, UTC, to the second."""
         return datetime.fromtimestamp(self.anchor_unix_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible(value, lines=True)
+    if isinstance(value, dict):
+        return {_visible(name): _visible(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map(_visible, value))
+    return value
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -1,5 +1,5 @@
-"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, and
-server_metrics.parquet if a server's metrics were read.
+"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, summary.parquet,
+and server_metrics.parquet if a server's metrics were read.
 
 Tables are appended as shards during a run and joined at its end. The manifest is written last, so that a directory with
 a manifest is complete.
@@ -33,14 +33,14 @@ PARTIAL = "manifest.partial.json"
 """Preliminary manifest: what was known when the run began. It exists during a run and after an interrupted one."""
 TAIL = ".tail.arrows"
 """How the names of files end that hold the rows which are in no shard yet."""
-_LONGEST_NAME = 60
+LONGEST_NAME = 60
 """Letters in the longest name of a file in a run directory, while it is written."""
 _NAME_LETTERS = 60
 _REMADE = RunWarning(
     "directory-lost",
     "The output directory was removed or replaced during the run and made again; what else was in it is gone.",
 )
-TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics"]
+TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics", "summary"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
     "requests": REQUESTS,
@@ -306,7 +306,7 @@ def _new_directory(path: Path) -> _Held:
         raise UsageError(f"output directory {path} exists; give another --output-dir or remove it") from None
     except OSError as error:
         raise RunError(f"cannot make output directory {path}: {error.strerror or error}") from error
-    longest = path.absolute() / ("x" * _LONGEST_NAME)
+    longest = path.absolute() / ("x" * LONGEST_NAME)
     try:
         longest.touch()
         longest.unlink()

@@ -108,6 +108,18 @@ REQUESTS_EXTRAS = pa.schema(
     ]
 )
 
+# Latencies of each request by the definitions of docs/metrics.md, null where undefined. Added to REQUESTS when a run is
+# concluded; runs stored before 27 November 2026 lack them.
+REQUEST_LATENCIES = pa.schema(
+    [
+        pa.field("ttft_ms", pa.float64()),
+        pa.field("tpot_ms", pa.float64()),
+        pa.field("e2el_ms", pa.float64()),
+        # Whether it completed within every limit of the run (`slo` in the manifest); null in a run without limits.
+        pa.field("in_limits", pa.bool_()),
+    ]
+)
+
 STEPS = pa.schema(
     [
         pa.field("step_id", pa.int64(), nullable=False),

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
+from ebbench.untrusted import csv_cell
 
 LABEL_WIDTH = 22
 """Longer labels are wrapped."""
@@ -145,11 +146,12 @@ def as_csv(document: Document) -> str:
         if names != header:
             if header is not None:
                 out.write("\n")
-            writer.writerow(names)
+            writer.writerow(map(csv_cell, names))
             header = names
         for row in section.rows:
             filled = zip(row, kinds, strict=True)
-            writer.writerow([section.title, *(_csv_value(value, kind) for value, own in filled for kind in own)])
+            values = (_csv_value(value, kind) for value, own in filled for kind in own)
+            writer.writerow(map(csv_cell, (section.title, *values)))
     return out.getvalue()
 
 

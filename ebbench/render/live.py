@@ -1,19 +1,147 @@
-"""Progress on stderr, one line per policy; plain text if stderr is not a terminal."""
+"""Progress on stderr with the time left: redrawn in place on a terminal, a line every 10 s elsewhere."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import BarColumn, ProgressColumn
 from rich.progress import Progress as Bars
+from rich.text import Text
 
 from ebbench.engines.base import Progress
+from ebbench.render.console import Console
 from ebbench.render.numbers import count, duration_ms, rate
 
-STILL_WAITING_S = 60.0
+LINES_EVERY_S = 10.0
+_SETTLED_S = 2.0  # before that the time left is a guess
 MODES = {"eb": "exclusive", "mb": "mixed"}
+
+
+@dataclass
+class Work:
+    """What a command does, for its progress line. ``total`` of 0: not known; ``at_most``: fewer may do.
+
+    ``kept``: done by an earlier call, part of ``done``; it says nothing about the time left. ``doing``: what is under
+    way.
+    """
+
+    label: str
+    total: int = 0
+    unit: str = "runs"
+    at_most: bool = False
+    done: int = 0
+    kept: int = 0
+    doing: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+
+    def reached(self, doing: str, done: int = 0, total: int = 0) -> None:
+        """State of a part of the work; each part's time and time left are told by themselves."""
+        if doing != self.doing:
+            self.began_s = time.monotonic()
+        self.doing, self.done, self.total = doing, done, total
+
+    def describe(self) -> str:
+        """``table 3: 12 of 40 runs, 20 s so far, 47 s to go``."""
+        elapsed_s = time.monotonic() - self.began_s
+        most = "at most " if self.at_most else ""
+        before = f" ({count(self.kept)} from before)" if self.kept else ""
+        parts = [f"{count(self.done)} of {most}{count(self.total)} {self.unit}{before}"] if self.total else []
+        parts += [self.doing] if self.doing else []
+        parts.append(f"{in_words(elapsed_s)} so far")
+        left_s = time_left_s(elapsed_s, self.done - self.kept, self.total - self.kept)
+        parts += [] if left_s is None else [f"{most}{in_words(left_s)} to go"]
+        return f"{self.label}: {', '.join(parts)}"
+
+
+def time_left_s(elapsed_s: float, done: float, total: float) -> float | None:
+    """Seconds to the end at the speed so far; None while it cannot be told, and at the end."""
+    if elapsed_s < _SETTLED_S or not 0 < done < total:
+        return None
+    return elapsed_s * (total - done) / done
+
+
+def in_words(seconds: float) -> str:
+    """``13 s``, ``4 min``, ``2.5 h``."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def shown(console: Console, work: Work, *, quiet: bool = False) -> Iterator[Work]:
+    """Show the work while the block does it. Elsewhere than on a terminal, work of less than 10 s has no line."""
+    if quiet:
+        yield work
+    elif console.is_terminal:
+        with _bars(console, work.describe, lambda: (work.done, work.total), transient=True):
+            yield work
+    else:
+        with every(LINES_EVERY_S, lambda: say(console, work.describe())):
+            yield work
+
+
+@contextmanager
+def every(seconds: float, tell: Callable[[], None]) -> Iterator[None]:
+    """Call ``tell`` at intervals while the block runs, in a thread of its own: the block may compute or wait."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            tell()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is, without wrapping."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _bars(
+    console: Console, describe: Callable[[], str], counts: Callable[[], tuple[int, int]], *, transient: bool
+) -> Iterator[None]:
+    """A bar and a text that are asked for at every refresh, so that time goes on while nothing ends."""
+    bars = Bars(_Bar(counts), _Described(describe), console=console, transient=transient, refresh_per_second=8)
+    bars.add_task("", total=None)
+    with bars:
+        yield
+
+
+class _Bar(BarColumn):
+    """A bar of counts that are asked for. A total of 0 is not known."""
+
+    def __init__(self, counts: Callable[[], tuple[int, int]]) -> None:
+        super().__init__(bar_width=16)
+        self._counts = counts
+
+    def render(self, task: Any) -> Any:
+        """The bar now."""
+        task.completed, total = self._counts()
+        task.total = total or None
+        return super().render(task)
+
+
+class _Described(ProgressColumn):
+    def __init__(self, describe: Callable[[], str]) -> None:
+        super().__init__()
+        self._describe = describe
+
+    def render(self, task: Any) -> Text:
+        """The text now."""
+        return Text(self._describe())
 
 
 class Reporter(Protocol):
@@ -30,11 +158,15 @@ class Reporter(Protocol):
     ) -> None: ...
 
 
-def reporter(console: Console, label: str, planned: int, *, quiet: bool = False) -> Reporter:
-    """A live bar on a terminal, two lines elsewhere, no output with ``quiet``."""
-    if quiet:
-        return Silent()
-    return Live(console, label, planned) if console.is_terminal else Plain(console, label, planned)
+def reporter(
+    console: Console, label: str, planned: int, *, quiet: bool = False, brief: bool = False, known: bool = True
+) -> Reporter:
+    """A live bar on a terminal, lines elsewhere, no output with ``quiet``.
+
+    ``brief``: for one of many runs; it leaves no bar on the screen, and elsewhere it prints only what takes 10 s.
+    ``known``: ``planned`` requests will run, so that the time left can be told.
+    """
+    return Silent() if quiet else _Shown(console, label, planned, brief=brief, known=known)
 
 
 class Silent:
@@ -52,61 +184,49 @@ class Silent:
         return None
 
 
-class Plain:
-    """Prints a line at the start and at the end, and one per minute while the engine is not ready."""
+class _Shown:
+    """Keeps the last snapshot of a run and shows it while the run lasts."""
 
-    def __init__(self, console: Console, label: str, planned: int) -> None:
-        self._console, self._label, self._planned = console, label, planned
+    def __init__(self, console: Console, label: str, planned: int, *, brief: bool, known: bool) -> None:
+        self._console, self._label, self._planned, self._brief, self._known = console, label, planned, brief, known
         self._last: Progress | None = None
-        self._said_s = 0.0
+        self._began_s = time.monotonic()
+        self._show: AbstractContextManager[None]
+        if console.is_terminal:
+            self._show = _bars(console, self._line, self._counts, transient=brief)
+        else:
+            self._show = every(LINES_EVERY_S, lambda: say(console, self._line()))
 
     def update(self, progress: Progress) -> None:
-        """Keep the snapshot for the last line."""
-        if not progress.waiting_for:
-            self._last = progress
-        elif progress.time_s >= self._said_s + STILL_WAITING_S:
-            self._said_s = progress.time_s
-            self._say(f"{self._label}: {describe(progress)}")
+        """Keep the snapshot. The time left counts from the first one that does not wait for a server."""
+        if self._last is None or self._last.waiting_for:
+            self._began_s = time.monotonic()
+        self._last = progress
 
-    def __enter__(self) -> Plain:
-        self._say(f"{self._label}: {count(self._planned)} requests")
+    def __enter__(self) -> _Shown:
+        if not self._brief and not self._console.is_terminal:
+            say(self._console, f"{self._label}: {count(self._planned)} requests")
+        self._show.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._last is not None:
-            self._say(f"{self._label}: {describe(self._last)}")
+        self._show.__exit__(kind, error, trace)
+        if self._last is not None and not self._brief and not self._console.is_terminal:
+            say(self._console, self._line())
 
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _line(self) -> str:
+        elapsed_s = time.monotonic() - self._began_s
+        if self._last is None:
+            return f"{self._label}: {in_words(elapsed_s)} so far"
+        told = f"{self._label}: {describe(self._last)}"
+        done = self._last.completed + sum(self._last.failures.values())
+        left_s = None if self._last.waiting_for or not self._known else time_left_s(elapsed_s, done, self._last.planned)
+        return told if left_s is None else f"{told}  {in_words(left_s)} to go"
 
-
-class Live:
-    """A bar with throughput and mode, redrawn in place, which stays on screen at the end."""
-
-    def __init__(self, console: Console, label: str, planned: int) -> None:
-        self._bars = Bars(
-            TextColumn("{task.fields[label]}", markup=False),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[state]}", markup=False),
-            console=console,
-            refresh_per_second=8,
-        )
-        self._task: TaskID = self._bars.add_task("", total=planned, label=label, state="starting")
-
-    def update(self, progress: Progress) -> None:
-        """Redraw with the snapshot."""
-        self._bars.update(self._task, completed=progress.completed, state=describe(progress))
-
-    def __enter__(self) -> Live:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
+    def _counts(self) -> tuple[int, int]:
+        return (0, self._planned) if self._last is None else (self._last.completed, self._last.planned)
 
 
 def describe(progress: Progress) -> str:

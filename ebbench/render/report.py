@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.console import Console, RenderableType
 from rich.console import Group as Stack
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
@@ -15,6 +15,7 @@ from ebbench.analysis.documents import Document
 from ebbench.analysis.failures import merge_failures
 from ebbench.analysis.summary import Summary
 from ebbench.render import conditions, sentences, tables
+from ebbench.render.console import Console
 from ebbench.render.documents import section_tables
 from ebbench.render.doubts import doubts_of
 

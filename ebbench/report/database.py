@@ -16,7 +16,7 @@ from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
 from ebbench.extras import need
 from ebbench.records.run import SCHEMAS, Run
-from ebbench.records.schema import SERVER_METRICS
+from ebbench.records.schema import REQUEST_LATENCIES, REQUESTS, SERVER_METRICS
 from ebbench.termination import interruptible
 
 T = TypeVar("T")
@@ -25,11 +25,13 @@ _EXPLAIN = re.compile(
     rf"^{_BLANK}explain{_BLANK}(?:analyze{_BLANK})?(?:\([^()]*\){_BLANK})?", re.IGNORECASE | re.DOTALL
 )
 """What makes an explanation of a statement; DuckDB itself says what kind of statement follows."""
-TABLES = {**SCHEMAS, "server_metrics": SERVER_METRICS}
+TABLES = {**SCHEMAS, "requests": pa.schema([*REQUESTS, *REQUEST_LATENCIES]), "server_metrics": SERVER_METRICS}
+VIEWS = {**TABLES, "summary": pa.schema([])}
+"""The tables, and the stored summary, whose columns are those of ``--json``."""
 
 
 def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
-    """A connection with a view ``runs`` and one view per entry of TABLES; in each, ``run`` is the run's directory.
+    """A connection with a view ``runs`` and one view per entry of VIEWS; in each, ``run`` is the run's directory.
 
     ``summaries`` False leaves the figures out of ``runs``, which saves reading all requests. The database can access
     only the files of these runs.
@@ -38,7 +40,7 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
     connection = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
     connection.register("_runs", _overview(runs, summaries=summaries))
     connection.execute("create view runs as select * from _runs")
-    for name, schema in TABLES.items():
+    for name, schema in VIEWS.items():
         # The directory as ``runs`` spells it, "." too, so that the column ``run`` joins.
         paths = [f"{run.path}/{name}.parquet" for run in runs if (run.path / f"{name}.parquet").exists()]
         if not paths:  # none of the runs read server metrics

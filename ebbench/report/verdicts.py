@@ -17,6 +17,7 @@ from rich.text import Text
 from ebbench.analysis.gate.units import LABELS
 from ebbench.analysis.gate.verdict import Judged, Outcome, Verdict
 from ebbench.render import numbers
+from ebbench.untrusted import markdown
 
 WORDS: dict[Outcome, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
 _ROWS: dict[Outcome, str] = {"pass": "inside margin", "fail": "worse", "inconclusive": "undecided"}
@@ -174,37 +175,31 @@ def sentence(entry: Judged) -> str:
     )
 
 
-def markdown(verdict: Verdict) -> str:
+def summary(verdict: Verdict) -> str:
     """A GitHub job summary."""
     icon = {"pass": "✅", "fail": "❌", "inconclusive": "⚠️"}[verdict.outcome]
     lines = [
         f"## {icon} {WORDS[verdict.outcome]}",
         "",
-        f"{escape(verdict.reason)}.",
+        f"{markdown(verdict.reason)}.",
         "",
         *markdown_table(verdict.judged),
     ]
-    lines += ["", _legend(verdict), *(f"- {escape(line)}" for line in notes(verdict))]
+    lines += ["", _legend(verdict), *(f"- {markdown(line)}" for line in notes(verdict))]
     return "\n".join(lines) + "\n"
 
 
-def markdown_of_error(message: str, exit_code: int) -> str:
+def summary_of_error(message: str, exit_code: int) -> str:
     """GitHub job summary of a gate that could not give a verdict."""
-    return f"## ⛔ NOT JUDGED (exit code {exit_code})\n\n{escape(message)}\n"
+    return f"## ⛔ NOT JUDGED (exit code {exit_code})\n\n{markdown(message)}\n"
 
 
 def markdown_table(judged: Sequence[Judged]) -> list[str]:
     """The figures as lines of a Markdown table."""
     head = [header or "verdict" for header in HEADERS]
-    rows = [[escape(cell) for cell in _cells(entry)] for entry in judged]
+    rows = [[markdown(cell) for cell in _cells(entry)] for entry in judged]
     rule = ["---", *["---:"] * (len(head) - 2), "---"]
     return [f"| {' | '.join(row)} |" for row in [head, rule, *rows]]
-
-
-def escape(text: str) -> str:
-    """The text with Markdown's and HTML's special characters escaped."""
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_{}\[\]|#!])", r"\\\1", text.replace("\n", " "))
 
 
 def _value(figure: str, value: float) -> str:

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
 from ebbench.errors import DataError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
-from ebbench.records.run import MANIFEST, PARTIAL, Run, find_runs, unused
+from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
 from ebbench.runs.cell import Cell
 from ebbench.runs.make import Made, plan_of
 from ebbench.runs.pool import Outcome
 
 CELL, UNFINISHED = "cell.json", "unfinished"
 _TEMPORARY, _LEFT_BEHIND_S = ".cell-", 3600.0
+_LONGEST_CELL = 130
+"""Letters in the longest path of a cell's directory within a store."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,11 @@ class RunStore:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make {error.filename or self.root}: {error.strerror or error}") from error
+        try:
+            with suppress(FileNotFoundError):
+                (self.root.absolute() / ("x" * _LONGEST_CELL) / ("x" * LONGEST_NAME)).lstat()
+        except OSError as error:
+            raise RunError(f"cannot store runs in {self.root}: {error.strerror or error}") from error
         for path in self.root.glob(f"{_TEMPORARY}*"):
             if time.time() - path.stat().st_mtime > _LEFT_BEHIND_S:
                 self.abandon(path)

@@ -17,31 +17,47 @@ class DecodePool:
     """Places prompts on decode units, sends their KV and lets them enter when it has arrived.
 
     ``unit_of``: decode unit of each request from the order of the decode dispatcher until it has ended for its client.
+    A computed prompt keeps its KV on the prefill unit until the dispatcher has placed it.
     """
 
     def __init__(self, loop: EventLoop, handover: Handover) -> None:
         self.unit_of: dict[int, int] = {}
         self._loop, self._handover = loop, handover
+        self._unplaced: set[int] = set()  # computed, without a unit yet
+        self._placed: list[int] = []  # with a unit since the last poll, in the order of the dispatcher
         self._entry_ns: dict[int, int] = {}  # when the decode unit's API server is done with a request
         handover.start = self._started
 
     def hand_over(self, rows: list[int]) -> None:
-        """Place the prompts computed in one pass together, then send their KV."""
+        """Give the prompts computed in one pass to the dispatcher together."""
         loop, handover = self._loop, self._handover
         assert loop.back is not None
         assert loop.back.dispatcher is not None
         over = [row for row in rows if handover.prefilled(row, int(loop.unit_of[row]), loop.now_ns)]
         for row in over:
+            self._unplaced.add(row)
             loop.back.dispatcher.arrive(loop.back.dispatch_request(row), loop.now_ns)
         loop.poll(BACK)
-        for row in over:
-            target = self.unit_of[row]
-            if (servers := loop.back.api_servers_of(target)) is not None:
-                self._entry_ns[row] = servers.enter(row, loop.now_ns)
-            self._start_all(handover.send(row, int(loop.unit_of[row]), target, loop.now_ns))
         if len(over) < len(rows):  # a single token was requested: there is nothing to decode
             decoding = set(over)
             loop.gone([row for row in rows if row not in decoding])
+
+    def place(self, row: int, unit: int) -> None:
+        """The dispatcher chose a unit."""
+        self.unit_of[row] = unit
+        self._unplaced.remove(row)
+        self._placed.append(row)
+
+    def send_placed(self) -> None:
+        """Send the KV of the prompts that the last poll placed."""
+        loop = self._loop
+        assert loop.back is not None
+        placed, self._placed = self._placed, []
+        for row in placed:
+            target = self.unit_of[row]
+            if (servers := loop.back.api_servers_of(target)) is not None:
+                self._entry_ns[row] = servers.enter(row, loop.now_ns)
+            self._start_all(self._handover.send(row, int(loop.unit_of[row]), target, loop.now_ns))
 
     def _start_all(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:
@@ -73,10 +89,18 @@ class DecodePool:
         Its KV is freed on both sides. A transfer that has begun goes on to its end, since a connector cannot stop it.
         """
         loop = self._loop
+        source = int(loop.unit_of[row])
+        if row in self._unplaced:
+            assert loop.back is not None
+            assert loop.back.dispatcher is not None
+            self._unplaced.remove(row)
+            loop.back.dispatcher.withdraw(row)
+            self._handover.discard(row, source)
+            loop.wake_if_idle(FRONT, loop.front.engine_of_unit[source])
+            return True
         if row not in self.unit_of:
             return False
         self._entry_ns.pop(row, None)
-        source = int(loop.unit_of[row])
         self._start_all(self._handover.withdraw(row, source, loop.now_ns))
         loop.wake_if_idle(FRONT, loop.front.engine_of_unit[source])
         loop.withdraw(BACK, row, self.unit_of.pop(row))

@@ -198,6 +198,8 @@ class EventLoop:
             return
         for order in stage.dispatcher.poll(self.now_ns):
             self._follow_order(index, order)
+        if index == BACK and self._decode_pool is not None:
+            self._decode_pool.send_placed()
         next_ns = stage.dispatcher.next_ns(self.now_ns)
         if next_ns is not None and (stage.timer_ns is None or next_ns < stage.timer_ns):
             stage.timer_ns = next_ns
@@ -215,7 +217,7 @@ class EventLoop:
             self._refused(row)
         elif index == BACK:
             assert self._decode_pool is not None
-            self._decode_pool.unit_of[row] = unit
+            self._decode_pool.place(row, unit)
         else:
             self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
             if self._network_ns:

@@ -243,6 +243,10 @@ class Handover:
         self._sources[source].free_finished(row)
         return self.fabric.withdraw(row, target, now_ns)
 
+    def discard(self, row: int, source: int) -> None:
+        """The client of a request that was not sent on has hung up: free the KV of its prompt."""
+        self._sources[source].free_finished(row)
+
     def release_copy(self, row: int, target: int, now_ns: int) -> None:
         """Free the received copy of ``row`` before the request has finished."""
         for transfer in self.fabric.release(row, target, now_ns):

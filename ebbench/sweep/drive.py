@@ -20,7 +20,7 @@ from ebbench.runs.make import Made, make
 from ebbench.runs.pool import InProcess, Outcome, Pool
 from ebbench.runs.store import Measured
 from ebbench.sweep.spec import Sweep
-from ebbench.sweep.store import Finished, SweepStore
+from ebbench.sweep.store import Finished, SweepStore, header_values
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def run_sweep(
 def _run_sweep(
     sweep: Sweep, store: SweepStore, pool: Pool, spec: bytes, report: Callable[[SweepProgress], None], job: Job
 ) -> Result:
-    store.open(spec)
+    store.open(spec, header_values(sweep.cells))
     todo = missing(sweep, store)
     kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))
     counts, interrupted = _CellCounts(sweep, len(todo)), False

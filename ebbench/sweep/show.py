@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +9,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
 from rich.console import Group as Stack
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bars
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +18,8 @@ from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.analysis.compare.policies import TIE
 from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.render import numbers
+from ebbench.render.console import Console
+from ebbench.render.live import Work, shown
 from ebbench.render.report import notes
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import plain, settings_of
@@ -28,8 +27,6 @@ from ebbench.sweep.checks import problem_of
 from ebbench.sweep.drive import Result, SweepProgress, named, summary_lines
 from ebbench.sweep.findings import Finding, baseline_of
 from ebbench.sweep.spec import Sweep
-
-LINES_EVERY_S = 10.0
 
 
 class Report(Protocol):
@@ -42,39 +39,15 @@ class Report(Protocol):
 
 @contextmanager
 def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
-    """A bar on a terminal, else a line at intervals."""
-    if quiet:
-        yield lambda progress: None
-    elif not console.is_terminal:
-        yield _lines(console)
-    else:
-        bars = Bars(BarColumn(bar_width=30), TextColumn("{task.fields[state]}", markup=False), console=console)
-        with bars:
-            task = bars.add_task("", total=None, state="starting")
-            yield lambda p: bars.update(task, total=p.cells, completed=p.cells - p.open, state=described(p))
+    """A bar on a terminal, else a line every 10 s, and one at the end of what took so long."""
+    with shown(console, Work("sweep", unit="cells"), quiet=quiet) as work:
 
+        def report(progress: SweepProgress) -> None:
+            work.total, work.kept = progress.cells, progress.kept
+            work.done = progress.cells - progress.open
+            work.doing = f"{progress.failed} failed" if progress.failed else ""
 
-def _lines(console: Console) -> Report:
-    last_s = [float("-inf")]
-
-    def show(progress: SweepProgress) -> None:
-        now_s = time.monotonic()
-        if now_s - last_s[0] >= LINES_EVERY_S or not progress.open:
-            last_s[0] = now_s
-            console.print(described(progress), markup=False, highlight=False, soft_wrap=True)
-
-    return show
-
-
-def described(progress: SweepProgress) -> str:
-    """``12 of 40 cells (3 from before, 1 failed), 2.1 cells/s, 13 s to go``."""
-    asides = [f"{progress.kept} from before"] if progress.kept else []
-    asides += [f"{progress.failed} failed"] if progress.failed else []
-    text = f"{progress.cells - progress.open} of {progress.cells} cells"
-    text += f" ({', '.join(asides)})" if asides else ""
-    if progress.done + progress.failed and progress.open:
-        text += f", {progress.cells_per_s:.2f} cells/s, {progress.open / progress.cells_per_s:,.0f} s to go"
-    return text
+        yield report
 
 
 def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:

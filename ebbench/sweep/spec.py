@@ -115,8 +115,8 @@ def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict
         value, times = Counter(map(repr, values)).most_common(1)[0]
         if times > 1:
             raise InputFileError(path, f"grid.{name} lists {value} twice")
-    if file.repeats < 1:
-        raise InputFileError(path, f"repeats must be at least 1, not {file.repeats}")
+    if not 1 <= file.repeats <= MAX_CELLS:
+        raise InputFileError(path, f"repeats must be at least 1 and at most {MAX_CELLS:,}, not {file.repeats:,}")
     if not file.name.strip():
         raise InputFileError(path, "name must not be empty")
     if "workload" not in lists and "workload" not in common:

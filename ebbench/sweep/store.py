@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +22,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from ebbench.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError, RunError
 from ebbench.records import files
@@ -62,14 +65,14 @@ class SweepStore:
         self.runs = RunStore(directory / "cells")
         self._failed = directory / "failed"
 
-    def open(self, spec: bytes) -> None:
-        """Create the directory. Raises RunError if that fails."""
+    def open(self, spec: bytes, headers: Iterable[str] = ()) -> None:
+        """Create the directory; the stored spec has no values of ``headers``. Raises RunError if that fails."""
         self.runs.open()
         try:
             self._failed.mkdir(exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make {error.filename or self._failed}: {error.strerror or error}") from error
-        files.write_bytes(spec, self.directory / SPEC)
+        files.write_bytes(_without(spec, headers), self.directory / SPEC)
 
     def set_aside(self) -> Path | None:
         """Move the results so far to a directory beside this one, named by their date.
@@ -93,8 +96,17 @@ class SweepStore:
 
     def failed(self, cell: Cell, error: EbbenchError, seconds: float) -> None:
         """Store why a cell failed. Raises RunError if the disk is full."""
-        content = {"key": cell.key(), "settings": _shown(cell), "error": str(error), "seconds": seconds}
+        content = {
+            "key": cell.key(),
+            "settings": _shown(cell),
+            "error": self._redacted(cell, error),
+            "seconds": seconds,
+        }
         files.write_bytes(msgspec.json.encode(content), self._failed / f"{cell.key()}.json")
+
+    def _redacted(self, cell: Cell, error: EbbenchError) -> str:
+        key = api_key()
+        return redacted(str(error), forms_of([*header_values([cell]), *([key] if key else [])]))
 
     def succeeded(self, cell: Cell) -> None:
         """Remove the stored error of an earlier attempt."""
@@ -110,6 +122,35 @@ class SweepStore:
         path = self.directory / RESULTS
         files.write_table(pa.Table.from_pylist([row_of(entry) for entry in entries], schema=SCHEMA), path)
         return path
+
+
+def _without(spec: bytes, values: Iterable[str]) -> bytes:
+    """The spec without these strings, however short: quoted as TOML quotes them, and anywhere if they are long."""
+    given = [value for value in values if value]
+    text = spec.decode("utf-8")
+    for value in given:
+        for quoted in (json.dumps(value, ensure_ascii=False), json.dumps(value), f"'{value}'"):
+            text = text.replace(quoted, f'"{HIDDEN}"')
+    text = redacted(text, forms_of(value for value in given if len(value) >= LONG))
+    try:
+        left = any(value in _strings(tomllib.loads(text)) for value in given)
+    except tomllib.TOMLDecodeError:
+        left = True
+    return b"# Not stored: its headers are written in a form that could not be hidden.\n" if left else text.encode()
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a decoded TOML file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def header_values(cells: Iterable[Cell]) -> set[str]:
+    """The values of the headers of all cells."""
+    return {value for cell in cells for value in dict(settings_of(cell)["headers"]).values()}
 
 
 def _shown(cell: Cell) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from vllm_eb.policy import parse_policy
 ATTEMPTS = 2
 """Measurements of a run that was INVALID."""
 Say = Callable[[str], None]
+Reached = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,19 @@ class Outcomes:
         return sum(not one.valid for one in self.observations)
 
 
-def validate(question: ValidationQuestion, folder: Path, budget: TimeBudget, say: Say) -> Outcomes:
-    """Measure step times, predict the runs, measure them, round by round. Raises UsageError, RunError; stored results
-    stay."""
+def validate(
+    question: ValidationQuestion, folder: Path, budget: TimeBudget, say: Say, reached: Reached = lambda *_counts: None
+) -> Outcomes:
+    """Measure step times, predict the runs, measure them, round by round.
+
+    ``reached`` is called with what is under way, the runs measured so far and all runs. Raises UsageError, RunError;
+    stored results stay.
+    """
+    reached("step times of round 1", 0, 0)
     first = _step_times(question, folder, 0, say)
     schedule = find_schedule(question, first, folder, budget)
-    rounds = _Rounds(question, folder, schedule, budget, say, server_start_s(question, first) + schedule.server_s)
+    server_s = server_start_s(question, first) + schedule.server_s
+    rounds = _Rounds(question, folder, schedule, budget, say, reached, server_s)
     rounds.predict(first)
     say(announcement(question, schedule, first, rounds.stored_runs()))
     stopped = rounds.measure()
@@ -124,6 +132,7 @@ class _Rounds:
     schedule: MeasuringSchedule
     budget: TimeBudget
     say: Say
+    reached: Reached
     server_s: float
     steps: list[StepTimes] = field(default_factory=list)
     predicted: RunStore = field(init=False)
@@ -151,6 +160,7 @@ class _Rounds:
                     measured = is_measured(steps_folder(self.folder, number))
                     if not measured and self._too_late(self.steps[0].seconds + self.server_s):
                         return self._stopped
+                    self._now(f"step times of round {number + 1}")
                     self.predict(_step_times(self.question, self.folder, number, self.say))
                 for policy in self.question.order(number):
                     if not self._measure_policy(policy, number):
@@ -173,6 +183,10 @@ class _Rounds:
     def _too_late(self, needed_s: float) -> bool:
         return self.budget.left_s < (needed_s if self.question.engine == "vllm" else 0.0)  # virtual time takes none
 
+    def _now(self, doing: str) -> None:
+        runs = self.schedule.rounds * len(self.question.policies) * len(self.question.loads)
+        self.reached(doing, self.stored_runs(), runs)
+
     @property
     def _stopped(self) -> str:
         return f"--max-time {self.budget.seconds:g} was reached"
@@ -185,6 +199,7 @@ class _Rounds:
             return True
         if self._too_late(self.server_s):
             return False
+        self._now(f"round {number + 1}, {policy}")
         began = time.monotonic()
         _measure_policy(self.question, missing, self.measured, partial(_tell, self.say, f"round {number + 1}"))
         self.server_s = max(self.server_s, time.monotonic() - began)

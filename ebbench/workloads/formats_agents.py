@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from ebbench.errors import InputFileError
 from ebbench.workloads.log_columns import value_at
@@ -22,12 +24,15 @@ from ebbench.workloads.recorded import (
     Recorded,
     Rows,
     TraceFormat,
+    converted,
     tokens_of,
     unusable,
 )
-from ebbench.workloads.trace_times import Stamp, read_stamp
+from ebbench.workloads.trace_times import read_stamp
 
 _WEKA_BLOCK = 64
+_LONGEST_S = 1e9
+_BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 """Block size of Weka's published traces, where a file states none."""
 
 
@@ -37,14 +42,15 @@ def _is_weka(log: LogFile) -> bool:
 
 
 def _weka(log: LogFile, options: ReadOptions) -> Reading:
-    size = _weka_block(log.sample[0])
+    size = converted(log, log.sample[0].line, _weka_block(log.sample[0]), _BlockTokens)
     return Reading(
         _weka_rows(log, size), numbers_are="s", block_tokens=int(size), notes=_weka_notes(log), ordered=False
     )
 
 
 def _weka_block(record: LogRecord) -> Any:
-    return record.value.get("block_size", _WEKA_BLOCK)
+    size = record.value.get("block_size")
+    return _WEKA_BLOCK if size is None else size
 
 
 def _weka_notes(log: LogFile) -> tuple[str, ...]:
@@ -54,6 +60,24 @@ def _weka_notes(log: LogFile) -> tuple[str, ...]:
         f"{len(log.parts):,} files with a session each: their times count from each session's own start, so that "
         "recorded times let all sessions begin together; --scenario poisson --request-rate R spreads them",
     )
+
+
+class _WekaRequest(msgspec.Struct):
+    """What a request of a session has, of the kinds that are computed with."""
+
+    t: float | None = None
+    api_time: float | None = None
+    hash_ids: list[int | str] | None = None
+    requests: list[dict[str, Any]] | None = None
+
+
+class _WekaSession(msgspec.Struct):
+    requests: list[dict[str, Any]]
+
+
+def _inner(log: LogFile, record: LogRecord, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = converted(log, record.line, request, _WekaRequest).requests or []
+    return found
 
 
 def _weka_rows(log: LogFile, size: Any) -> Rows:
@@ -69,9 +93,9 @@ def _weka_rows(log: LogFile, size: Any) -> Rows:
 def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[int, int], int]) -> Rows:
     """The requests of session ``number``. ``ids`` numbers blocks by scope and hash id, over all sessions."""
     scope = -1 if record.value.get("hash_id_scope") == "global" else number
-    requests = record.value.get("requests")
-    if not isinstance(requests, list):
-        raise InputFileError(log.path, "expected a list of requests", record.line)
+    requests = converted(log, record.line, record.value, _WekaSession).requests
+    for request in (one for each in requests for one in (each, *_inner(log, record, each))):
+        converted(log, record.line, request, _WekaRequest)
     chains = list(_weka_requests(requests))
     timed = all(isinstance(request.get("api_time"), int | float) for _, request in chains)
     for chain, request in chains:
@@ -81,13 +105,15 @@ def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[
         if reason or inputs is None or outputs is None:
             yield Dropped(record.line, reason)
             continue
-        start, took = request.get("t"), request.get("api_time")
-        if not isinstance(start, int | float):
-            raise InputFileError(log.path, f"expected the time t of a request, found {start!r}", record.line)
+        took = request.get("api_time")
+        try:
+            start = read_stamp(request.get("t"))
+        except ValueError as error:
+            raise InputFileError(log.path, f"the time t of a request {error}", record.line) from None
         yield Recorded(
-            record.line, Stamp(float(start), iso=False), inputs, outputs, blocks or None,
+            record.line, start, inputs, outputs, blocks or None,
             number if timed else (number, *chain),
-            duration_s=took if isinstance(took, int | float) else None,
+            duration_s=float(took) if isinstance(took, int | float) and 0.0 <= took < _LONGEST_S else None,
         )  # fmt: skip
 
 
@@ -100,9 +126,9 @@ def _weka_requests(requests: list[Any]) -> Iterator[tuple[tuple[Any, ...], Mappi
         inner = request.get("requests") or []
         start = request.get("t") or 0.0
         # The definition counts inner times from the sub-agent's start; published files count from the session's.
-        shift = start if inner and inner[0].get("t", 0.0) < start else 0.0
+        shift = start if inner and (inner[0].get("t") or 0.0) < start else 0.0
         for each in inner:
-            yield (place,), {**each, "t": each.get("t", 0.0) + shift}
+            yield (place,), {**each, "t": (each.get("t") or 0.0) + shift}
 
 
 class _Span(NamedTuple):
@@ -133,8 +159,13 @@ _LOOKED_AT = 50
 def _is_otel(log: LogFile) -> bool:
     if "resourceSpans" in log.sample[0].value or isinstance(log.sample[0].value.get("spans"), list):
         return True
-    spans = (span for record in log.sample for span in islice(_spans(record), _LOOKED_AT))
-    return any(key.startswith(_KNOWN) for span in spans for key in span.attributes)
+    records = [record for record in log.sample if not isinstance(record.value.get("data"), list) or _of_objects(record)]
+    spans = (span for record in records for span in islice(_spans(log, record), _LOOKED_AT))
+    return any(str(key).startswith(_KNOWN) for span in spans for key in span.attributes)
+
+
+def _of_objects(record: LogRecord) -> bool:
+    return all(isinstance(one, dict) for one in record.value["data"])
 
 
 def _otel(log: LogFile, options: ReadOptions) -> Reading:
@@ -144,7 +175,7 @@ def _otel(log: LogFile, options: ReadOptions) -> Reading:
 
 def _otel_rows(log: LogFile) -> Rows:
     for record in log.records():
-        for span in _spans(record):
+        for span in _spans(log, record):
             attributes = span.attributes
             operation = _first(attributes, _OPERATION)
             inputs, outputs = (_first(attributes, names) for names in (_INPUT, _OUTPUT))
@@ -165,25 +196,33 @@ def _otel_rows(log: LogFile) -> Rows:
             yield Recorded(span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2])
 
 
+class _Scope(msgspec.Struct):
+    spans: list[dict[str, Any]] | None = None
+
+
+class _Resource(msgspec.Struct):
+    scopeSpans: list[_Scope] | None = None  # noqa: N815 - the name in the file
+
+
+class _Otlp(msgspec.Struct):
+    resourceSpans: list[_Resource] | None = None  # noqa: N815 - the name in the file
+
+
 _SPAN_LISTS = ("spans", "data")
 """Keys under which a record holds a list of spans; ``data`` in the pages of Phoenix's API."""
 _STATUS = ("status.code", "status.status_code", "status_code")
 _COLUMN = "attributes."
 
 
-def _spans(record: LogRecord) -> Iterator[_Span]:
+def _spans(log: LogFile, record: LogRecord) -> Iterator[_Span]:
     value = record.value
     nested: Iterator[Any]
     if "resourceSpans" in value:
-        nested = (
-            span
-            for resource in value["resourceSpans"] or []
-            for scope in resource.get("scopeSpans") or []
-            for span in scope.get("spans") or []
-        )
+        resources = converted(log, record.line, value, _Otlp).resourceSpans or []
+        nested = (span for one in resources for scope in one.scopeSpans or [] for span in scope.spans or [])
     else:
         lists = [value[name] for name in _SPAN_LISTS if isinstance(value.get(name), list)]
-        nested = iter(lists[0] if lists else [value])
+        nested = iter(converted(log, record.line, lists[0], list[dict[str, Any]]) if lists else [value])
     outer = _first(value, ("trace_id", "traceId", "session_id"))
     for span in nested:
         yield _Span(
@@ -198,7 +237,7 @@ def _spans(record: LogRecord) -> Iterator[_Span]:
 
 def _span_attributes(span: Mapping[str, Any]) -> dict[str, Any]:
     """A span's attributes; in a table of spans (Phoenix) each is a column named ``attributes.NAME``."""
-    columns = {key[len(_COLUMN) :]: value for key, value in span.items() if key.startswith(_COLUMN)}
+    columns = {key[len(_COLUMN) :]: value for key, value in span.items() if str(key).startswith(_COLUMN)}
     kind = span.get("span_kind")  # Phoenix has it beside the attributes; others keep OpenTelemetry's own kinds there
     known = {_OPERATION[1]: kind} if kind == "LLM" or str(kind).lower() in _OTHER_WORK else {}
     return known | _attributes(columns) | _attributes(span.get("attributes"))
@@ -220,7 +259,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     for pair in value:
         if isinstance(pair, Mapping) and isinstance(pair.get("value"), Mapping):
             kind, inner = next(iter(pair["value"].items()), ("", None))
-            found[str(pair.get("key"))] = int(inner or 0) if kind == "intValue" else inner
+            found[str(pair.get("key"))] = (inner or 0) if kind == "intValue" else inner
     return found
 
 

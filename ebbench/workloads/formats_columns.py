@@ -5,6 +5,7 @@ They have one reader; a format only adds what its definition says beyond the nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,17 @@ from ebbench.workloads.log_delays import Delays, has_delays
 from ebbench.workloads.log_failures import failure_of, tells_failures
 from ebbench.workloads.log_files import LogFile, LogRecord
 from ebbench.workloads.log_texts import BLOCK_TOKENS, answer_of, text_of
-from ebbench.workloads.recorded import Dropped, Reading, ReadOptions, Recorded, Rows, TraceFormat, tokens_of, unusable
+from ebbench.workloads.recorded import (
+    Dropped,
+    Reading,
+    ReadOptions,
+    Recorded,
+    Rows,
+    TraceFormat,
+    tokens_of,
+    turn_of,
+    unusable,
+)
 from ebbench.workloads.trace_times import Stamp, read_stamp
 
 _MORE = ("end", "duration", "turn", "hash_ids", "session", "cached")
@@ -230,9 +241,10 @@ class _Reader:
             stamp, end = stamp._replace(value=stamp.value - lasted), stamp
         blocks = self._texts.prefix_ids(text, row.input_tokens) if self.from_texts else self._hash_ids(value)
         cached = tokens_of(self._log, record, self._columns.names.get("cached", "cached"), self._cached(value))
+        turn = turn_of(self._log, record.line, self._columns.names.get("turn", "turn"), self._turns(value))
         return Recorded(
             row.line, stamp, row.input_tokens, row.output_tokens, self._blocks(record, blocks), self._session(value),
-            self._turn(record, self._turns(value)), end, lasted, text if self._texts.keep and text else None,
+            turn, end, lasted, text if self._texts.keep and text else None,
             cached,
         )  # fmt: skip
 
@@ -270,18 +282,10 @@ class _Reader:
         if value is None or self._seconds is None:
             return None
         try:
-            return max(0.0, float(value) * self._seconds)
-        except (TypeError, ValueError):
+            lasted_s = float(value) * self._seconds
+        except (TypeError, ValueError, OverflowError):
             return None
-
-    def _turn(self, record: LogRecord, value: Any) -> float | None:
-        if value is None or value == "":
-            return None
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            problem = f"expected the number of a turn in {self._columns.names['turn']}, found {str(value)[:40]!r}"
-            raise InputFileError(self._log.path, problem, record.line) from None
+        return max(0.0, lasted_s) if math.isfinite(lasted_s) else None
 
     def _blocks(self, record: LogRecord, value: Any) -> list[int | str] | None:
         if value is None or value == "":

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from ebbench.errors import InputFileError
 from ebbench.workloads.log_columns import value_at
 from ebbench.workloads.log_files import LogFile, LogRecord
@@ -19,10 +21,12 @@ from ebbench.workloads.recorded import (
     Recorded,
     Rows,
     TraceFormat,
+    converted,
     tokens_of,
+    turn_of,
     unusable,
 )
-from ebbench.workloads.trace_times import Stamp
+from ebbench.workloads.trace_times import Stamp, parse_stamp
 
 
 def _has(*names: str, any_of: tuple[str, ...] = ()) -> Any:
@@ -36,7 +40,31 @@ def _has(*names: str, any_of: tuple[str, ...] = ()) -> Any:
 
 
 def _number(value: Any) -> Stamp | None:
-    return Stamp(value, iso=False) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return parse_stamp(value)
+    except ValueError:
+        return None
+
+
+class _VllmResult(msgspec.Struct):
+    """The lists of a result, with an entry per request."""
+
+    input_lens: list[Any] | None = None
+    output_lens: list[Any] | None = None
+    start_times: list[float | None] | None = None
+    errors: list[Any] | None = None
+    ttfts: list[float | None] | None = None
+    itls: list[list[float] | None] | None = None
+
+
+class _GuideRequests(msgspec.Struct):
+    """The requests of a benchmark of GuideLLM."""
+
+    successful: list[dict[str, Any]] | None = None
+    incomplete: list[Any] | None = None
+    errored: list[Any] | None = None
 
 
 def _request(
@@ -67,8 +95,8 @@ def _vllm(log: LogFile, options: ReadOptions) -> Reading:
 
 def _vllm_rows(log: LogFile) -> Rows:
     for record in log.records():
-        result = record.value
-        columns: list[Any] = [result.get(name) for name in ("input_lens", "output_lens", "start_times")]
+        result = converted(log, record.line, record.value, _VllmResult)
+        columns: list[Any] = [result.input_lens, result.output_lens, result.start_times]
         timed = columns[2] is not None  # versions before start_times have the lengths only
         if not timed and isinstance(columns[0], list):
             columns[2] = [None] * len(columns[0])
@@ -76,9 +104,9 @@ def _vllm_rows(log: LogFile) -> Rows:
             problem = "holds no requests, only totals; run vllm bench serve with --save-result --save-detailed"
             raise InputFileError(log.path, problem, record.line)
         count = len(columns[0])
-        errors = result.get("errors") or [""] * count
-        ttfts = result.get("ttfts") or [0.0] * count
-        gaps = result.get("itls") or [[]] * count
+        errors = result.errors or [""] * count
+        ttfts = result.ttfts or [0.0] * count
+        gaps = result.itls or [[]] * count
         lists = {"output_lens": columns[1], "start_times": columns[2], "errors": errors, "ttfts": ttfts, "itls": gaps}
         for name, values in lists.items():
             if len(values) != count:
@@ -88,26 +116,28 @@ def _vllm_rows(log: LogFile) -> Rows:
             if error:
                 yield Dropped(record.line, "an error")
             else:
-                end = start + ttft + sum(itl) if ttft and timed else None
+                end = start + ttft + sum(itl or ()) if ttft and timed and start is not None else None
                 yield _request(log, record, (inputs, outputs), start, end, timed=timed)
 
 
 def _guidellm(log: LogFile, options: ReadOptions) -> Reading:
     record = log.sample[0]
-    benchmarks = record.value["benchmarks"]
+    benchmarks = converted(log, record.line, record.value["benchmarks"], list[dict[str, Any]])
     chosen = options.columns.get("benchmark")
     if len(benchmarks) > 1 and chosen is None:
         kinds = ", ".join(_strategy(one) for one in benchmarks)
         problem = f"holds {len(benchmarks)} benchmarks ({kinds}); choose one with --columns benchmark=1"
         raise InputFileError(log.path, problem)
     number = int(chosen or 1)
-    if number > len(benchmarks):
+    if not benchmarks or number > len(benchmarks):
         raise InputFileError(log.path, f"holds {len(benchmarks)} benchmarks; there is no --columns benchmark={number}")
     return Reading(_guidellm_rows(log, record, benchmarks[number - 1]), numbers_are="s")
 
 
 def _strategy(benchmark: Mapping[str, Any]) -> str:
-    strategy = value_at("config.strategy")(benchmark) or {}
+    strategy = value_at("config.strategy")(benchmark)
+    if not isinstance(strategy, Mapping):
+        return "?"
     rate = strategy.get("rate") or strategy.get("streams")
     return f"{strategy.get('type_', strategy.get('kind', '?'))}{f' {rate:g}' if isinstance(rate, int | float) else ''}"
 
@@ -116,15 +146,16 @@ def _guidellm_rows(log: LogFile, record: LogRecord, benchmark: Mapping[str, Any]
     requests = benchmark.get("requests")
     if not isinstance(requests, Mapping):
         raise InputFileError(log.path, "its benchmark holds no requests", record.line)
+    typed = converted(log, record.line, requests, _GuideRequests)
     for status in ("successful", "incomplete", "errored"):
-        for request in requests.get(status) or []:
+        for request in getattr(typed, status) or []:
             if status != "successful":
                 yield Dropped(record.line, f"status {status}")
                 continue
             lengths = (_guidellm_tokens(request, "prompt"), _guidellm_tokens(request, "output"))
             start, end = (value_at(f"info.timings.request_{what}")(request) for what in ("start", "end"))
             session = value_at("info.conversation_id")(request)
-            turn = value_at("info.turn_index")(request)
+            turn = turn_of(log, record.line, "turn_index", value_at("info.turn_index")(request))
             yield _request(log, record, lengths, start, end, session=session, turn=turn)
 
 
@@ -143,7 +174,7 @@ def _aiperf(log: LogFile, options: ReadOptions) -> Reading:
 def _aiperf_rows(log: LogFile) -> Rows:
     input_tokens, output_tokens = (value_at(f"metrics.{side}_sequence_length.value") for side in ("input", "output"))
     for record in log.records():
-        about = record.value.get("metadata") or {}
+        about = converted(log, record.line, record.value.get("metadata") or {}, dict[str, Any])
         if about.get("benchmark_phase") == "warmup":
             yield Dropped(record.line, "warm-up")
         elif record.value.get("error") or about.get("was_cancelled"):
@@ -151,7 +182,8 @@ def _aiperf_rows(log: LogFile) -> Rows:
         else:
             yield _request(
                 log, record, (input_tokens(record.value), output_tokens(record.value)), about.get("request_start_ns"),
-                about.get("request_end_ns"), session=about.get("x_correlation_id"), turn=about.get("turn_index"),
+                about.get("request_end_ns"), session=about.get("x_correlation_id"),
+                turn=turn_of(log, record.line, "turn_index", about.get("turn_index")),
             )  # fmt: skip
 
 

@@ -79,7 +79,8 @@ class Collected:
         if row.stamp is not None:
             self.times.append(row.stamp)
         if row.session is not None:
-            _put(self.session, len(self.line), self._codes.setdefault(row.session, len(self._codes)), _NO_SESSION)
+            code = self._codes.setdefault(_name(row.session), len(self._codes))
+            _put(self.session, len(self.line), code, _NO_SESSION)
         if row.turn is not None:
             _put(self.turn, len(self.line), row.turn, _UNKNOWN)
         if row.end is not None and row.stamp is not None and row.end.value < row.stamp.value:
@@ -171,6 +172,11 @@ class Collected:
         """``hash_counts`` with an entry for every row."""
         found: Int64s = _padded(self.hash_counts, len(self), _NO_IDS)
         return found
+
+
+def _name(session: Any) -> Any:
+    """A session's name; a list or an object, which formats with nested records may have, as text."""
+    return str(session) if isinstance(session, list | dict) else session
 
 
 def _put(column: Any, rows: int, value: Any, missing: Any) -> None:

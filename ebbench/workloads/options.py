@@ -145,8 +145,8 @@ class PlanOptions:
 
 MOST_SEED = 2**63 - 1
 """Stored tables hold seeds as 64-bit integers."""
-MOST_SESSIONS = 2**31 - 1
-"""A plan names its rows by 32-bit integers (column ``after``)."""
+MOST_SESSIONS = 50_000_000
+"""Some 10 GB of plan; beyond that, a plan takes hours to draw."""
 
 
 def _require_storable(seed: int, sessions: int | None) -> None:

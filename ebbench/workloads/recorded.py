@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
@@ -119,6 +120,28 @@ def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | N
         problem = f"expected 0 to {MOST_TOKENS:,} tokens in {name}, found {count}"
         raise InputFileError(log.path, problem, record.line)
     return count
+
+
+def converted(log: LogFile, line: int, value: Any, kind: Any) -> Any:
+    """A nested value of a format as its type. Raises InputFileError that names the field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        problem = str(error).replace("`", "'").replace("$.", "")
+        raise InputFileError(log.path, f"is not as its format has it: {problem}", line) from None
+
+
+def turn_of(log: LogFile, line: int, name: str, value: Any) -> float | None:
+    """The number of a turn, None for an empty cell. Raises InputFileError."""
+    if value is None or value == "":
+        return None
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputFileError(log.path, f"expected the number of a turn in {name}, found {str(value)[:40]!r}", line)
+    return number
 
 
 def unusable(input_tokens: int | None, output_tokens: int | None) -> str:

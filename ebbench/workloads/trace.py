@@ -267,7 +267,7 @@ def sliced(requests: Requests, replay: Replay) -> Requests:
     return replace(part, arrival_s=part.arrival_s - replay.start_s)
 
 
-def replayed(part: Requests, replay: Replay, rate: float | None, sessions: int) -> Requests:
+def replayed(part: Requests, replay: Replay, rate: float | None = None, sessions: int = 0) -> Requests:
     """Repeat a slice as the replay says, and until there are so many ``sessions``, and scale it in time.
 
     Each repetition has new contents. ``rate``: sessions/s to which the starts of sessions are scaled; pauses within

@@ -40,6 +40,7 @@ FASTEST_DEFINED_RATE = 1000.0
 """Requests/s below which a log can be in its format's own unit even if its times have fractions."""
 FEW_FRACTIONS = 0.1
 """Share of times with fractions up to which the others were written as whole numbers on purpose."""
+_LATEST = 1e19  # of ns since 1970 until 2286; also false for NaN
 _EPOCH_S = (1.388e9, 2.525e9)  # the years 2014 to 2049
 
 
@@ -94,8 +95,8 @@ def parse_stamp(text: str | int | float | dt.datetime) -> Stamp:
                 number = float(plain)
             except ValueError:
                 return _iso(plain)
-    if not math.isfinite(number):
-        raise ValueError(f"{text!r} is not finite")
+    if not abs(number) <= _LATEST:
+        raise ValueError(f"{str(text)[:40]!r} is no time")
     return Stamp(number, iso=False)
 
 

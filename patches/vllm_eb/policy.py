@@ -8,10 +8,14 @@ any other importable module by its dotted name, for example ``mypackage.early:sl
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from vllm_eb.errors import GivenValueError, name_hint
@@ -183,18 +187,40 @@ def _policy_of(module: str) -> type[PolicySpec]:
     return found
 
 
+def _reach_working_directory(package: str) -> None:
+    """Put the working directory at the end of the import path if a package is there and nowhere else.
+
+    The installed programs, ``ebbench`` and ``vllm``, do not look there by themselves.
+    """
+    here = str(Path.cwd())
+    elsewhere = package in sys.modules or importlib.util.find_spec(package) is not None
+    if not elsewhere and PathFinder.find_spec(package, [here]) is not None:
+        sys.path.append(here)
+
+
+def import_root(spec: PolicySpec) -> str | None:
+    """The folder from which a policy of the user is imported; None for those of this package."""
+    package = type(spec).__module__.partition(".")[0]
+    places = getattr(sys.modules[package], "__path__", None)
+    if package == __name__.partition(".")[0] or not places:
+        return None
+    return str(Path(next(iter(places))).parent)
+
+
 def policy_class(kind: str) -> type[PolicySpec]:
     """The policy class of that name. Raises PolicyError with the known names."""
     found = policy_types().get(kind)
     if found is not None:
         return found
     if "." in kind and all(part.isidentifier() for part in kind.split(".")):
+        _reach_working_directory(kind.partition(".")[0])
         try:
             return _policy_of(kind)
         except ImportError as error:
             raise PolicyError(f"policy {kind!r} cannot be imported: {error}") from None
     raise UnknownPolicyError(
-        f"unknown policy {kind!r}; {name_hint(kind, policy_types())}; your own: its module's dotted name"
+        f"unknown policy {kind!r}; {name_hint(kind, policy_types())}; your own: its dotted name, package.module, "
+        "importable from the working directory or PYTHONPATH"
     )
 
 

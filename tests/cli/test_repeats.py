@@ -119,6 +119,7 @@ def test_a_replayed_trace_in_virtual_time_is_run_once(engine: NoisyEngine) -> No
         (("--repeats", "0"), "must be at least 1"),
         (("--repeats", "auto", "-p", "v1"), "two --policy or more"),
         (("--repeats", "auto", "--max-repeats", "1"), "must be at least 2"),
+        (("--repeats", "1000000000000"), "at most 10,000"),
     ],
 )
 def test_bad_repeats_are_refused(engine: NoisyEngine, args: tuple[str, ...], message: str) -> None:

@@ -64,7 +64,7 @@ def test_a_run_ends_with_table_winner_reasons_and_caveats(engine: MadeEngine) ->
     assert "lengths are made up" in text
     assert "too few for p99, which takes 662" in text
     assert "engine: made up, asked for auto" in done.stderr
-    assert "v1: 100/100" in done.stderr
+    assert "v1, run 1 of 2: 100/100" in done.stderr
 
 
 def test_without_policy_ebplus_runs_beside_v1_and_that_is_said(engine: MadeEngine) -> None:

@@ -29,7 +29,7 @@ def _ebbench(cwd: Path, *arguments: str, **environ: str) -> subprocess.Completed
 
 
 def test_a_run_against_a_server_is_stored_and_saved_as_vllm_does(tmp_path: Path) -> None:
-    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=1)) as server:
+    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=20)) as server:  # tokens of one read have no TPOT
         done = _ebbench(
             tmp_path, "run", "balanced", "--engine", server.url, "-n", "40", "-c", "4", *SMALL, "--output-dir", "out",
             "--goodput", "ttft:5000", "tpot:5000", "--warmup", "2", "--save-as-vllm", "vllm.json", "--json",

@@ -99,7 +99,8 @@ async def endless_hints(writer: asyncio.StreamWriter) -> None:
 
 
 async def endless_trailer(writer: asyncio.StreamWriter) -> None:
-    events = b"%x\r\n%b\r\n0\r\n" % (len(completion(2)), completion(2))
+    unfinished = completion(2).removesuffix(b"data: [DONE]\n\n")  # else the answer ends there, whatever follows
+    events = b"%x\r\n%b\r\n0\r\n" % (len(unfinished), unfinished)
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     await endless(writer, head + events + b"x-trailer: ", b"t" * 32768)
 

@@ -113,6 +113,7 @@ def test_a_missing_key_is_named_at_once() -> None:
         (reply("200 OK", b"\xff\xfe"), "not JSON"),
         (reply("308 Permanent Redirect", location="/api/v1/models"), "points to /api/v1/models: give the URL"),
         (reply("404 Not Found"), "give the URL that precedes /completions"),
+        (reply("500 Oh", b"\x1b[2Jgone"), r"answers 500 \(\\x1b\[2Jgone\)"),
         (reply("400 Bad Request", b"The plain HTTP request was sent to HTTPS port"), "400 .The plain HTTP request"),
     ],
 )

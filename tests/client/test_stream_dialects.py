@@ -6,8 +6,15 @@ import asyncio
 import zlib
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from ebbench.client.classify import classify
+from ebbench.client.messages import RequestRecord
+from ebbench.client.response import StreamedResponse
+from ebbench.client.table import requests_table
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said
 
@@ -221,3 +228,46 @@ def test_an_event_that_never_ends_is_given_up() -> None:
     with raw_server(answer) as server:
         done = run(server.url, plan_of(1))
     assert column(done, "error_body") == ["an event of more than 64 MiB"]
+
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)  # also half surrogate pairs
+ODD_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    ["choices", "usage", "error", "model", "delta", "text", "finish_reason", "content", "role", "reasoning",
+     "tool_calls", "completion_tokens", "prompt_tokens", "prompt_tokens_details", "completion_tokens_details",
+     "cached_tokens", "reasoning_tokens", "status", "code", "detail", "message", "object", "type"]
+)  # fmt: skip
+MESSAGES = st.recursive(
+    st.dictionaries(NAMES, ODD_VALUES, max_size=4),
+    lambda inner: st.dictionaries(NAMES, inner | st.lists(inner, max_size=2) | ODD_VALUES, max_size=4),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@example([{"choices": [{"finish_reason": "\ud83d"}], "error": "\ud83d"}], False, b"")
+@given(st.lists(MESSAGES, max_size=4), st.booleans(), st.binary(max_size=20))
+def test_whatever_a_server_sends_becomes_a_row(messages: list[Any], chat: bool, rest: bytes) -> None:
+    answer = StreamedResponse(chat, keep_text=True)
+    answer.sent(1)
+    good = delta("stop", content="a") if chat else said("a", "stop")
+    for number, message in enumerate([good, *messages], start=2):
+        answer.feed(event(message), number * 10**6)
+    answer.feed(rest, 10**9)
+    answer.ended()
+    found, counts = classify(answer, 10**6, exact=False), answer.counts()
+    record = RequestRecord(
+        0, 0, found.status, token_ns=found.tokens.times_ns.tobytes(), bundled=found.tokens.bundled,
+        first_tokens=found.tokens.first, output_tokens=found.output_tokens, prompt_tokens=counts.prompt,
+        cached_tokens=counts.cached, finish_reason=answer.finish_reason, error_body=found.error_body, text=answer.text,
+        thinking_tokens=found.hidden_tokens or answer.thinking_tokens, odd_numbers=dict(counts.odd),
+        other_model=answer.model,
+    )  # fmt: skip
+    record = msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=RequestRecord)
+    (row,) = requests_table([record], plan_of(1).table, 0, texts=True, thinking=True).to_pylist()
+    assert row["status"] == found.status
+    assert row["status"] != "ok" or len(row["itl_ns"]) + 1 + found.hidden_tokens == row["output_tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -17,7 +18,7 @@ from ebbench.client.connection_use import slow_first_uses
 from ebbench.client.drive import DriveResult
 from ebbench.errors import UsageError
 from tests.client.client_runs import column, plan_of, run
-from tests.client.odd_server import completion, models, reply
+from tests.client.odd_server import OddServer, completion, models, reply, running
 
 SECONDS = 1_000_000_000
 
@@ -116,6 +117,31 @@ def test_no_more_connections_are_held_than_requests_need(connections: str) -> No
     counts = result.facts["client_connections"]
     spare = 1 if connections == "ahead" else 0
     assert counts["most_held"] <= counts["most_used"] + spare
+
+
+def test_a_server_that_refuses_spare_connections_is_left_alone() -> None:
+    class Limited(OddServer):
+        """Serves two connections at a time and closes any other at once."""
+
+        served = refused = 0
+
+        async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self.served >= 2:
+                self.refused += 1
+                writer.transport.abort()
+                return
+            self.served += 1
+            try:
+                await super().serve(reader, writer)
+            finally:
+                self.served -= 1
+
+    server = Limited()
+    with running(server):
+        plan = plan_of(40, concurrency=2, arrivals_ms=[25.0 * i for i in range(40)], output_tokens=2)
+        result = run(server.url, plan, metrics_interval_s=None)
+    assert set(column(result, "status")) == {"ok"}
+    assert server.refused <= 3, "of those opened ahead"
 
 
 def test_an_unknown_way_to_connect_is_refused() -> None:

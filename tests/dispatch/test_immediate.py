@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ebbench.dispatch import DispatchRequest, Fleet, make_dispatcher, parse_dispatch
-from ebbench.dispatch.base import Order
+from ebbench.dispatch.base import EndForward, Order
 from ebbench.records.content import CHUNK_TOKENS
 
 
@@ -67,3 +67,43 @@ def test_nothing_is_sent_while_no_instance_is_active(name: str) -> None:
     assert dispatcher.poll(1) == []
     dispatcher.topology([1], 2)
     assert dispatcher.poll(2) == [Order(0, 1)]
+
+
+def longest_first(name: str) -> list[tuple[int, int, int]]:
+    """(time, key, unit) of three requests of 10, 300 and 20 tokens that come 1 ms apart after one that was placed."""
+    ms = 1_000_000
+    dispatcher = make_dispatcher(parse_dispatch(name), Fleet([3]), chunk_tokens=100, default_forward_ns=40 * ms)
+    dispatcher.arrive(DispatchRequest(0, 50, 50), 0)
+    orders = [(0, order.key, order.unit) for order in dispatcher.poll(0)]
+    for key, tokens in ((1, 10), (2, 300), (3, 20)):
+        dispatcher.arrive(DispatchRequest(key, tokens, tokens), key * ms)
+        orders += [(key * ms, order.key, order.unit) for order in dispatcher.poll(key * ms)]
+    due_ns = dispatcher.next_ns(3 * ms)
+    if due_ns is not None:
+        orders += [(due_ns, order.key, order.unit) for order in dispatcher.poll(due_ns)]
+    assert dispatcher.waiting == 0
+    return orders  # type: ignore[return-value]
+
+
+def test_iqr_places_the_requests_of_a_window_longest_first() -> None:
+    """As in Algorithm 3: what came within the interval (one instance: a mean pass) is placed at its end, by length."""
+    ms = 1_000_000
+    orders = longest_first("iqr")
+    assert [key for _, key, _ in orders] == [0, 2, 3, 1]
+    assert [at for at, _, _ in orders] == [0, 40 * ms, 40 * ms, 40 * ms]
+
+
+def test_iqr_without_a_window_places_each_as_it_arrives() -> None:
+    ms = 1_000_000
+    orders = longest_first("iqr:window=off")
+    assert [(at, key) for at, key, _ in orders] == [(0, 0), (ms, 1), (2 * ms, 2), (3 * ms, 3)]
+
+
+def test_the_window_of_iqr_follows_measured_passes() -> None:
+    ms = 1_000_000
+    dispatcher = make_dispatcher(parse_dispatch("iqr"), Fleet([1, 1]), chunk_tokens=100, default_forward_ns=40 * ms)
+    dispatcher.arrive(DispatchRequest(0, 50, 50), 0)
+    dispatcher.poll(0)
+    dispatcher.end_forward(EndForward(0, 10 * ms), ms)
+    dispatcher.arrive(DispatchRequest(1, 50, 50), ms)
+    assert dispatcher.next_ns(ms) == 5 * ms, "a mean pass over two instances"

@@ -190,12 +190,12 @@ def test_figure_12_averages_over_its_seeds(tmp_path: Path) -> None:
     cells = [
         c
         for c in find_figure("12").cells(options)
-        if c.policy == "eb:theta=0.5" and c.plan.length_distribution == "gamma:8"
+        if c.policy == "eb:k=128" and c.plan.workload.endswith("hazard-gamma-2.toml")
     ]
     cells = [cell for cell in cells if cell.device == "h200"]
     assert len(cells) == 3
     run_missing(cells, store, workers=1, whole=False)
-    (point,) = sweep12(options, store, 8, slow=False)
+    (point,) = sweep12(options, store, "2", slow=False)
     found: list[Any] = [store.get(cell) for cell in cells]
     rates = [measured.get("total_token_throughput") for measured in found]
     assert point["value"] == pytest.approx(np.mean(rates))

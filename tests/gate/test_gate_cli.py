@@ -202,13 +202,13 @@ def test_pairs_are_measured_back_and_forth_and_never_twice(tmp_path: Path) -> No
     )  # fmt: skip
     first = invoke(*arguments)
     assert first.exit_code == 5, first.output
-    runs = {side: [Run.load(tmp_path / side / f"pair-00{i}").manifest for i in (0, 1)] for side in "ab"}
+    runs = {side: [Run.load(tmp_path / side / f"pair-00{i}").manifest for i in (1, 2)] for side in "ab"}
     assert [m.seed for m in runs["a"]] == [m.seed for m in runs["b"]] == [4, 5]
     order = sorted((m.anchor_unix_ns, side) for side, ms in runs.items() for m in ms)
     assert [side for _, side in order] == ["a", "b", "b", "a"]
     again = invoke(*arguments)
     assert again.stderr.count("measured before") == 4
-    assert [Run.load(tmp_path / "a" / "pair-000").manifest.anchor_unix_ns] == [runs["a"][0].anchor_unix_ns]
+    assert [Run.load(tmp_path / "a" / "pair-001").manifest.anchor_unix_ns] == [runs["a"][0].anchor_unix_ns]
 
 
 def test_a_command_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_a_baseline_may_have_any_name(measured: Path, tmp_path: Path) -> None:
 
 def test_a_pair_measured_after_one_was_cut_off_is_not_measured_again(measured: Path, tmp_path: Path) -> None:
     for name, source in (("a", "v1"), ("b", "copy")):
-        (tmp_path / name / "pair-000").mkdir(parents=True)
-        shutil.copytree(measured / source / "v1-seed0", tmp_path / name / "pair-000-2")
+        (tmp_path / name / "pair-001").mkdir(parents=True)
+        shutil.copytree(measured / source / "v1-seed0", tmp_path / name / "pair-001-2")
     command = "no-such-program {out}"
     done = invoke(
         "gate", tmp_path / "a", tmp_path / "b", "--pairs", 1, "--baseline-command", command, "--candidate-command",

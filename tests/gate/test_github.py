@@ -214,7 +214,7 @@ def test_the_gpu_example_interleaves_two_installations(tmp_path: Path) -> None:
     done = bash(step(document, "measure in turns and gate")["run"], tmp_path, **quick)
     assert done.returncode == 5, done.stderr
     assert "1 pair(s) where the test needs 6" in done.stdout
-    assert sorted(path.name for path in (tmp_path / "runs").glob("*/pair-*")) == ["pair-000", "pair-000"]
+    assert sorted(path.name for path in (tmp_path / "runs").glob("*/pair-*")) == ["pair-001", "pair-001"]
 
 
 def test_the_server_example_starts_measures_and_stops_each_side(
@@ -244,7 +244,7 @@ def test_the_server_example_starts_measures_and_stops_each_side(
         tmp_path, tmp_path / "baseline-runs", tmp_path / "candidate-runs", **commands, **{"max-pairs": "2"}
     )
     assert (code, output) == (5, "outcome=inconclusive\n"), shown
-    runs = [Run.load(tmp_path / f"{side}-runs" / "pair-001") for side in ("baseline", "candidate")]
+    runs = [Run.load(tmp_path / f"{side}-runs" / "pair-002") for side in ("baseline", "candidate")]
     tpot = [summarise(run).metrics.tpot.median for run in runs]
     assert tpot[0] is not None
     assert tpot[1] is not None

@@ -107,7 +107,7 @@ def test_stored_pairs_of_another_command_or_seed_are_refused(measured: Path, tmp
 def test_a_command_that_stores_nothing_is_named(tmp_path: Path) -> None:
     done = gate(tmp_path, "true {out}", "true {out}")
     assert done.exit_code == 4
-    assert f"stored no run in {tmp_path / 'b' / 'pair-000'}" in done.stderr
+    assert f"stored no run in {tmp_path / 'b' / 'pair-001'}" in done.stderr
 
 
 def test_compare_and_gate_agree_on_six_pairs(measured: Path) -> None:

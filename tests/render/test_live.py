@@ -3,46 +3,119 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from ebbench.engines.base import Progress
 from ebbench.engines.vllm import startup_progress
-from ebbench.records.plan import Plan
 from ebbench.render import live
-from ebbench.render.live import reporter
+from ebbench.render.live import Work, in_words, reporter, shown, time_left_s
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 
-def said(plan: Plan, waited_s: list[float]) -> list[str]:
-    """The lines of a run that waited for its server, polled at these times, and then served two requests."""
-    console = Console(file=io.StringIO(), width=40)
-    with reporter(console, "eb", len(plan)) as observer:
-        tell = startup_progress(observer, parse_policy("eb"), plan, Path("/tmp/server.log"))
-        for moment_s in waited_s:
-            tell(moment_s)
-        observer.update(Progress("eb", 2, len(plan), 80, 100, 4.0, "eb", 0, 0))
+def written(console: Console) -> list[str]:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
-def test_a_wait_for_a_server_is_printed_every_minute() -> None:
-    plan = build_plan("balanced", None, seed=0, num_prompts=2)
-    first, *waiting, last = said(plan, [0.3 * step for step in range(500)])  # 150 s
-    assert first == "eb: 2 requests"
-    assert waiting == [
-        "eb: waiting for the server to start, log /tmp/server.log (60 s)",
-        "eb: waiting for the server to start, log /tmp/server.log (120 s)",
-    ]
-    assert last == "eb: 2/2  20 tok/s  exclusive  at 4.00 s"
+def off_terminal() -> Console:
+    return Console(file=io.StringIO(), width=40)
 
 
-def test_a_wait_for_a_server_below_a_minute_is_not_printed() -> None:
+def wait_for_lines(console: Console, count: int) -> list[str]:
+    """The lines once there are so many; nothing else happens meanwhile, as in a long step of a command."""
+    deadline = time.monotonic() + 60
+    while len(written(console)) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return written(console)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come every 20 ms instead of every 10 s."""
+    monkeypatch.setattr(live, "LINES_EVERY_S", 0.02)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_wait_for_a_server_is_said_again_and_again_with_its_log() -> None:
     plan = build_plan("balanced", None, seed=0, num_prompts=2)
-    assert said(plan, [0.0, 17.0, 59.0]) == ["eb: 2 requests", "eb: 2/2  20 tok/s  exclusive  at 4.00 s"]
+    console = off_terminal()
+    with reporter(console, "eb", len(plan)) as observer:
+        startup_progress(observer, parse_policy("eb"), plan, Path("/tmp/server.log"))(60.3)
+        lines = wait_for_lines(console, 4)
+        observer.update(Progress("eb", 2, len(plan), 80, 100, 4.0, "eb", 0, 0))
+    assert lines[0] == "eb: 2 requests"
+    assert set(lines[2:]) == {"eb: waiting for the server to start, log /tmp/server.log (60 s)"}
+    assert written(console)[-1] == "eb: 2/2  20 tok/s  exclusive  at 4.00 s"
+
+
+@pytest.mark.usefixtures("often")
+def test_work_is_said_at_intervals_while_nothing_ends() -> None:
+    console = off_terminal()
+    with shown(console, Work("table 3", 40)) as work:
+        work.done = 12
+        lines = wait_for_lines(console, 2)
+    assert lines[-1].startswith("table 3: 12 of 40 runs, ")
+    assert len(written(console)) < len(lines) + 3, "it ends with the block"
+
+
+def test_short_work_and_brief_runs_have_no_line() -> None:
+    console = off_terminal()
+    with shown(console, Work("table 3", 40)):
+        pass
+    with reporter(console, "v1, 12/s", 40, brief=True) as observer:
+        observer.update(SNAPSHOT)
+    assert written(console) == []
+
+
+def test_quiet_work_has_no_line() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with shown(console, Work("table 3", 40), quiet=True):
+        pass
+    assert written(console) == []
+
+
+def test_work_tells_its_state_and_the_time_left() -> None:
+    work = Work("gate", 40, "pairs", at_most=True, done=10, began_s=time.monotonic() - 100)
+    work.doing = "pair 11, baseline"
+    assert work.describe() == ("gate: 10 of at most 40 pairs, pair 11, baseline, 2 min so far, at most 5 min to go")
+    resumed = Work("sweep", 100, "cells", done=60, kept=50, began_s=time.monotonic() - 20)
+    assert resumed.describe() == "sweep: 60 of 100 cells (50 from before), 20 s so far, 80 s to go"
+
+
+def test_each_part_of_a_work_has_its_own_time_left() -> None:
+    work = Work("plan", unit="candidates", began_s=time.monotonic() - 1000)
+    work.reached("saturated rates", 3, 12)
+    assert work.describe() == "plan: 3 of 12 candidates, saturated rates, 0 s so far"
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "done", "total", "left_s"),
+    [(10, 1, 5, 40), (10, 0, 5, None), (1, 1, 5, None), (10, 5, 5, None), (10, 1, 0, None)],
+)
+def test_the_time_left(elapsed_s: float, done: int, total: int, left_s: float | None) -> None:
+    assert time_left_s(elapsed_s, done, total) == left_s
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "0 s"), (99, "99 s"), (100, "2 min"), (9000, "2.5 h")])
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+@pytest.mark.usefixtures("often")
+def test_a_run_tells_the_time_left_if_its_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_SETTLED_S", 0.0)
+    for known, ends in ((True, r" to go$"), (False, r"at 10.0 s$")):
+        console = off_terminal()
+        with reporter(console, "eb", 4000, known=known) as observer:
+            observer.update(SNAPSHOT)
+            assert re.search(ends, wait_for_lines(console, 2)[1])
 
 
 SNAPSHOT = Progress("eb", 1204, 4000, 95_120, 120_000, 10.0, "eb", 100, 3)

@@ -6,6 +6,7 @@ import csv
 import io
 import re
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from shutil import which
@@ -108,6 +109,21 @@ def test_latex_uses_booktabs_and_escapes() -> None:
         assert len(re.findall(r"(?<!\\)&", line)) == 7, "eight columns"
 
 
+@pytest.mark.parametrize(
+    ("title", "caption"),
+    [
+        ("Table 9: lengths in tokens", r"\caption{Lengths in tokens: part (table 9 in print)}"),
+        ("Deferred prefill, table 1: the best", r"\caption{The best: part (table 1 in print)}"),
+        ("Lengths", r"\caption{Lengths: part}"),
+    ],
+)
+def test_latex_numbers_a_table_itself(title: str, caption: str) -> None:
+    """``Table 1: Table 9: ...`` would be printed."""
+    one = document()
+    text = as_latex(replace(one, title=title, sections=tuple(replace(s, title="part") for s in one.sections)))
+    assert caption in text
+
+
 def test_latex_escapes_every_special_character() -> None:
     assert escaped("\\{}") == r"\textbackslash{}\{\}"
     assert escaped("#~^<>") == r"\#\textasciitilde{}\textasciicircum{}\textless{}\textgreater{}"
@@ -136,7 +152,8 @@ def test_latex_divides_what_is_too_wide_or_too_long_and_loses_nothing() -> None:
     text = as_latex(large_document(9, 100))
     tables = text.split(r"\begin{table}")[1:]
     assert len(tables) > 3
-    assert text.count("(continued)") == len(tables) - 1
+    assert text.count("(continued)") == text.count(r"\addtocounter{table}{-1}") == len(tables) - 1
+    assert text.count("Large") == 1, "a caption is said once"
     assert len(re.findall(r"\\label{([^}]*)}", text)) == len(set(re.findall(r"\\label{([^}]*)}", text)))
     for policy in range(9):
         held = sum(table.count(f"{1000 * (policy + 1):,}") for table in tables)

@@ -144,7 +144,7 @@ def test_closed_loop_with_the_callers_concurrency() -> None:
         ({"num_prompts": 0}, "num prompts must be positive"),
         ({"seed": -1}, "seed must be 0 or more"),
         ({"seed": 2**63}, "seed must be at most 9223372036854775807, not 9223372036854775808"),
-        ({"num_prompts": 2**31}, "num prompts must be at most 2,147,483,647, not 2,147,483,648"),
+        ({"num_prompts": 2**31}, "num prompts must be at most 50,000,000, not 2,147,483,648"),
     ],
 )
 def test_contradicting_scenario_options_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -34,6 +34,12 @@ SMALL = [
 ]  # fmt: skip
 
 
+def small(*words: object) -> list[object]:
+    """The options of a small validation, with ``words`` in place of those that they name."""
+    usual = zip(SMALL[::2], SMALL[1::2], strict=True)
+    return [*(word for option, value in usual if option not in words for word in (option, value)), *words]
+
+
 def invoke(*words: object) -> Result:
     return CliRunner().invoke(app, ["validate", *(str(word) for word in words)], env={"COLUMNS": "120"})
 
@@ -280,17 +286,18 @@ def test_fewer_rounds_where_time_is_short() -> None:
     ],
 )
 def test_wrong_validate_options_are_refused_in_one_line(words: list[str], named: str, tmp_path: Path) -> None:
-    result = invoke(*SMALL, "-o", tmp_path / "out", *words)
+    result = invoke(*small("-o", tmp_path / "out", *words))
     assert result.exit_code == 2
     assert named in result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
 def test_more_rounds_continue_a_validation_and_fewer_are_refused(tmp_path: Path) -> None:
-    once = [*SMALL, "--policy", "v1", "--loads", "4", "-o", tmp_path, "--json"]
+    words = ("--policy", "v1", "--loads", "4", "-o", tmp_path, "--json")
+    once = small(*words)
     before = json.loads(invoke(*once).stdout)
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/manifest.json")}
-    more = json.loads(invoke(*once, "--rounds", 3).stdout)
+    more = json.loads(invoke(*small(*words, "--rounds", 3)).stdout)
     assert (before["runs"]["measured"], more["runs"]["measured"], more["runs"]["planned"]) == (2, 3, 3)
     assert more["observations"][:2] == before["observations"]
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())

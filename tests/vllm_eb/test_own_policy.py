@@ -67,6 +67,55 @@ def test_an_own_policy_runs_from_the_command_line_beside_v1(own: str, tmp_path: 
     assert "steps between two refills" in " ".join(shown.stdout.split())
 
 
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder outside the checkout with the policy's package, which is on no import path."""
+    return made_policy.write(tmp_path)
+
+
+def in_project(folder: Path, *words: str, **environ: str) -> str:
+    """What the installed program, which has no working directory on its import path, prints there."""
+    program = [sys.executable, "-P", "-c", "from ebbench.cli.main import run; run()", *words]
+    done = subprocess.run(
+        program, capture_output=True, text=True, check=False, cwd=folder, env={**os.environ, **environ}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LOAD = ("balanced", "-n", "20", "-c", "8", "--source", "profile")
+
+
+def test_an_own_policy_is_found_in_the_working_directory(project: Path) -> None:
+    assert f"{made_policy.NAME}:steps=4" in in_project(
+        project, "run", *LOAD, "--policy", f"{made_policy.NAME}:steps=4", "--json", "--quiet", "-o", "out"
+    )
+
+
+def test_the_processes_of_a_sweep_find_an_own_policy_too(project: Path) -> None:
+    grid = f"""name = "own"
+[common]
+workload = "balanced"
+source = "profile"
+num_prompts = 20
+max_concurrency = 8
+[grid]
+policy = ["v1", "{made_policy.NAME}:steps=4"]
+"""
+    (project / "grid.toml").write_text(grid)
+    found = json.loads(in_project(project, "sweep", "grid.toml", "--workers", "2", "--json", "--quiet"))
+    assert found["failed"] == []
+
+
+def test_servers_find_it_last_on_their_import_path(own: str) -> None:
+    from ebbench.engines.vllm_command import import_path
+
+    with_policy, without = (import_path(policy).split(os.pathsep) for policy in (parse_policy(f"{own}:steps=4"), None))
+    package = sys.modules[own.partition(".")[0]]  # an earlier test may have imported it from its own folder
+    assert with_policy == [*without, str(Path(package.__file__ or "").parents[1])]
+    assert import_path(parse_policy("eb")).split(os.pathsep) == without
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_an_own_policy_makes_the_same_steps_in_vllm(own: str) -> None:

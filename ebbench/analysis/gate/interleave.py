@@ -35,8 +35,8 @@ class Side:
     command: str
 
     def run(self, pair: int) -> Path:
-        """Directory of a pair's run."""
-        return self.directory / f"pair-{pair:03d}"
+        """Directory of a pair's run, named as messages count pairs: ``pair-001`` is the first, ``pair`` 0."""
+        return self.directory / f"pair-{pair + 1:03d}"
 
     def argv(self, out: Path, seed: int) -> list[str]:
         """The command of one run as arguments. Raises UsageError if it cannot be split or lacks ``{out}``."""
@@ -84,7 +84,7 @@ def measure_pairs(
         files.write_text(side.command + "\n", side.directory / COMMAND)
     for runs, (pair, which) in enumerate(abba(pairs), start=1):
         side = sides[which]
-        label = f"pair {pair + 1} of at most {pairs}, {('baseline', 'candidate')[which]}"
+        label = f"pair {pair + 1}, {('baseline', 'candidate')[which]}"
         out = side.run(pair)
         if any(manifest.valid for manifest in _stored(out)):
             say(f"{label}: measured before")

@@ -24,9 +24,10 @@ from vllm_eb.deferred import DeferredModel, exact_chain
 
 MEAN_INPUT, MEAN_OUTPUT = 285, 201
 DISTRIBUTIONS: Mapping[str, str] = {
-    "geometric": "geometric answers (the paper's synthetic data set)",
-    "gamma:1.9": "gamma answers of shape 1.9 (ShareGPT's spread in table 9 of the EB paper)",
+    "geometric": "prompts of 285 tokens, geometric answers (the paper's synthetic data set)",
+    "gamma:1.9": "prompts and answers gamma of shape 1.9 (ShareGPT's spread in table 9 of the EB paper)",
 }
+SYNTHETIC = "reference:workloads/deferred-synthetic.toml"
 _PARAMETERS: Mapping[str, float] = {"Granite": 8.17e9, "LLaMA3": 8.03e9}
 _A100_FLOPS = 312e12 * 0.5  # dense bf16 peak at half efficiency; determines how S divides between prompts and decodes
 _BUDGET = 32768
@@ -67,9 +68,12 @@ def _cell(options: PaperOptions, row: Mapping[str, str], distribution: str, k: i
     values = (cost.c_p, cost.prompt_s / MEAN_INPUT, cost.c_d, cost.t_d)
     device = GIVEN + ",".join(f"{value:.6g}" for value in values) + f",{_KV_TOKENS}"
     policy = "v0" if k == 1 else f"deferred:k={k}"
+    synthetic = distribution == "geometric"
     return simulated(
-        "balanced", policy, device, f"{row['model']} on A100", limit, _BUDGET, num_prompts=options.num_prompts or 4000,
-        max_concurrency=3 * limit, input_len=MEAN_INPUT, output_len=MEAN_OUTPUT, length_distribution=distribution,
+        SYNTHETIC if synthetic else "balanced", policy, device, f"{row['model']} on A100", limit, _BUDGET,
+        num_prompts=options.num_prompts or 4000, max_concurrency=3 * limit, async_scheduling=False,
+        input_len=None if synthetic else MEAN_INPUT, output_len=None if synthetic else MEAN_OUTPUT,
+        length_distribution=None if synthetic else distribution,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.eb.table10_11 import BUDGET, REFILL_NOTE, SLOW, both_devices, sweep_cell
-from ebbench.papers.protocols import VLLM
+from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
 from ebbench.papers.published import EB_PAPER
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
@@ -42,9 +42,12 @@ def _repeats(options: PaperOptions, device: str, name: str, policy: str) -> list
     if name == "Gamma":
         return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in options.seed_range()]
     return [
-        simulated("sharegpt", policy, device, model, BATCH, BUDGET, vllm_version=VLLM, num_prompts=count, seed=seed)
+        simulated(
+            "sharegpt", policy, device, model, BATCH, BUDGET, vllm_version=VLLM, async_scheduling=ASYNC_SCHEDULING,
+            num_prompts=count, seed=seed,
+        )
         for seed in options.seed_range()
-    ]
+    ]  # fmt: skip
 
 
 def _columns() -> tuple[Column, ...]:

@@ -14,10 +14,15 @@ from ebbench.runs.store import RunStore
 STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
 NETWORK_MS = 0.5
-AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off"
-"""Algorithms 1 and 2 exactly: no bypass under light load, chunks may be exceeded, longest first in all cases."""
+AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off,lookahead=0"
+"""Algorithms 1 and 2 to the letter: no bypass under light load, chunks may be exceeded, longest first in all cases, and
+nothing is sent to an instance before the end of its pass is known."""
+WITH_LOOKAHEAD = AS_PUBLISHED.replace(",lookahead=0", "")
+"""The same with our extension ``lookahead``: until November 2026 this stood here as the published algorithms."""
 IMMEDIATE = ("round-robin", "least-outstanding")
-DISPATCH = (*IMMEDIATE, AS_PUBLISHED, "sbs")
+DISPATCH = (*IMMEDIATE, AS_PUBLISHED, WITH_LOOKAHEAD, "sbs")
+TITLES = {AS_PUBLISHED: "sbs, to the letter", WITH_LOOKAHEAD: "with lookahead (ours)", "sbs": "sbs (ours)"}
+"""Short names of the staggered policies in tables."""
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
 """Offered load, as a share of the pool's throughput with full chunks."""
 

@@ -22,6 +22,7 @@ _DISPATCH = {
     "power-of-two": "immediate",
     "least-outstanding": "immediate",
     "iqr": "Algorithm 3",
+    "iqr:window=off": "Algorithm 3, each request as it arrives (ours)",
 }
 _BASE = "round-robin"
 _PUBLISHED = {"round-robin": (40_000.0, 130_000.0, 150_000.0), "iqr": (60_000.0, 100_000.0, None)}

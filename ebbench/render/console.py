@@ -1,0 +1,23 @@
+"""The terminal that every command prints on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from ebbench.untrusted import visible
+
+
+class Console(rich.console.Console):
+    """rich's console, on which the control characters of what is printed are visible.
+
+    rich writes its own control sequences apart from the text, so that every one in the text is another's.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of a renderable."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text, lines=True))
