@@ -90,13 +90,17 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
     Those that are surely behind the chosen one are left out.
     """
     found = [(one, _against(one, chosen)) for one in others]
+    level = level_budgets(chosen, [chosen, *others])
+    found = [
+        (one, gain) for one, gain in found if one.policy != chosen.policy or one.max_num_batched_tokens not in level
+    ]
     equal = [one for one, gain in found if _is_equal(gain)]
     ahead = [one for one, gain in found if gain.low > 0 and one not in equal]
     unsure = [one for one, gain in found if gain.low <= 0 <= gain.high and one not in equal]
     seeds = len(chosen.values)
     parts = []
     if equal:
-        names, doubt = _some(equal, lambda one: one.name), " (one seed)" if seeds == 1 else ""
+        names, doubt = _some(equal, lambda one: one.policy), " (one seed)" if seeds == 1 else ""
         parts.append(f"{names} {_are(equal)} equal to it within half a per cent{doubt}")
     if ahead:
         parts.append(f"{_with_gains(ahead, chosen)} {_are(ahead)} ahead of it")
@@ -104,11 +108,21 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
         parts.append(
             f"{_with_gains(unsure, chosen)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}"
         )
+    if not parts and level:
+        return f"no other policy may be as good{' (one seed)' if seeds == 1 else ''}"
     return f"{'; '.join(parts)}, and it is the simplest" if parts else "it is the simplest that may be the best"
 
 
+def level_budgets(chosen: PolicyScore, scores: Sequence[PolicyScore]) -> list[int]:
+    """Other token budgets, rising, at which the chosen policy is equal to it; none where no request met the targets."""
+    if chosen.objective <= 0:
+        return []
+    same = [one for one in scores if one.policy == chosen.policy and one is not chosen]
+    return sorted(one.max_num_batched_tokens for one in same if _is_equal(_against(one, chosen)))
+
+
 MOST_NAMED = 3
-"""Of more candidates only the number is given: token budgets make dozens."""
+"""Of more policies only the number is given."""
 
 
 def _with_gains(scores: Sequence[PolicyScore], over: PolicyScore) -> str:
@@ -117,15 +131,15 @@ def _with_gains(scores: Sequence[PolicyScore], over: PolicyScore) -> str:
 
 
 def _some(scores: Sequence[PolicyScore], text: Callable[[PolicyScore], str]) -> str:
-    """Some of the candidates, first the best of each policy, and the number of the others."""
-    best = {one.policy: one for one in reversed(scores)}
-    order = sorted(scores, key=lambda one: best[one.policy] is not one)
-    left = len(order) - MOST_NAMED
-    return listed([text(one) for one in order] if left < 2 else [*map(text, order[:MOST_NAMED]), f"{left} others"])
+    """The best candidate of each policy, of many policies some, and the number of the others."""
+    best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
+    left = len(best) - MOST_NAMED
+    shown = best if left < 2 else best[:MOST_NAMED]
+    return listed([*map(text, shown), *([f"{left} other policies"] if left >= 2 else [])])
 
 
 def _are(scores: Sequence[PolicyScore]) -> str:
-    return "are" if len(scores) > 1 else "is"
+    return "are" if len({one.policy for one in scores}) > 1 else "is"
 
 
 def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:

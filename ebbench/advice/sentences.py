@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.advice.candidates import topology_asked
-from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
+from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
 from ebbench.analysis.compare.policies import TIE
 from ebbench.config.setting_strings import option_name
 from ebbench.engines.checks import rank_notes
@@ -35,7 +35,12 @@ FAR_APART = 0.1
 def headline(advice: Advice) -> list[str]:
     """The advised policy and its expected gain."""
     chosen, question = advice.chosen, advice.question
-    lines = [f"Run {chosen.name}: {advice.reason}."]
+    lines = [_run(advice), f"Why: {advice.reason}."]
+    if not question.slo and _arrivals_decide(advice):
+        lines.append(
+            "All candidates keep up with the arrivals, so tokens/s cannot tell them apart: --goodput ttft:MS tpot:MS "
+            "compares their latencies, a higher rate (--speed, --request-rate) their throughput."
+        )
     if chosen.gain is not None and chosen.name != BASELINE:
         what = "requests/s within the SLO" if question.slo else "tokens/s"
         over = f"{BASELINE} with {question.max_num_batched_tokens:,}" if question.budgets else BASELINE
@@ -49,6 +54,28 @@ def headline(advice: Advice) -> list[str]:
         f"{duration_ms(chosen.ttft_ms)}, median TPOT {duration_ms(chosen.tpot_ms)}."
     )
     return lines
+
+
+def _run(advice: Advice) -> str:
+    """What to run, with its token budget where several were tried, and which others are as good."""
+    chosen = advice.chosen
+    if not advice.question.budgets:
+        return f"Run {chosen.policy}."
+    level, at = level_budgets(chosen, advice.scores), f"with --max-num-batched-tokens {chosen.max_num_batched_tokens}"
+    if not level:
+        return f"Run {chosen.policy} {at}."
+    others = f"{level[0]:,} makes" if len(level) == 1 else f"{level[0]:,} to {level[-1]:,} make"
+    return f"Run {chosen.policy} {at}; {others} no difference."
+
+
+def _arrivals_decide(advice: Advice) -> bool:
+    """Whether every candidate completes what arrives."""
+    most = max(score.tokens_per_s for score in advice.scores)
+    return (
+        advice.load.open_loop
+        and len(advice.scores) > 1
+        and all(score.tokens_per_s >= (1 - TIE) * most for score in advice.scores)
+    )
 
 
 def server_options(question: AdviceQuestion) -> str:

@@ -92,7 +92,7 @@ def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, 
     return v1, eb
 
 
-_LENGTH_KEYS = ("source", "input_len", "output_len", "length_distribution", "tokenizer")
+_LENGTH_KEYS = ("source", "input_len", "output_len", "length_distribution", "tokenizer", "columns", "redraw")
 _LIMIT_KEYS = ("max_model_len", "drop_too_long")
 
 BUDGETS = (4096, 8192, 16384)

@@ -39,11 +39,11 @@ def told_once(said: Sequence[Iterable[str]], owner: Owner) -> list[str]:
 
 
 def by_policy(runs: Sequence[str]) -> Owner:
-    """Names the policies of the runs that have a caveat; ``runs``: the policy of each run."""
+    """Names the policies of the runs that have a caveat, unless all have; ``runs``: the policy of each run."""
 
     def owner(places: Collection[int]) -> str:
         names = dict.fromkeys(runs[place] for place in sorted(places))
-        return "" if len(places) == len(runs) else f"{', '.join(names)}: "
+        return "" if len(names) == len(set(runs)) else f"{', '.join(names)}: "
 
     return owner
 

@@ -37,7 +37,6 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
-from ebbench.workloads.options import is_recorded
 from vllm_eb.policy import PolicySpec
 
 
@@ -234,7 +233,7 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
             RunWarning(
                 "no-steady-window",
                 "The load never reached 95 % of its target, so there is no steady throughput.",
-                _longer(plan, "Use more requests or a lower concurrency."),
+                _longer(plan, 2 * _sessions(plan), " or a lower --max-concurrency" if plan.closed_loop else ""),
             )
         )
     elif metrics.steady is not None and metrics.steady.share < 0.5:
@@ -243,7 +242,7 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
                 "short-steady-window",
                 f"Only {metrics.steady.share:.0%} of the run is steady; warm-up and drain weigh on the whole-run "
                 "throughput.",
-                _longer(plan, "Use more requests."),
+                _longer(plan, math.ceil(2 * (1 - metrics.steady.share) * _sessions(plan))),
             )
         )
     return found
@@ -258,30 +257,41 @@ def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
     return [RunWarning("one-token-answers", f"{counted}: they count as within tpot:{slo.tpot:g}.")]
 
 
-def _replayed(plan: Plan) -> bool:
-    """Whether requests are replayed from a trace, so that options cannot add requests."""
-    return is_recorded(str(plan.facts.get("workload", ""))) and plan.facts.get("source") != "scenario"
+def _sessions(plan: Plan) -> int:
+    return int(pc.count_distinct(plan.table["session"]).as_py())
 
 
-def _longer(plan: Plan, advice: str) -> str:
-    """``advice``, or other advice for a trace, whose length no option changes."""
-    return "A longer part of a trace, or a longer trace, would help." if _replayed(plan) else advice
+def _longer(plan: Plan, sessions: int, otherwise: str = "") -> str:
+    """The option that gives a plan like this one so many sessions. ``otherwise``: what helps, too."""
+    if _texts_of_a_log(plan):
+        return f"A log of {sessions:,} sessions or more would help{otherwise}."
+    return f"Use --num-prompts {sessions} or more{otherwise}{_read_again(plan, sessions)}."
+
+
+def _texts_of_a_log(plan: Plan) -> bool:
+    """Whether the prompts are a log's own, which are sent once."""
+    return "log_sessions" in plan.facts and plan.table["prompt"].null_count < len(plan)
+
+
+def _read_again(plan: Plan, sessions: int) -> str:
+    have = plan.facts.get("log_sessions", sessions)
+    return f"; the log holds {have:,} and is then read again" if have < sessions else ""
 
 
 def _enough(plan: Plan, requests: int) -> str:
     """The option that gives a plan like this one so many requests; --num-prompts counts conversations."""
-    if _replayed(plan):
-        return f"p99 takes a trace of {requests} requests or more."
-    duration_s = plan.facts.get("duration_s")
-    if duration_s is not None and plan.closed_loop:
-        return f"Use --num-prompts {requests} or more, and a --duration in which so many complete."
+    if _texts_of_a_log(plan):
+        return f"p99 takes a log of {requests} requests or more."
+    duration_s, sessions = plan.facts.get("duration_s"), _sessions(plan)
+    asked = math.ceil(requests * sessions / len(plan))
+    if duration_s is not None and (plan.closed_loop or "log_sessions" in plan.facts):
+        return f"Use --num-prompts {asked} or more, and a --duration in which so many complete."
     if duration_s is not None:
         return f"Use --duration {math.ceil(requests * duration_s / len(plan))} or longer."
-    sessions = pc.count_distinct(plan.table["session"]).as_py()
-    asked = math.ceil(requests * sessions / len(plan))
     if sessions == len(plan):
-        return f"Use --num-prompts {asked} or more."
-    return f"Use --num-prompts {asked} or more: that many conversations, {len(plan) / sessions:.1f} requests in each."
+        return f"Use --num-prompts {asked} or more{_read_again(plan, asked)}."
+    per_session = f"that many conversations, {len(plan) / sessions:.1f} requests in each"
+    return f"Use --num-prompts {asked} or more: {per_session}{_read_again(plan, asked)}."
 
 
 def _instead(samples: int) -> str:

@@ -6,7 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ebbench.capacity.deployments import WITHIN, Bound, Candidate, Deployment, PlanTask, Stress, bound, size, stress
+from ebbench.capacity.deployments import (
+    WITHIN,
+    Bound,
+    Candidate,
+    Deployment,
+    PlanTask,
+    Stress,
+    bound,
+    must_hold,
+    size,
+    stress,
+)
 from ebbench.runs.pool import Pool, values
 
 STRESSED = 3
@@ -91,26 +102,28 @@ def choose(
     for each in values(pool, bound, tasks):
         bounds.append(each)
         advance("saturated rates", len(bounds), len(tasks))
-    rate = tasks[0].rate
+    task = tasks[0]  # all have one load
     state.refused += [(each.candidate, each.refused) for each in bounds if each.refused]
     waiting = [each for each in bounds if not each.refused]
-    waiting.sort(key=lambda each: (_least(each, rate, prices), each.candidate.gpus))
+    waiting.sort(key=lambda each: (_least(each, task, prices), each.candidate.gpus))
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
         for each in chunk:
             most = int(WITHIN * state.cheapest / _unit(each.candidate, prices)) if state.found else 1 << 20
-            if each.fewest(rate) > most:
+            if each.fewest(task) > most:
                 state.pruned.append(each.candidate)
             else:
-                jobs.append((by_candidate[each.candidate], each.first(rate), most))
+                jobs.append((by_candidate[each.candidate], each.first(task), most))
         for deployment in values(pool, _size, jobs):
             _take(state, deployment, prices)
             decided = len(state.found) + len(state.refused) + len(state.pruned)
             advance("numbers of replicas", decided, len(tasks))
     advance("complete simulations of the cheapest", 0, 0)
     kept = sorted(_kept(state), key=_rank)
-    found = tuple(on_frontiers(_stressed(kept, by_candidate, prices, pool)))
+    stressed, missed = _stressed(kept, by_candidate, prices, pool)
+    state.refused += missed
+    found = tuple(on_frontiers(stressed))
     unbounded = tuple(each.candidate for each in bounds if math.isinf(each.saturated_per_s))
     return DeploymentChoice(found, tuple(state.refused), tuple(state.pruned), unbounded)
 
@@ -166,21 +179,26 @@ def _speeds(each: Costed) -> tuple[float, ...]:
 
 def _stressed(
     ordered: list[Costed], tasks: Mapping[Candidate, PlanTask], prices: Mapping[str, float], pool: Pool
-) -> list[Costed]:
-    """The deployments, cheapest first; those simulated completely that are, or could be, the cheapest ones."""
+) -> tuple[list[Costed], list[tuple[Candidate, str]]]:
+    """The deployments, cheapest first, and those that miss the limits when they are simulated completely.
+
+    Simulated completely are those that are, or could be, the cheapest ones.
+    """
     done: list[Costed] = []
+    missed: list[tuple[Candidate, str]] = []
     due, left = ordered[:STRESSED], ordered[STRESSED:]
     while due:
         jobs = [(tasks[each.deployment.candidate], each.deployment.replicas, each.deployment.fewest) for each in due]
         by_candidate = {each.deployment.candidate: each for each in due}
-        done += [
-            _resized(by_candidate[candidate], replicas, found, prices)
-            for candidate, replicas, found in values(pool, _stress, jobs)
-        ]
-        cheapest = min(each.cost for each in done)
+        for candidate, replicas, found in values(pool, _stress, jobs):
+            if all(level is not None and level.met for level in must_hold(tasks[candidate], found)):
+                done.append(_resized(by_candidate[candidate], replicas, found, prices))
+            else:
+                missed.append((candidate, f"{replicas} replicas behind a dispatcher still miss the limits, not sized"))
+        cheapest = min((each.cost for each in done), default=math.inf)
         due = [each for each in left if _least_cost(each, prices) < cheapest][:STRESSED]
         left = [each for each in left if each not in due]
-    return sorted([*done, *left], key=_rank)
+    return sorted([*done, *left], key=_rank), missed
 
 
 def _least_cost(each: Costed, prices: Mapping[str, float]) -> float:
@@ -206,5 +224,5 @@ def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
     return candidate.gpus * prices.get(candidate.device, 1.0)
 
 
-def _least(each: Bound, rate: float, prices: Mapping[str, float]) -> float:
-    return each.fewest(rate) * _unit(each.candidate, prices)
+def _least(each: Bound, task: PlanTask, prices: Mapping[str, float]) -> float:
+    return each.fewest(task) * _unit(each.candidate, prices)

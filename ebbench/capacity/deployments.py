@@ -9,7 +9,7 @@ is simulated as one instance:
 2. At ``rate / replicas``, for increasing numbers of replicas, until the limits are met; never above the saturated rate,
    at which a queue grows too slowly for a short run to show it. Candidates are sized in order of their lower bound on
    cost; a candidate whose bound exceeds the cost of a known deployment cannot be cheaper and is left out. The saturated
-   rate is measured with noise, so ``HEADROOM`` is added to it.
+   rate is measured with noise, so ``NOISE`` is added to it.
 3. The best ones, and those that could be cheaper than the best with fewer replicas, are simulated completely, with all
    replicas behind a dispatcher, at the requested rate, at 120 % of it, and with one replica lost. The number of
    replicas becomes the smallest that meets the limits there.
@@ -21,8 +21,9 @@ that knows the replicas' loads needs fewer of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ebbench.capacity.drive import ALONE_SESSIONS, up
@@ -40,14 +41,21 @@ from ebbench.engines.setup import EngineSetup, make_engine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
+from ebbench.traffic.substreams import substream
 from ebbench.workloads import build_plan
+from ebbench.workloads.arrow import bits
 from vllm_eb.policy import parse_policy
 
-HEADROOM = 1.05
+NOISE = 1.05
 WITHIN = 1.5
 """Deployments that cost at most this many times the cheapest are sized and shown; others are left out."""
 _MOST_REPLICAS = 512
-_MOST_MORE = 3
+_MORE, _MOST_MORE = 0.25, 3
+"""How many more replicas than sized are tried behind a dispatcher: this share, but at least so many."""
+_LONGEST = 16
+"""A run gets at most this many times its first number of sessions."""
+USUAL_HEADROOM = 0.2
+"""Headroom at which a deployment is shown that was sized without any."""
 MISSED_ALONE = "misses the limits even one request at a time"
 
 
@@ -81,7 +89,11 @@ class Candidate:
 @dataclass(frozen=True)
 class PlanTask:
     """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run; ``api_server``,
-    ``api_server_count``: as in EngineOptions; ``gpu_memory_utilization`` and below: as in load_device."""
+    ``api_server_count``: as in EngineOptions; ``gpu_memory_utilization`` to ``kv_cache_dtype``: as in load_device.
+
+    ``headroom``: share of the rate that must be carried on top of it. ``spare``: replicas without which the rate must
+    be carried.
+    """
 
     candidate: Candidate
     model: str
@@ -99,6 +111,21 @@ class PlanTask:
     vllm_version: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    headroom: float = 0.0
+    spare: int = 0
+
+    @property
+    def most_rate(self) -> float:
+        """The rate with its headroom."""
+        return self.rate * (1 + self.headroom)
+
+    def replicas_for(self, per_replica: float) -> int:
+        """Fewest replicas of which none gets more than so many sessions/s, with all of them and without the spare."""
+        return max(1, math.ceil(self.most_rate / per_replica), self.spare + max(1, math.ceil(self.rate / per_replica)))
+
+    def share_of(self, replicas: int) -> float:
+        """The most sessions/s that one of ``replicas`` gets."""
+        return max(self.most_rate / replicas, self.rate / (replicas - self.spare))
 
     @property
     def vllm(self) -> str:
@@ -115,13 +142,13 @@ class Bound:
     saturated_per_s: float = 0.0
     refused: str = ""
 
-    def fewest(self, rate: float) -> int:
+    def fewest(self, task: PlanTask) -> int:
         """A lower bound on the number of replicas, with a margin for noise."""
-        return max(1, math.ceil(rate / (HEADROOM * self.saturated_per_s)))
+        return task.replicas_for(NOISE * self.saturated_per_s)
 
-    def first(self, rate: float) -> int:
+    def first(self, task: PlanTask) -> int:
         """The first number of replicas to try, at which no replica exceeds its saturated rate."""
-        return max(1, math.ceil(rate / self.saturated_per_s))
+        return task.replicas_for(self.saturated_per_s)
 
 
 @dataclass(frozen=True)
@@ -148,24 +175,27 @@ class Deployment:
 class Level:
     """The whole deployment at one load.
 
-    ``overloaded``: the queue grew during all arrivals, so the share within the limits is not meaningful: it falls with
-    the length of the run.
+    ``attainment``: share of the requests sent in the steady window that kept the limits. ``overloaded``: the queue grew
+    during all arrivals, so that share is not meaningful: it falls with the length of the run. ``met``: the limits were
+    kept, in a run that was long enough to tell.
     """
 
     attainment: float
     overloaded: bool
+    met: bool = True
 
 
 @dataclass(frozen=True)
 class Stress:
-    """The whole deployment at the rate, at 120 % of it, and at the rate with one replica lost.
+    """The whole deployment at the rate, with headroom, and at the rate with replicas lost.
 
-    ``one_lost`` is None for a single replica. ``ttft_ms``, ``tpot_ms``: medians at the rate.
+    ``lost``: one replica fewer, or all that are spare; None where none would be left. ``ttft_ms``, ``tpot_ms``: medians
+    at the rate.
     """
 
     at_rate: Level
-    at_120_percent: Level
-    one_lost: Level | None
+    with_headroom: Level
+    lost: Level | None
     ttft_ms: float | None
     tpot_ms: float | None
 
@@ -193,7 +223,7 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
     replicas = fewest
     while replicas <= min(most, _MOST_REPLICAS):
         reading = _share(task, replicas)
-        if reading.probe.meets(task.limits.requirements()):
+        if _meets(reading):
             passed, found = replicas, reading
             break
         failed, replicas = replicas, max(replicas + 1, math.ceil(1.25 * replicas))
@@ -205,7 +235,7 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
     while passed - failed > 1:
         middle = (passed + failed) // 2
         reading = _share(task, middle)
-        if reading.probe.meets(task.limits.requirements()):
+        if _meets(reading):
             passed, found = middle, reading
         else:
             failed = middle
@@ -215,30 +245,41 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
 def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]:
     """Simulate the whole deployment behind a least-outstanding dispatcher.
 
-    Returns the smallest number of replicas that meets the limits, from ``fewest`` to a few more than ``replicas``, and
-    the results.
+    Returns the smallest number of replicas that meets the limits where they must be met, from ``fewest`` to a quarter
+    more than ``replicas``, and the results; those of the last number tried if none does.
     """
-    whole = _whole(task, replicas, 1.0)
-    for _ in range(_MOST_MORE):
-        if whole.probe.meets(task.limits.requirements()):
-            break
+    whole = lru_cache(None)(lambda count, factor: _whole(task, count, factor))
+
+    def carries(count: int) -> bool:
+        return _meets(whole(count, 1 + task.headroom)) and (not task.spare or _meets(whole(count - task.spare, 1.0)))
+
+    most = replicas + max(_MOST_MORE, math.ceil(_MORE * replicas))
+    while replicas < most and not carries(replicas):
         replicas += 1
-        whole = _whole(task, replicas, 1.0)
-    lost = _whole(task, replicas - 1, 1.0) if replicas > 1 else None
-    while lost is not None and replicas > fewest and lost.probe.meets(task.limits.requirements()):
-        replicas, whole = replicas - 1, lost
-        lost = _whole(task, replicas - 1, 1.0) if replicas > 1 else None
+    while replicas > fewest and carries(replicas) and carries(replicas - 1):
+        replicas -= 1
+    at_rate, left = whole(replicas, 1.0), replicas - max(1, task.spare)
     return replicas, Stress(
-        at_rate=_level(whole),
-        at_120_percent=_level(_whole(task, replicas, 1.2)),
-        one_lost=None if lost is None else _level(lost),
-        ttft_ms=whole.ttft_ms,
-        tpot_ms=whole.tpot_ms,
+        at_rate=_level(at_rate),
+        with_headroom=_level(whole(replicas, 1 + (task.headroom or USUAL_HEADROOM))),
+        lost=_level(whole(left, 1.0)) if left else None,
+        ttft_ms=at_rate.ttft_ms,
+        tpot_ms=at_rate.tpot_ms,
     )
 
 
+def must_hold(task: PlanTask, found: Stress) -> list[Level | None]:
+    """The levels at which a deployment must keep the limits."""
+    return [found.at_rate, *([found.with_headroom] if task.headroom else []), *([found.lost] if task.spare else [])]
+
+
+def _meets(reading: ProbeReading) -> bool:
+    """Whether the limits were kept in a run that was long enough to tell."""
+    return reading.met and not reading.short
+
+
 def _level(reading: ProbeReading) -> Level:
-    return Level(reading.attainment, reading.probe.runaway)
+    return Level(reading.attainment, reading.probe.runaway, _meets(reading))
 
 
 def _alone(task: PlanTask) -> str:
@@ -254,33 +295,57 @@ def _alone(task: PlanTask) -> str:
     return f"{MISSED_ALONE} ({', '.join(missed)}; alone, {percentile} is {least})"
 
 
-def check_plan(task: PlanTask) -> None:
-    """Raise UsageError for a workload or scenario that no plan can be built from."""
-    _plan(task, task.scenario, ALONE_SESSIONS, request_rate=task.rate)
+def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[str, ...]:
+    """What is said of the requests of so many replicas: rows of a log that are left out, a log that is read again.
+
+    Raises UsageError for a workload or scenario that no plan can be built from.
+    """
+    return _plan(task, task.scenario, task.sessions * replicas, request_rate=task.rate).warnings
 
 
 def _share(task: PlanTask, replicas: int) -> ProbeReading:
     """Simulate one instance at its share of the rate."""
-    return _long_enough(task, task.rate / replicas, task.sessions, 1)
+    rate = task.share_of(replicas)
+
+    def run(sessions: int) -> ProbeReading:
+        if task.scenario == "poisson" or replicas == 1:
+            return _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate)
+        plan = _plan(task, task.scenario, sessions * replicas, request_rate=rate * replicas)
+        return _run(task, _random_share(plan, 1 / replicas, task.seed), rate)
+
+    return _long_enough(run, task.sessions)
+
+
+def _random_share(plan: Plan, share: float, seed: int) -> Plan:
+    """The sessions of an open loop that random dispatch sends to one of several replicas."""
+    session = plan.table["session"].to_numpy()
+    chosen = substream(seed, "plan/share").random(int(session.max()) + 1) < share
+    return replace(plan, table=plan.table.filter(bits(chosen[session])))
 
 
 def _whole(task: PlanTask, replicas: int, factor: float) -> ProbeReading:
-    return _long_enough(task, factor * task.rate, task.sessions * replicas, replicas)
+    rate = factor * task.rate
+
+    def run(sessions: int) -> ProbeReading:
+        return _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate, replicas)
+
+    return _long_enough(run, task.sessions * replicas)
 
 
-def _long_enough(task: PlanTask, rate: float, sessions: int, replicas: int) -> ProbeReading:
-    """Repeat a run with more sessions until they suffice for the number of open sessions."""
-    most = 16 * sessions
+def _long_enough(run: Callable[[int], ProbeReading], sessions: int) -> ProbeReading:
+    """Repeat a run with more sessions until they suffice for the number of open ones, and for the queue to settle."""
+    most = _LONGEST * sessions
     while True:
-        reading = _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate, replicas)
-        if not reading.short or sessions >= most:
+        reading = run(sessions)
+        settled = not reading.short and (not reading.correlated or reading.clearly_over)
+        if settled or sessions >= most:
             return reading
         sessions *= 2
 
 
 def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
     options = {**task.plan, "num_prompts": sessions, "max_model_len": task.max_model_len, **load}
-    return build_plan(task.workload, scenario, seed=task.seed, **options)
+    return build_plan(task.workload, scenario, seed=task.seed, with_text=False, redraw=True, **options)
 
 
 def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.capacity.estimate import estimate
+from ebbench.capacity.estimate import estimate, supported
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe
 from ebbench.capacity.search import next_load
@@ -24,6 +24,8 @@ from ebbench.errors import RunError
 from ebbench.records.run import Run
 
 ALONE_SESSIONS = 40
+THERE_ARE = "that there are"
+"""Said of sessions whose texts are not sent twice, so that no more can be had."""
 _FIRST_OPEN = 4
 """Mean number of open sessions at the first load tried."""
 _TRIES = 3
@@ -118,13 +120,22 @@ class SearchOutcome:
         return self.estimate.capacity is not None or math.isfinite(self.estimate.high)
 
     @property
+    def caveats(self) -> list[tuple[str, ...]]:
+        """The caveats of each probe, or of requests one at a time if there is none."""
+        return [reading.caveats for reading in self.readings or (self.alone,)]
+
+    @property
     def nearest(self) -> ProbeReading:
-        """The reading with a bounded queue nearest to the capacity; else that of requests one at a time."""
+        """The reading nearest to the capacity among those that kept the limits; else that of requests one at a time.
+
+        Half of the probes near a fitted capacity miss them by chance: they would not stand for a load that is carried.
+        """
         capacity = self.estimate.capacity
         bounded = [r for r in self.readings if r.decides and not r.probe.runaway and not r.probe.failed]
         if capacity is None:
             return min(bounded, key=lambda reading: reading.probe.load, default=self.alone)
-        return min(bounded, key=lambda reading: abs(math.log(reading.probe.load / capacity)), default=self.alone)
+        kept = [reading for reading in bounded if reading.met]
+        return min(kept, key=lambda reading: abs(math.log(reading.probe.load / capacity)), default=self.alone)
 
     @property
     def limited_by(self) -> str:
@@ -162,38 +173,72 @@ def search_capacity(
         return SearchOutcome(estimate(_NOTHING, ()), (), alone, refused=refused)
     first = _first_load(config, alone)
     search = SearchSettings(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
-    readings = [read_probe(run, load, config.limits, config.per_open) for load, run in earlier]
+
+    def read(run: Run, load: float, asked: int = 0) -> ProbeReading:
+        reading = read_probe(run, load, config.limits, config.per_open)
+        return replace(reading, asked=asked or reading.sessions)
+
+    readings = [read(run, load) for load, run in earlier]
     stopped = ""
-    while (load := next_load(search, decided(config, readings))) is not None:
+    while (load := next_load(search, _probes(judged(config, readings), decides=True))) is not None:
         sessions = _sessions(config, readings, load)
-        stopped = budget.spent(len(readings)) or _given_up(readings) or _too_long(config, readings, load, budget)
+        stopped = (
+            budget.spent(len(readings)) or _given_up(config, readings) or _too_long(config, readings, load, budget)
+        )
         if stopped:
             break
         run = prober.probe(load, sessions, config.seed + len(readings))
-        readings.append(read_probe(run, load, config.limits, config.per_open))
-        seen(readings[-1], estimate(search, decided(config, readings)))
-    return SearchOutcome(estimate(search, decided(config, readings)), tuple(readings), alone, stopped)
+        readings.append(read(run, load, sessions))
+        known = judged(config, readings)
+        seen(known[-1], _supported(search, known))
+    known = judged(config, readings)
+    return SearchOutcome(_supported(search, known), tuple(known), alone, stopped)
 
 
-def _given_up(readings: Sequence[ProbeReading]) -> str:
+def _supported(search: SearchSettings, readings: Sequence[ProbeReading]) -> Estimate:
+    used, short = (_probes(readings, decides=decides) for decides in (True, False))
+    return supported(search, estimate(search, used), used, short)
+
+
+def _probes(readings: Sequence[ProbeReading], *, decides: bool) -> list[Probe]:
+    """The probes that the search may use, or those that were too short; INVALID ones are neither."""
+    return [reading.probe for reading in readings if reading.decides is decides and not reading.invalid]
+
+
+def _given_up(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
     """Why no further probe is useful; empty otherwise."""
     last = readings[-_TRIES:]
     if len(last) == _TRIES and all(reading.invalid for reading in last):
         return f"{_TRIES} INVALID probes in a row ({last[-1].invalid})"
-    return ""
+    return _too_short(config, judged(config, readings))
 
 
-def decided(config: SearchConfig, readings: Sequence[ProbeReading]) -> list[Probe]:
-    """The probes that the search may use: those of valid runs of sufficient length.
+def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
+    """That a probe at the last load cannot be long enough: it had all sessions that it may have, or that there are."""
+    if not readings or readings[-1].decides or readings[-1].invalid:
+        return ""
+    *before, last = readings
+    load, most = last.probe.load, config.longest * config.fewest(last.probe.load)
+    same = [each for each in before if each.short and each.probe.load == load]
+    ended = any(each.asked < last.asked and each.sessions >= last.sessions for each in same)
+    if last.sessions < most and not ended:
+        return ""
+    at = f"{load:,.0f} open" if config.by_concurrency else f"{load:.3g}/s"
+    had = f"all {last.sessions:,} sessions {THERE_ARE}" if last.sessions < most else f"{last.sessions:,} sessions"
+    return f"a probe at {at} that is too short to decide with {had}"
+
+
+def judged(config: SearchConfig, readings: Sequence[ProbeReading]) -> list[ProbeReading]:
+    """The readings; also ``short`` are those of runs in which the queue changed more slowly than they lasted.
 
     A run that is too short overstates the share within the limits, since it starts with an empty queue. If few requests
     met the limits anyway, it is long enough.
     """
     return [
-        reading.probe
+        replace(reading, short=True)
+        if not reading.clearly_over and reading.sessions < _long_enough(config, readings, reading.probe.load)
+        else reading
         for reading in readings
-        if reading.decides
-        and (reading.clearly_over or reading.sessions >= _long_enough(config, readings, reading.probe.load))
     ]
 
 

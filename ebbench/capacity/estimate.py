@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -48,8 +49,33 @@ def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
         if reached > high and any(probe.runaway and probe.load <= reached for probe in probes):
             best = None  # a vague fit, beyond loads at which the queue grew
     if best is None:
-        return _overloaded(probes, low, high) if known.limited_by == "queue" else known
+        alone = known.limited_by == "queue" and not search.waiting_counts
+        return _overloaded(probes, low, high) if alone else known
     return best
+
+
+def supported(search: SearchSettings, found: Estimate, used: Sequence[Probe], short: Sequence[Probe]) -> Estimate:
+    """The estimate as far as probes bear it: a load without a fit is one that was carried, not one between the probes.
+
+    ``short``: probes that were too short to be ``used``. Such runs overstate the share within the limits, so what
+    clearly missed them there misses them in longer runs, too.
+    """
+    if found.capacity is None:
+        return found
+    missed = [probe for probe in short if probe.load <= found.capacity and _clearly_missed(search, probe)]
+    if missed:
+        lowest = min(missed, key=lambda probe: probe.load)
+        carried = [probe.load for probe in used if probe.load < lowest.load and probe.meets(search.requirements)]
+        low = max(carried, default=0.0)
+        return Estimate(low or None, low, lowest.load, _blame(search, [lowest]), fitted=False)
+    measured = found.fitted or (found.limited_by == "queue" and not search.waiting_counts)
+    return found if measured or not math.isfinite(found.high) else replace(found, capacity=found.low or None)
+
+
+def _clearly_missed(search: SearchSettings, probe: Probe) -> bool:
+    """Whether a requirement was missed by more than two standard deviations."""
+    shares = enumerate(each.share for each in search.requirements)
+    return any(probe.counts[index].counted and _deviations([probe], index, share) < -2 for index, share in shares)
 
 
 def bracket(search: SearchSettings, probes: Sequence[Probe]) -> tuple[float | None, float | None]:

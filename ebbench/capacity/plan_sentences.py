@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,16 @@ from rich.table import Table
 
 from ebbench.analysis.api_server_load import left_out
 from ebbench.capacity.choose import Costed, DeploymentChoice
-from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask, caveats
+from ebbench.capacity.deployments import (
+    NOISE,
+    USUAL_HEADROOM,
+    WITHIN,
+    Candidate,
+    Level,
+    PlanTask,
+    Stress,
+    caveats,
+)
 from ebbench.devices.apiserver import OFF
 from ebbench.devices.profiles import find_model
 from ebbench.records.manifest import RunWarning
@@ -21,37 +29,73 @@ from ebbench.render.tables import framed
 
 
 def parts(
-    found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float], priced_in: str = ""
+    found: DeploymentChoice,
+    task: PlanTask,
+    prices: Mapping[str, float],
+    priced_in: str = "",
+    notes: Sequence[str] = (),
 ) -> list[Table | str]:
-    """The printed tables and sentences, in order. ``priced_in``: currency and date of the prices."""
+    """The printed tables and sentences, in order. ``priced_in``: currency and date of the prices; ``notes``: what is
+    said of the load."""
     lines: list[Table | str] = [
         f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models "
         f"that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
-        lines += [_table(found, prices), _efficiency(found, task, prices)]
+        lines += [_table(found, task, prices), _efficiency(found, task, prices)]
         lines += [f"Prices in {priced_in}."] if priced_in else []
         lines += _remarks(found, task, prices)
     else:
-        lines.append("No candidate carries this rate within the limits.")
+        lines.append(f"No candidate carries {_carried(task)} within the limits.")
     lines += _experts(found, task)
     if found.unbounded:
         lines.append(
             "The workload has too few sessions to fill a batch, so no saturated rate bounds the number of replicas: "
             "near saturation a queue may grow too slowly for runs of this length to show it."
         )
-    reasons = Counter(reason for _, reason in found.refused)
+    reasons: dict[str, list[Candidate]] = {}
+    for candidate, reason in found.refused:
+        reasons.setdefault(reason, []).append(candidate)
     lines += [
-        f"{count} candidate{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.most_common(6)
+        f"{_count(candidates)} left out: {reason} ({_names(candidates, found)})."
+        for reason, candidates in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
     if found.pruned:
         lines.append(
-            f"{len(found.pruned)} candidates left out: at their saturated rate, which no load within limits exceeds "
-            f"({100 * (HEADROOM - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
-            "cheapest."
+            f"{_count(found.pruned)} left out: at their saturated rate, which no load within limits exceeds "
+            f"({100 * (NOISE - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
+            f"cheapest ({_names(found.pruned, found)})."
         )
-    return lines
+    return [*lines, *(f"{note[:1].upper()}{note[1:].removesuffix('.')}." for note in notes)]
+
+
+def _count(candidates: Sequence[Candidate]) -> str:
+    return f"{len(candidates)} candidate{'s' if len(candidates) > 1 else ''}"
+
+
+def _names(candidates: Sequence[Candidate], found: DeploymentChoice) -> str:
+    """``l40s tp1, h100 tp1 tp2 (v1)``: the policies where not all candidates of a device and shape are named."""
+    every = _policies(_all_candidates(found))
+    by_device: dict[tuple[str, str], list[str]] = {}
+    for (device, shape), policies in _policies(candidates).items():
+        named = "" if policies == every.get((device, shape)) else f" ({', '.join(policies)})"
+        by_device.setdefault((device, named), []).append(shape)
+    return ", ".join(f"{device} {' '.join(shapes)}{named}" for (device, named), shapes in by_device.items())
+
+
+def _policies(candidates: Iterable[Candidate]) -> dict[tuple[str, str], list[str]]:
+    """The policies, with B and N where they differ, of each device and shape."""
+    candidates = list(candidates)
+    varied = _varied(candidates)
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in sorted(candidates, key=lambda one: (one.device, one.gpus, one.policy, varied(one))):
+        found.setdefault((one.device, _short(one)), []).append(one.policy + varied(one))
+    return found
+
+
+def _all_candidates(found: DeploymentChoice) -> list[Candidate]:
+    return [*(one.deployment.candidate for one in found.found), *(one for one, _ in found.refused), *found.pruned]
 
 
 def _behind(task: PlanTask) -> str:
@@ -61,14 +105,15 @@ def _behind(task: PlanTask) -> str:
     return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.api_server})"
 
 
-def _table(found: DeploymentChoice, prices: Mapping[str, float]) -> Table:
-    varied = _varied(found)
+def _table(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
+    varied = _varied_of(found)
     table = framed()
     table.add_column("  device", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("policy", overflow="fold", min_width=8)
     latencies = ("TTFT\nmedian", "TPOT\nmedian")
-    for header in ("cost\nper h" if prices else "GPUs", *latencies, "met\nrate", "at\nx1.2", "one\nlost"):
+    more, lost = f"at\nx{1 + _headroom(task):g}", f"{'one' if task.spare < 2 else task.spare}\nlost"
+    for header in ("cost\nper h" if prices else "GPUs", *latencies, "met\nrate", more, lost):
         table.add_column(header, justify="right", no_wrap=True)
     for each in found.found:
         candidate = each.deployment.candidate
@@ -88,17 +133,35 @@ def _short(candidate: Candidate) -> str:
     return candidate.shape.replace("=", "").replace(",", " ")
 
 
-def _varied(found: DeploymentChoice) -> Callable[[Candidate], str]:
-    """Names B and N of a candidate where the deployments differ in them."""
-    candidates = [each.deployment.candidate for each in found.found]
+def _varied_of(found: DeploymentChoice) -> Callable[[Candidate], str]:
+    return _varied([each.deployment.candidate for each in found.found])
+
+
+def _varied(candidates: Sequence[Candidate]) -> Callable[[Candidate], str]:
+    """Names B and N of a candidate where the candidates differ in them."""
     if len({(candidate.max_num_batched_tokens, candidate.max_num_seqs) for candidate in candidates}) < 2:
         return lambda _candidate: ""
     return lambda candidate: f" B={candidate.max_num_batched_tokens} N={candidate.max_num_seqs}"
 
 
+def _headroom(task: PlanTask) -> float:
+    """The headroom at which deployments are shown: that asked for, or the usual one."""
+    return task.headroom or USUAL_HEADROOM
+
+
+def _carried(task: PlanTask) -> str:
+    """What a deployment was sized for."""
+    with_headroom = f"{100 * (1 + task.headroom):g} % of this rate" if task.headroom else "this rate"
+    return f"{with_headroom}{f', and this rate with {_lost(task)} lost,' if task.spare else ''}"
+
+
+def _lost(task: PlanTask) -> str:
+    return "one replica" if task.spare < 2 else f"{task.spare} replicas"
+
+
 def _efficiency(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
     """Speed per user against throughput per GPU, and what tokens and requests cost."""
-    varied = _varied(found)
+    varied = _varied_of(found)
     table = framed()
     table.add_column("  deployment", overflow="fold", min_width=20)
     costs = ("cost per 1M\noutput tok", "cost per\n1,000 req") if prices else ()
@@ -126,7 +189,7 @@ def _measured(each: Costed) -> tuple[str, ...]:
     if each.stress is not None:
         found = each.stress
         latencies = numbers.duration_ms(found.ttft_ms), numbers.duration_ms(found.tpot_ms)
-        return *latencies, _level(found.at_rate), _level(found.at_120_percent), _level(found.one_lost)
+        return *latencies, _level(found.at_rate), _level(found.with_headroom), _level(found.lost)
     reading = each.deployment.reading
     if reading is None:
         return (numbers.DASH,) * 5
@@ -143,35 +206,60 @@ def _level(level: Level | None) -> str:
 def _overloads(found: DeploymentChoice) -> Iterator[str]:
     """What "over" means, where the table has it."""
     stressed = [each.stress for each in found.found if each.stress is not None]
-    levels = [level for each in stressed for level in (each.at_rate, each.at_120_percent, each.one_lost)]
+    levels = [level for each in stressed for level in (each.at_rate, each.with_headroom, each.lost)]
     if any(level is not None and level.overloaded for level in levels):
         yield "over: the queue grows for as long as requests come."
 
 
 def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
     best = found.found[0]
-    candidate = best.deployment.candidate
+    candidate, varied = best.deployment.candidate, _varied_of(found)
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
+    gpus = best.deployment.gpus
     lines = [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
         "+: none has as many output tokens/s both per user and per GPU.",
-        "met: % of the requests within the limits, at the rate, at 120 % of it and at the rate with one replica lost. "
+        f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
+        f"{100 * (1 + _headroom(task)):g} % of it and at the rate with {_lost(task)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
         *_overloads(found),
-        f"Cheapest: {best.deployment.replicas} x {candidate.device} {candidate.shape} under {candidate.policy}"
-        f"{_varied(found)(candidate)}, "
-        f"{best.deployment.gpus} {'GPU' if best.deployment.gpus == 1 else 'GPUs'}"
+        f"Cheapest that carries {_carried(task).removesuffix(',')}: {best.deployment.replicas} x {candidate.device} "
+        f"{candidate.shape} under {candidate.policy}{varied(candidate)}, {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
+        *_weaknesses(best, task),
         *_api_servers(found, task),
         *_caveats(found, task),
     ]
-    return lines if _varied(found)(candidate) else [lines[0], sizes, *lines[1:]]
+    return lines if varied(candidate) else [lines[0], sizes, *lines[1:]]
+
+
+def _weaknesses(best: Costed, task: PlanTask) -> Iterator[str]:
+    """Under what more than it was sized for a deployment misses the limits, and the options that size for that."""
+    if best.stress is None:
+        return
+    misses, options = [], []
+    if not task.headroom and not best.stress.with_headroom.met:
+        misses.append(f"at {100 * (1 + USUAL_HEADROOM):g} % of the rate ({_in_words(best.stress.with_headroom)})")
+        options.append(f"--headroom {USUAL_HEADROOM:g}")
+    if not task.spare and (best.stress.lost is None or not best.stress.lost.met):
+        lost = best.stress.lost
+        misses.append("without its only replica" if lost is None else f"with one replica lost ({_in_words(lost)})")
+        options.append("--spare 1")
+    if not misses:
+        return
+    more = f"; {best.deployment.replicas + 1} replicas keep them with one lost" if "--spare 1" in options else ""
+    size = "sizes" if len(options) == 1 else "size"
+    yield f"It misses the limits {' and '.join(misses)}: {' '.join(options)} {size} for that{more}."
+
+
+def _in_words(level: Level) -> str:
+    return "the queue grows without bound" if level.overloaded else f"{100 * level.attainment:.0f} % met"
 
 
 def _experts(found: DeploymentChoice, task: PlanTask) -> list[str]:
     """That instances which share experts were not among the candidates, where they could be."""
-    candidates = [*(one.deployment.candidate for one in found.found), *(one for one, _ in found.refused), *found.pruned]
+    candidates = _all_candidates(found)
     most = max((one.gpus for one in candidates), default=1)
     if most == 1 or any(one.ep > 1 for one in candidates) or not find_model(task.model).experts:
         return []
@@ -219,7 +307,11 @@ def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
 
 
 def as_dict(
-    found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float], priced_in: str = ""
+    found: DeploymentChoice,
+    task: PlanTask,
+    prices: Mapping[str, float],
+    priced_in: str = "",
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
     reasons."""
@@ -232,17 +324,25 @@ def as_dict(
         "api_server": None if task.api_server == OFF else task.api_server,
         "api_server_count": task.api_server_count,
         "request_rate": task.rate,
+        "scenario": task.scenario,
+        "headroom": task.headroom,
+        "spare": task.spare,
         "limits": str(task.limits),
         "prices_per_gpu_hour": dict(prices) or None,
         "priced_in": priced_in or None,
         "deployments": [_deployment(each, task, prices) for each in found.found],
         "refused": [{**vars(candidate), "reason": reason} for candidate, reason in found.refused],
         "left_out": [vars(candidate) for candidate in found.pruned],
+        "notes": list(notes),
     }
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _with_headroom(stress: Stress, task: PlanTask) -> dict[str, Any]:
+    return vars(stress.with_headroom) | {"headroom": _headroom(task)}
 
 
 def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
@@ -261,8 +361,10 @@ def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> di
         "tokens_per_s_per_gpu": each.tokens_per_s_per_gpu,
         "attainment": reading.attainment if reading else None,
         "whole": vars(stress.at_rate) if stress else None,
-        "whole_at_120_percent": vars(stress.at_120_percent) if stress else None,
-        "whole_one_replica_lost": vars(stress.one_lost) if stress and stress.one_lost else None,
+        "whole_with_headroom": _with_headroom(stress, task) if stress else None,
+        "whole_with_replicas_lost": vars(stress.lost) | {"lost": max(1, task.spare)}
+        if stress and stress.lost
+        else None,
         "on_frontier": each.frontier,
         "on_efficiency_frontier": each.efficient,
     }

@@ -50,13 +50,15 @@ class ProbeReading:
 
     ``short``: too few sessions for the number that were open, or so few that the queue may have grown only because the
     batch was filling; the probe is not used. ``correlated``: neighbouring parts of the run had so similar shares within
-    the limits that the queue changed more slowly than the run lasted. ``sessions``: those of the whole run.
+    the limits that the queue changed more slowly than the run lasted. ``sessions``: those of the whole run;
+    ``asked``: those asked for.
     ``invalid``: reasons why the run is INVALID although its requests did not fail, such as a late client; the probe is
     not used, since it does not describe the server. ``attainment``: share of counted requests that met the joint limits
-    (1 if only percentiles are limited). ``completed_sessions_per_s``: sessions that ended in the steady window.
+    (1 if only percentiles are limited); ``met``: whether every requirement was met and the queue stayed bounded.
+    ``completed_sessions_per_s``: sessions that ended in the steady window.
     ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``: medians; ``ttft_high_ms``, ``tpot_high_ms``:
     percentiles at the required attainment. ``memory_full``: share of the time with a full KV cache. ``api_servers``:
-    processes of vLLM's API server that the counted requests keep busy. ``caveats``: those of the device.
+    processes of vLLM's API server that the counted requests keep busy. ``caveats``: those of plan and device.
     """
 
     probe: Probe
@@ -80,6 +82,8 @@ class ProbeReading:
     memory_full: float
     api_servers: float = 0.0
     caveats: tuple[str, ...] = ()
+    met: bool = True
+    asked: int = 0
 
     @property
     def decides(self) -> bool:
@@ -100,7 +104,8 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     reading = read_measured(measured, load, limits, per_open)
-    return replace(reading, caveats=of_device(manifest.engine, manifest.warnings))
+    plan = (str(warning) for warning in manifest.warnings if warning.code == "plan")
+    return replace(reading, caveats=(*plan, *of_device(manifest.engine, manifest.warnings)))
 
 
 @dataclass(frozen=True)
@@ -134,8 +139,9 @@ def read_measured(
     ok, tokens = counted & columns.ok, columns.output_tokens
     good = np.logical_and.reduce([ok, *met])
     ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), tpot_ns(columns, ok)
+    probe = Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns))
     return ProbeReading(
-        probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns)),
+        probe=probe,
         run_dir=run.run_dir,
         short=not failed and (_still_filling(columns) if runaway else sessions < per_open * mean_open),
         correlated=not failed and not runaway and any(_correlated(each) for each in counts),
@@ -145,6 +151,7 @@ def read_measured(
         requests_per_session=float(counted.sum()) / max(1, sessions),
         completed_sessions_per_s=completed_sessions_per_s(columns, windows),
         attainment=float(good.sum() / max(1, counted.sum())),
+        met=probe.meets(limits.requirements()),
         shares=_shares(columns, counted, limits),
         goodput_requests_per_s=_per_second(float(good.sum()), length_s),
         goodput_tokens_per_s=_per_second(float(tokens[good].sum()), length_s),

@@ -18,9 +18,11 @@ from ebbench.records import files
 FILE = "capacity-answers.json"
 
 
-def rows_of(found: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits) -> list[dict[str, Any]]:
-    """One object per policy."""
-    return [as_dict(name, outcome, by_concurrency, limits) for name, outcome in found.items()]
+def rows_of(
+    found: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits, notes: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """One object per policy. ``notes``: warnings that all policies share."""
+    return [as_dict(name, outcome, by_concurrency, limits, notes) for name, outcome in found.items()]
 
 
 def store(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -43,12 +45,15 @@ def load(folder: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} is damaged: {error}") from error
 
 
-def as_dict(policy: str, outcome: SearchOutcome, by_concurrency: bool, limits: LatencyLimits) -> dict[str, Any]:
+def as_dict(
+    policy: str, outcome: SearchOutcome, by_concurrency: bool, limits: LatencyLimits, notes: Sequence[str]
+) -> dict[str, Any]:
     """One object of ``--json``. ``high`` is null if no probed load was too high.
 
     Rates are in requests/s: the searched session rate times the requests per session. ``curve`` has one entry per probe
     in order of load; its latencies are medians, and the percentiles at the required attainment, in ms. ``warnings``:
-    the caveats of the device.
+    the caveats of plan and device. ``attainment``, latencies and goodput are those of the requests sent in the steady
+    ``window`` of the probe at ``nearest_load``.
     """
     estimate, near = outcome.estimate, outcome.nearest
     name = "capacity_concurrency" if by_concurrency else "capacity_requests_per_s"
@@ -73,8 +78,10 @@ def as_dict(policy: str, outcome: SearchOutcome, by_concurrency: bool, limits: L
         "stopped": outcome.stopped or None,
         "refused": outcome.refused or None,
         "probes": len(outcome.readings),
-        "warnings": told_once([each.caveats for each in (outcome.alone, *outcome.readings)], lambda _: ""),
+        "warnings": [*notes, *told_once(outcome.caveats, lambda _: "")],
         "nearest_run_dir": near.run_dir,
+        "nearest_load": factor * near.probe.load,
+        "window": "steady",
         "curve": [_point(each, factor) for each in sorted(outcome.readings, key=lambda each: each.probe.load)],
         "run_dirs": [reading.run_dir for reading in outcome.readings],
     }

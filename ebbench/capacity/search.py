@@ -11,8 +11,9 @@ probes so far, so a stopped search continues from stored probes. It has three st
 2. Narrow: bisect the bracket, on a log scale, down to a ratio of ``NARROW``.
 3. Refine: probe on both sides of the estimated crossing, each time with a new seed, until the interval is narrow
    enough. If the share falls too steeply for a fit, bisect to the end and repeat the probes at both ends. If requests
-   meet the requirements even while the queue grows without bound (a limit on TPOT alone, for example), there is no
-   crossing: capacity is then the rate at which an overloaded system completes sessions, so probes go above it.
+   meet the requirements even while the queue grows without bound (a limit on TPOT alone), there is no crossing:
+   capacity is then the rate at which an overloaded system completes sessions, so probes go above it. A limit on the
+   wait is missed in the end where the queue grows, so there the highest load that was carried is the capacity.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         if found.half_width <= search.precision:
             return None
         return _overloading(search, probes, found) if found.limited_by == "queue" else _refined(search, probes, found)
-    if found.limited_by == "queue" and (load := _overloading(search, probes, found)) is not None:
+    overloads = found.limited_by == "queue" and not search.waiting_counts
+    if overloads and (load := _overloading(search, probes, found)) is not None:
         return load
     if (high - low) / (high + low) > search.precision:
         return _between(search, low, high, probes)

@@ -89,6 +89,11 @@ class SearchSettings:
     integer: bool = False
     most: float = math.inf
 
+    @property
+    def waiting_counts(self) -> bool:
+        """Whether a requirement limits the wait for the first token, which an overloaded system misses in the end."""
+        return any(metric != "tpot" for each in self.requirements for metric in each.name.split())
+
     def rounded(self, load: float) -> float:
         """The load rounded to one that can be run."""
         load = min(load, self.most)

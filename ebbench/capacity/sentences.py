@@ -43,7 +43,7 @@ def progress(policy: str, reading: ProbeReading, estimate: Estimate, by_concurre
     elif reading.probe.runaway:
         verdict = "the queue grows for as long as requests come"
     else:
-        verdict = f"{numbers.percent(reading.attainment)} meet the limits"
+        verdict = f"{numbers.percent(reading.attainment)} of its steady window meet the limits"
     return f"{policy}: {_load(reading.probe.load, by_concurrency)}: {verdict}; so far {_interval(estimate)}"
 
 
@@ -54,7 +54,7 @@ def table(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section:
         Column(_unit(by_concurrency), group="highest"),
         Column("interval", group="95 %"),
         Column("by", "label", group="limited"),
-        Column("met", group="limits"),
+        Column("steady", group="met,"),
         Column("median", group="TTFT"),
         Column("median", group="TPOT"),
         *(Column(unit, group="goodput") for unit in ("req/s", "tok/s")),
@@ -90,7 +90,11 @@ def remarks(
     """
     lines = []
     if any(outcome.readings for outcome in found.values()):
-        lines.append(f"Latencies and goodput are those of the probe nearest to capacity. Limits: {limits}.")
+        near = _listed(found, by_concurrency)
+        lines.append(
+            f"Met, latencies and goodput: of the requests sent in the steady window of the probe nearest to capacity "
+            f"that kept the limits ({near}). Limits: {limits}."
+        )
     for policy, outcome in found.items():
         if outcome.refused:
             lines.append(f"{policy}: {outcome.refused}.")
@@ -110,6 +114,16 @@ def remarks(
     return lines
 
 
+def _listed(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> str:
+    """The loads of the probes that the table shows: ``30.8/s``, or with several policies ``v1 30.8/s, eb 29.1/s``."""
+    shown = {name: outcome.nearest for name, outcome in found.items() if outcome.readings}
+    loads = {
+        name: "one request at a time" if near is found[name].alone else _load(near.probe.load, by_concurrency)
+        for name, near in shown.items()
+    }
+    return ", ".join(f"{name} {load}" if len(loads) > 1 else load for name, load in loads.items())
+
+
 def beyond_api_servers(found: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
     """A warning if, at the highest capacity, API servers that were left out would be busy for most of the time."""
     needed = [outcome.nearest.api_servers for outcome in found.values() if outcome.readings]
@@ -117,9 +131,9 @@ def beyond_api_servers(found: Mapping[str, SearchOutcome], processes: int) -> Ru
 
 
 def caveats(found: Mapping[str, SearchOutcome]) -> list[str]:
-    """The caveats of the device, each once, with the policies whose probes have it unless all do."""
-    probes = [(name, reading) for name, outcome in found.items() for reading in (outcome.alone, *outcome.readings)]
-    return told_once([reading.caveats for _, reading in probes], by_policy([name for name, _ in probes]))
+    """The caveats of plan and device, each once, with the policies whose probes have it unless all do."""
+    told = [(name, caveats) for name, outcome in found.items() for caveats in outcome.caveats]
+    return told_once([caveats for _, caveats in told], by_policy([name for name, _ in told]))
 
 
 def _open_ends(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> list[str]:

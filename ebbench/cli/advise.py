@@ -26,12 +26,21 @@ if TYPE_CHECKING:
     from ebbench.runs.store import RunStore
 
 
+DEFAULT_PROMPTS, MOST_OF_A_LOG = 3000, 10_000
+"""Requests per run: of a workload, and most of a log, of whose further requests each seed takes another part."""
+
+
 @dataclass(frozen=True)
 class TrafficFlags:
     """Which requests are sent, and when."""
 
     scenario: load.Scenario = None
-    num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests per run.")] = 3000
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--num-prompts", "-n", help="Requests per run. Default: 3,000; of a log all, up to 10,000 per seed."
+        ),
+    ] = None
     max_concurrency: load.MaxConcurrency = None
     request_rate: load.RequestRate = None
     saturation_rate: load.SaturationRate = None
@@ -53,7 +62,19 @@ class TrafficFlags:
         from ebbench.workloads.options import is_recorded
 
         given = {name: value for name, value in vars(self).items() if name != "scenario"}
-        return given | ({"source": "auto"} if is_recorded(workload) else {})
+        if not is_recorded(workload):
+            return given | {"num_prompts": self.num_prompts or DEFAULT_PROMPTS}
+        asked = self.num_prompts or self._most(workload)
+        return given | {"num_prompts": asked, "source": "auto", "redraw": True}
+
+    def _most(self, workload: str) -> int:
+        """The sessions of a log, as far as a run takes them unless more are asked for."""
+        from ebbench.workloads.options import recorded_file
+        from ebbench.workloads.trace import read_trace
+
+        path = recorded_file(workload)
+        assert path is not None  # the caller asked for a log
+        return min(read_trace(path, self.columns).requests.sessions, MOST_OF_A_LOG)
 
 
 @dataclass(frozen=True)
@@ -302,13 +323,14 @@ def _print(found: Advice) -> None:
 def _as_dict(found: Advice) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
+    from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
 
     budget = budget_share(found.scores)
     theory = asdict(found.theory) | {"exclusive": found.theory.exclusive, "gain": found.theory.gain}
     return {
         "policy": found.chosen.policy,
         "reason": found.reason,
+        "equal_budgets": level_budgets(found.chosen, found.scores),
         "objective": "goodput" if found.question.slo else "total_token_throughput",
         "slo_ms": found.question.slo.limits() or None,
         "load": asdict(found.load),

@@ -33,7 +33,13 @@ class SearchFlags:
         str, opt("--by", help="rate (sessions/s, open loop) or concurrency (closed loop).", panel=_SEARCH)
     ] = "rate"
     scenario: Annotated[
-        str | None, opt("--scenario", "-s", help="Arrivals: poisson (default), gamma or constant.", panel=_SEARCH)
+        str | None,
+        opt(
+            "--scenario",
+            "-s",
+            help="Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled.",
+            panel=_SEARCH,
+        ),
     ] = None
     burstiness: load.Burstiness = None
     precision: Annotated[
@@ -101,6 +107,7 @@ def capacity(
             output_dir=output.output_dir,
             quiet=output.quiet,
             vllm_options=tuple(vllm_options or ()),
+            arrivals_given=search.scenario is not None or search.burstiness is not None,
         ),
         plot=output.plot,
         as_json=output.as_json,

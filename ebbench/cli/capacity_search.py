@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbench.analysis.api_server_load import ApiServerBusyError, left_out, runs_again
-from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
+from ebbench.capacity.drive import THERE_ARE, SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.cli.capacity_probes import RunProber, one_server
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
@@ -45,7 +45,7 @@ _PROBE_S = {"virtual": 0.0, "real": 30.0}
 
 @dataclass(frozen=True)
 class CapacityQuestion:
-    """The options of ``ebbench capacity``."""
+    """The options of ``ebbench capacity``. ``arrivals_given``: the scenario was asked for."""
 
     workload: str
     limits: Sequence[str]
@@ -64,6 +64,16 @@ class CapacityQuestion:
     output_dir: Path | None
     quiet: bool
     vllm_options: tuple[str, ...] = ()
+    arrivals_given: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What holds for all probes: that their arrivals are not the workload's own, where nobody asked for others."""
+        from ebbench.workloads.own_arrivals import poisson_instead
+
+        if self.by_concurrency or self.arrivals_given:
+            return []
+        return [note for note in [poisson_instead(self.workload, self.plan_settings)] if note]
 
     @property
     def by_concurrency(self) -> bool:
@@ -177,7 +187,12 @@ def _refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
         raise UsageError("; ".join(dict.fromkeys(outcome.refused for outcome in outcomes)))
     if not any(outcome.decided for outcome in outcomes):
         why = next((outcome.stopped for outcome in outcomes if outcome.stopped), "no probe was long enough")
-        raise RunError(f"no probe was usable ({why}); give more --num-prompts or a larger budget")
+        longer = (
+            "use a longer source, or --source profile"
+            if THERE_ARE in why
+            else "give more --num-prompts or a larger budget"
+        )
+        raise RunError(f"no probe was usable ({why}); {longer}")
 
 
 def _checked(question: CapacityQuestion) -> LatencyLimits:
@@ -215,7 +230,7 @@ def _template(question: CapacityQuestion, limits: LatencyLimits, policies: list[
         scenario=question.scenario,
         seed=question.seed,
         repeats=1,
-        plan_settings={**question.plan_settings, "max_model_len": flags.length_limit},
+        plan_settings={**question.plan_settings, "max_model_len": flags.length_limit, "redraw": True},
         policies=policies,
         **flags.settings(question.warmup),
         slo=limits.slo,
@@ -277,7 +292,7 @@ def _search(
         if not question.quiet:
             line = sentences.progress(prober.spec.name, reading, estimate, question.by_concurrency)
             messages.print(line, markup=False, soft_wrap=True)
-        carried = reading.decides and not reading.clearly_over and reading.attainment >= limits.attainment
+        carried = reading.decides and reading.met
         if api_servers and carried and (busy := left_out(reading.api_servers, api_servers)) is not None:
             raise ApiServerBusyError(busy)
 
@@ -297,7 +312,7 @@ def _show(
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
 
-    rows = result_rows.rows_of(found, question.by_concurrency, limits)
+    rows = result_rows.rows_of(found, question.by_concurrency, limits, question.notes)
     if rows:
         result_rows.store(rows, folder)
     if plot is not None and rows:
@@ -312,7 +327,7 @@ def _show(
             console.print(piece)
         for line in sentences.remarks(found, limits, question.by_concurrency, api_servers_left_out):
             console.print(line, markup=False, soft_wrap=True)
-        for part in notes("Keep in mind", sentences.caveats(found)):
+        for part in notes("Keep in mind", [*question.notes, *sentences.caveats(found)]):
             console.print(part)
 
 

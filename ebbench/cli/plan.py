@@ -21,9 +21,21 @@ class TargetFlags:
     request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to serve.", panel=load.LIMITS)]
     goodput: load.Goodput = None
     attainment: load.Attainment = 0.95
-    scenario: Annotated[str, opt("--scenario", "-s", help="Arrivals: poisson, gamma, constant.", panel=load.LIMITS)] = (
-        "poisson"
-    )
+    scenario: Annotated[
+        str | None,
+        opt(
+            "--scenario",
+            "-s",
+            help="Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled.",
+            panel=load.LIMITS,
+        ),
+    ] = None
+    headroom: Annotated[
+        float, opt("--headroom", help="Carry this share more than the rate, too: 0.2 is 120 %.", panel=load.LIMITS)
+    ] = 0.0
+    spare: Annotated[
+        int, opt("--spare", help="Replicas that may be lost at the rate; 1 is N+1.", panel=load.LIMITS)
+    ] = 0
 
 
 @dataclass(frozen=True)
@@ -99,9 +111,9 @@ def plan(
     from ebbench.analysis.api_server_load import runs_again
     from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
-    from ebbench.capacity.deployments import MISSED_ALONE, check_plan
+    from ebbench.capacity.deployments import MISSED_ALONE, plan_notes
     from ebbench.capacity.prices import check_prices, sources
-    from ebbench.cli.plan_tasks import tasks_of, with_api_server
+    from ebbench.cli.plan_tasks import arrivals_note, tasks_of, with_api_server
     from ebbench.devices.apiserver import only_if_busy
     from ebbench.errors import UsageError
     from ebbench.render.console import Console
@@ -112,7 +124,7 @@ def plan(
         chart.check_suffix(output.plot)
     tasks = tasks_of(workload, target, requests, choice)
     prices = check_prices(choice.price or (), dict.fromkeys(task.candidate.device for task in tasks))
-    check_plan(tasks[0])
+    plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
     pool = pool_of(output.workers, len(tasks))
     messages = Console(stderr=True, highlight=False)
     with shown(messages, Work("plan", unit="candidates"), quiet=output.quiet) as work:
@@ -128,13 +140,15 @@ def plan(
         raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {reason}")
     if output.plot is not None and found.found:
         chart.save_frontier(found, bool(prices), output.plot)
+    replicas = found.found[0].deployment.replicas if found.found else 1
+    notes = [*arrivals_note(workload, target, requests), *plan_notes(tasks[0], replicas)]
     priced_in = sources(choice.price or ())
     if output.as_json:
-        result = plan_sentences.as_dict(found, tasks[0], prices, priced_in)
+        result = plan_sentences.as_dict(found, tasks[0], prices, priced_in, notes)
         sys.stdout.write(json.dumps(result, indent=2, allow_nan=False) + "\n")
     else:
         console = Console(highlight=False)
-        for part in plan_sentences.parts(found, tasks[0], prices, priced_in):
+        for part in plan_sentences.parts(found, tasks[0], prices, priced_in, notes):
             console.print(part, markup=False, soft_wrap=isinstance(part, str))
     if not found.found:
         sys.exit(UsageError.exit_code)

@@ -18,6 +18,7 @@ from ebbench.devices.startup import start_up
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 from ebbench.workloads.options import is_recorded
+from ebbench.workloads.own_arrivals import poisson_instead
 
 if TYPE_CHECKING:
     from ebbench.cli.plan import CandidateFlags, TargetFlags
@@ -26,11 +27,17 @@ if TYPE_CHECKING:
 DEFAULT_TP = (1, 2, 4, 8)
 DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
 _SESSIONS = 2000
+MOST_HEADROOM = 10.0
+"""More is a percentage by mistake."""
 
 
 def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     check_counts(request_rate=target.request_rate)
+    if not 0 <= target.headroom <= MOST_HEADROOM:
+        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {target.headroom:g}")
+    if target.spare < 0:
+        raise UsageError(f"--spare must be 0 or more replicas, not {target.spare}")
     limits = parse_limits(target.goodput or (), target.attainment)
     quantised(find_model(choice.model), choice.quantization, choice.kv_cache_dtype)
     api_server = first_choice(choice.api_server, choice.api_server_count)
@@ -52,7 +59,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
             candidate=Candidate(device, tp, policy, budget, most, dp, ep),
             model=choice.model,
             workload=workload,
-            scenario=target.scenario,
+            scenario=target.scenario or "poisson",
             plan=settings,
             limits=limits,
             rate=target.request_rate,
@@ -65,9 +72,17 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
             vllm_version=choice.vllm_version,
             quantization=choice.quantization,
             kv_cache_dtype=choice.kv_cache_dtype,
+            headroom=target.headroom,
+            spare=target.spare,
         )
         for device, (tp, dp, ep), policy, budget, most in product(devices, shapes, policies, budgets, seqs)
     ]
+
+
+def arrivals_note(workload: str, target: TargetFlags, requests: RequestFlags) -> list[str]:
+    """That arrivals are Poisson instead of the workload's own, where nobody asked for others."""
+    note = "" if target.scenario else poisson_instead(workload, vars(requests))
+    return [note] if note else []
 
 
 def _shapes(choice: CandidateFlags) -> list[tuple[int, int, int]]:

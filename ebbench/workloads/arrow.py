@@ -38,12 +38,19 @@ def strings(texts: Sequence[str]) -> pa.Array:
 def int_lists(rows: Sequence[Sequence[int] | None]) -> pa.Array:
     """An array of int64 lists, null where a row is None."""
     flat = np.fromiter((value for row in rows if row is not None for value in row), np.int64)
-    offsets = _offsets([0 if row is None else len(row) for row in rows])
     valid = np.fromiter((row is not None for row in rows), np.bool_, len(rows))
+    return int_lists_of(flat, [0 if row is None else len(row) for row in rows], valid)
+
+
+def int_lists_of(flat: npt.NDArray[Any], sizes: Sequence[int], valid: npt.NDArray[np.bool_]) -> pa.Array:
+    """An array of int64 lists of these sizes, null where ``valid`` is False; ``flat``: their values, one after another.
+
+    Raises OverflowError for more values than one array holds.
+    """
     return pa.Array.from_buffers(
         pa.list_(pa.int64()),
-        len(rows),
-        [None if valid.all() else _packed(valid), pa.py_buffer(offsets)],
+        len(valid),
+        [None if valid.all() else _packed(valid), pa.py_buffer(_offsets(sizes))],
         children=[ints(flat, pa.int64())],
     )
 

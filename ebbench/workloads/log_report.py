@@ -36,7 +36,7 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         found["time_hint"] = trace.reading.time_hint
     else:
         requests = trace.timed(time_unit)
-        found["arrivals"] = _gaps(_starts(trace, time_unit))
+        found["arrivals"] = gaps_of(_starts(trace, time_unit))
     if rows.sessions:
         found["sessions"] = _sessions(requests)
     if rows.cached_share is not None:
@@ -50,8 +50,8 @@ def _starts(trace: Trace, time_unit: str | None) -> Floats:
     return np.sort(trace.seconds(time_unit)[1])
 
 
-def _gaps(starts: Floats) -> Mapping[str, Any]:
-    """Gaps between requests (s), their coefficient of variation, and the dispersion of counts per minute."""
+def gaps_of(starts: Floats) -> dict[str, Any]:
+    """Gaps between sorted times (s), their coefficient of variation, and the dispersion of counts per minute."""
     gaps = np.diff(starts)
     if not gaps.size or not starts[-1]:
         return {"requests_per_s": None, "span_s": float(starts[-1])}

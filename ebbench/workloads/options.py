@@ -59,7 +59,9 @@ class PlanOptions:
     the columns of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own
     prompts, which are otherwise never kept. ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``,
     ``abandon_after``, ``thinking_len``: see :mod:`ebbench.workloads.sessions`; they replace what the workload's
-    file says. ``lora_assignment``, ``images``: see :mod:`ebbench.workloads.attachments`.
+    file says. ``lora_assignment``, ``images``: see :mod:`ebbench.workloads.attachments`. ``redraw``: recorded requests
+    are a supply to draw from: a part of a log begins where the seed says, and a data set that holds too few sessions is
+    read again (a log always is, where ``num_prompts`` or the scenario asks for more).
 
     Raises UsageError for an invalid value.
     """
@@ -97,6 +99,7 @@ class PlanOptions:
     thinking_len: int | None = None
     lora_assignment: str | None = None
     images: str | None = None
+    redraw: bool = False
 
     def __post_init__(self) -> None:
         for key in _POSITIVE:

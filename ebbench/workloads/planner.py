@@ -11,16 +11,17 @@ from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.traffic.schedule import Schedule, make_schedule, phase_rate
 from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
+from ebbench.traffic.substreams import substream
 from ebbench.workloads.attachments import parse_adapters, parse_images, with_adapters, with_images
 from ebbench.workloads.build import LengthLimits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
-from ebbench.workloads.requests import Requests
+from ebbench.workloads.requests import Requests, part_of, repeatable
 from ebbench.workloads.sessions import session_spec, with_sessions
 from ebbench.workloads.shared_prefix import with_shared_prefixes
 from ebbench.workloads.sources import Selection, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
-from ebbench.workloads.trace import read_trace, replayed
+from ebbench.workloads.trace import read_trace, replayed, sliced
 
 
 def make_plan(options: PlanOptions) -> Plan:
@@ -49,11 +50,16 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def _scenario(options: PlanOptions, workload: WorkloadSpec | None) -> ScenarioSpec:
-    """The scenario asked for; else a trace's own times, a fitted workload's arrivals, or a closed loop."""
-    if options.scenario is not None:
-        return load_scenario(options.scenario)
+    """The scenario asked for; else a trace's own times, a fitted workload's arrivals, or a closed loop.
+
+    What replays a whole trace gives a fitted workload the arrivals that were learned from one.
+    """
     own = None if workload is None or workload.fitted is None else workload.fitted.scenario()
-    return own or load_scenario("trace" if workload is None else "saturated")
+    asked = None if options.scenario is None else load_scenario(options.scenario)
+    if asked is None:
+        return own or load_scenario("trace" if workload is None else "saturated")
+    whole = asked.loop == "trace" and asked.replay in (None, Replay())
+    return own if own is not None and whole else asked
 
 
 def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
@@ -64,11 +70,10 @@ def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec 
 
 def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -> None:
     if scenario.loop == "trace" and not trace:
-        raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload log:FILE")
-    if scenario.loop == "trace" and options.request_rate is not None:
-        raise UsageError(
-            "a replayed trace has its own rate; use --speed, or --scenario poisson (saturated for inf) with its lengths"
-        )
+        own = "a workload log:FILE, or one fitted to a log" if scenario.name == "trace" else "a workload log:FILE"
+        raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs {own}")
+    if scenario.loop == "trace" and options.request_rate is not None and (problem := _no_rate(options)):
+        raise UsageError(problem)
     if scenario.loop == "open" and options.load.unlimited:
         raise UsageError(f"--request-rate inf releases all at once; leave out --scenario {scenario.name}")
     if scenario.loop != "open" and options.burstiness is not None:
@@ -84,6 +89,21 @@ def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -
         raise UsageError("--request-rate and --saturation-rate both set the rate; leave one of them out")
     if options.saturation_rate is not None and all(phase.share is None for phase in scenario.phases):
         raise UsageError(f"scenario {scenario.name!r} has no share of saturation; leave out --saturation-rate")
+
+
+def _no_rate(options: PlanOptions) -> str:
+    """Why a replayed log cannot be given a rate; empty if its recorded times can be scaled to it."""
+    if options.load.unlimited:
+        return "a replayed log has recorded times; --scenario saturated sends its requests all at once"
+    if options.speed is not None:
+        return "--request-rate and --speed both scale recorded times; leave one of them out"
+    if options.scenario is None:
+        rate = f"--request-rate {options.request_rate:g}"
+        return (
+            f"a log has a rate of its own: {rate} --scenario trace scales its recorded times to it, "
+            f"{rate} --scenario poisson takes only its lengths"
+        )
+    return ""
 
 
 def _unscalable(options: PlanOptions, scenario: ScenarioSpec) -> str:
@@ -141,12 +161,20 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
         return phase_requests(scenario, schedule.sizes, options.seed), schedule
     selection = Selection(
         schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text,
-        options.rate_scale or 1.0,
+        _rate_scale(options, scenario, workload), options.redraw,
     )  # fmt: skip
     requests = gather(workload, _profile(options, workload), options.source, selection)
     if requests.sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, requests.sessions, default, options.seed)
     return requests, schedule
+
+
+def _rate_scale(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec) -> float:
+    """Factor of a fitted workload's own rate, by which its lengths change faster, too."""
+    own = None if workload.fitted is None else workload.fitted.scenario()
+    if own == scenario and options.request_rate is not None:
+        return options.request_rate / (own.phases[0].rate or 1.0)
+    return options.rate_scale or 1.0
 
 
 def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
@@ -163,35 +191,51 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
         return phase_requests(scenario, schedule.sizes, options.seed), schedule
     # The recorded lengths in order, at the scenario's times.
     schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
-    if requests.sessions < schedule.sessions:
-        have = requests.sessions
-        asker = "--num-prompts asks" if options.num_prompts is not None else f"scenario {scenario.name} asks"
-        note = f"the trace holds {have:,} requests where {asker} for {schedule.sessions:,}: {have:,} are sent"
-        requests = replace(requests, warnings=(*requests.warnings, note))
-        schedule = make_schedule(scenario, options.load, have, have, options.seed)
-    return _first(requests, schedule.sessions), schedule
+    asker = "--num-prompts asks" if options.num_prompts is not None else f"scenario {scenario.name} asks"
+    requests, sessions, first = _enough(requests, schedule.sessions, options, asker)
+    if sessions < schedule.sessions:
+        schedule = make_schedule(scenario, options.load, sessions, sessions, options.seed)
+    return part_of(requests, sessions, first), schedule
 
 
 def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
     replay = scenario.replay or Replay()
     if options.speed is not None:
         replay = msgspec.structs.replace(replay, speed=options.speed)
-    requests = replayed(requests, replay)
-    if options.num_prompts is not None and options.num_prompts > requests.sessions:
-        have = requests.sessions
-        note = (
-            f"the trace holds {have:,} requests where --num-prompts asks for {options.num_prompts:,}: {have:,} are sent"
-        )
-        requests = replace(requests, warnings=(*requests.warnings, note))
-    requests = _first(requests, options.num_prompts or requests.sessions)
+    part = sliced(requests, replay)
+    part, asked, first = _enough(part, options.num_prompts or 0, options, "--num-prompts asks", replay.repeat)
+    requests = replayed(part, replay, options.request_rate, first + asked)
+    requests = part_of(requests, asked or requests.sessions, first)
     if options.duration_s is not None:
         assert requests.arrival_s is not None  # a replay has times
         requests = requests.keep((requests.arrival_s < options.duration_s)[requests.session])
     return requests, Schedule((scenario.name,), (requests.sessions,), arrival_s=requests.arrival_s)
 
 
-def _first(requests: Requests, sessions: int) -> Requests:
-    return requests.keep(requests.session < sessions) if sessions < requests.sessions else requests
+def _enough(
+    requests: Requests, asked: int, options: PlanOptions, asker: str, times: int = 1
+) -> tuple[Requests, int, int]:
+    """A log, with a note if it has too few sessions, how many of those asked for it gives, and the first to take.
+
+    That is its first one, or, where a part is drawn with ``redraw``, one that the seed draws. ``times``: how often
+    the scenario repeats it.
+    """
+    again, have = repeatable(requests), requests.sessions * times
+    first, note = 0, ""
+    if options.redraw and 0 < asked < have:
+        places = have if again else have - asked + 1
+        first = int(substream(options.seed, "content/log").integers(places))
+        note = f"{asked:,} of the log's {have:,} sessions are taken, from a place that the seed draws"
+    elif asked > have and again:
+        note = f"{asked:,} sessions are taken from a log of {have:,}: it is read again, each time with new contents"
+    elif asked > have:
+        note = (
+            f"the log holds {have:,} sessions where {asker} for {asked:,}: {have:,} are sent, since a server may have "
+            "a text that comes again in its prefix cache"
+        )
+    facts = {**requests.facts, "log_sessions": requests.sessions}
+    requests = replace(requests, facts=facts, warnings=(*requests.warnings, *filter(None, [note])))
+    return requests, asked if again else min(asked, have), first
 
 
 def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:

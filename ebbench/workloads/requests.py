@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.workloads.arrow import bits
+from ebbench.workloads.arrow import bits, int_lists_of
 
 if TYPE_CHECKING:
     from ebbench.workloads.attachments import ImageSettings
@@ -95,9 +95,15 @@ class Requests:
         return found
 
     def repeated(self, times: int) -> Requests:
-        """The sessions ``times`` times over with new contents, without hash ids, pauses and arrival times."""
+        """The sessions ``times`` times over, each time with new contents and hash ids, without arrival times."""
+        if times == 1:
+            return replace(self, arrival_s=None)
         content = self.session if self.content is None else self.content
         steps = np.repeat(np.arange(times), len(self))
+
+        def tiled(column: Any) -> Any:
+            return None if column is None else np.tile(column, times)
+
         return replace(
             self,
             session=np.tile(self.session, times) + steps * self.sessions,
@@ -105,15 +111,42 @@ class Requests:
             input_tokens=np.tile(self.input_tokens, times),
             output_tokens=np.tile(self.output_tokens, times),
             prompt=None if self.prompt is None else pa.concat_arrays([self.prompt] * times),
+            hash_ids=None if self.hash_ids is None else _renewed(self.hash_ids, times),
             content=np.tile(content, times) + steps * (int(content.max(initial=-1)) + 1),
-            after=None if self.after is None else list(self.after) * times,
-            hash_ids=None,
             arrival_s=None,
-            pause_s=None,
-            hang_up_s=None,
-            thinking_tokens=None if self.thinking_tokens is None else np.tile(self.thinking_tokens, times),
+            pause_s=tiled(self.pause_s),
+            after=None if self.after is None else list(self.after) * times,
+            hang_up_s=tiled(self.hang_up_s),
+            thinking_tokens=tiled(self.thinking_tokens),
             lora=None if self.lora is None else list(self.lora) * times,
         )
+
+
+def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:
+    """The lists ``times`` times over, each time with ids of their own: equal ones are served from the prefix cache."""
+    names, labels = np.unique(hash_ids.drop_null().flatten().to_numpy(), return_inverse=True)
+    valid = ~hash_ids.is_null().to_numpy(zero_copy_only=False)
+    sizes = hash_ids.value_lengths().fill_null(0).to_numpy()
+    flat = np.tile(labels, times) + np.repeat(np.arange(times), len(labels)) * len(names)
+    return int_lists_of(flat, np.tile(sizes, times).tolist(), np.tile(valid, times))
+
+
+def part_of(requests: Requests, sessions: int, first: int = 0) -> Requests:
+    """So many sessions from ``first`` on. What is more than there are comes again from the start, with new contents.
+
+    With arrival times, which ``repeated`` has not, there must be as many; they then count from those of ``first``.
+    """
+    times = -(-(first + sessions) // requests.sessions)
+    if times == 1 and sessions == requests.sessions:
+        return requests
+    whole = requests if times == 1 else requests.repeated(times)
+    part = whole.keep((whole.session >= first) & (whole.session < first + sessions))
+    return part if part.arrival_s is None else replace(part, arrival_s=part.arrival_s - part.arrival_s[0] * (first > 0))
+
+
+def repeatable(requests: Requests) -> bool:
+    """Whether the sessions can come again: a server would have texts that come again in its prefix cache."""
+    return requests.prompt is None
 
 
 def single_turn(input_tokens: Int32s, output_tokens: Int32s, **more: Any) -> Requests:

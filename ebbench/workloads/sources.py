@@ -16,7 +16,7 @@ from ebbench.workloads.files import FileRecord, read_file
 from ebbench.workloads.fitted import draw_fitted
 from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.records import Conversation, checked, columns_of, conversations, plain
-from ebbench.workloads.requests import Requests
+from ebbench.workloads.requests import Requests, part_of, repeatable
 from ebbench.workloads.sampling import sample_requests
 from ebbench.workloads.spec import Profile, Records, WorkloadSpec
 from ebbench.workloads.tokens import TokenCounter, token_counter
@@ -26,7 +26,8 @@ from ebbench.workloads.tokens import TokenCounter, token_counter
 class Selection:
     """The requests to gather: ``sessions`` sessions for ``seed``. ``lengths_set``: the caller set the lengths.
 
-    ``rate_scale``: factor of the arrival rate, for fitted workloads whose lengths change with time.
+    ``rate_scale``: factor of the arrival rate, for fitted workloads whose lengths change with time. ``redraw``: a data
+    set that holds too few is drawn from again, unless its texts are sent.
     """
 
     sessions: int
@@ -35,6 +36,7 @@ class Selection:
     tokenizer: str | None = None
     with_text: bool = True
     rate_scale: float = 1.0
+    redraw: bool = False
 
 
 def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Selection) -> Requests:
@@ -192,11 +194,13 @@ def _counted(requests: Requests, counter: TokenCounter) -> Requests:
 
 
 def _described(requests: Requests, source: str, reason: str, selection: Selection) -> Requests:
-    warnings = requests.warnings
-    if requests.sessions < selection.sessions:
-        have = requests.sessions
-        warnings = (
-            *warnings,
-            f"{source} holds {have:,} sessions where the plan takes {selection.sessions:,}: {have:,} are sent",
-        )
+    """The requests with facts about their source, and a note where it holds too few."""
+    warnings, have = requests.warnings, requests.sessions
+    if have < selection.sessions:
+        held = f"{source} holds {have:,} sessions where the plan takes {selection.sessions:,}"
+        if selection.redraw and repeatable(requests):
+            requests = part_of(requests, selection.sessions)
+            warnings = (*warnings, f"{held}: they are taken again, each time with new contents")
+        else:
+            warnings = (*warnings, f"{held}: {have:,} are sent")
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -9,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
-from ebbench.workloads.arrow import int_lists
 from ebbench.workloads.log_columns import Columns, parse_columns
 from ebbench.workloads.log_failures import keeps_failed
 from ebbench.workloads.log_files import files_of, open_log
@@ -244,7 +243,7 @@ def time_note(facts: Mapping[str, Any]) -> str:
     what = f"{facts['trace_requests']:,} requests over {short_number(facts['trace_span_s'])} s"
     rated = f", {short_number(rate)} per second" if rate is not None else ""
     speed = facts.get("speed", 1.0)
-    scaled = "" if speed == 1.0 else f"; replayed {speed:g} times as fast"
+    scaled = "" if speed == 1.0 else f"; replayed {speed:.4g} times as fast"
     name = Path(str(facts["source"]).removeprefix("file:")).name
     named = ", ".join(f"{role} = {column}" for role, column in facts.get("columns", {}).items())
     columns = f"; columns: {named}" if named else ""
@@ -252,10 +251,10 @@ def time_note(facts: Mapping[str, Any]) -> str:
     return f"trace {name}: {what}{rated}; its times are read as {NAMES[unit]} ({reason}){scaled}{columns}"
 
 
-def replayed(requests: Requests, replay: Replay) -> Requests:
-    """Slice, repeat and scale in time. A slice begins at time zero; each repetition has new contents.
+def sliced(requests: Requests, replay: Replay) -> Requests:
+    """The sessions that start in the replay's part of the trace, which begins at time zero.
 
-    A session belongs to the slice in which it starts. Raises UsageError if the slice is empty.
+    Raises UsageError if there are none.
     """
     assert requests.arrival_s is not None  # a trace has times
     end = np.inf if replay.duration_s is None else replay.start_s + replay.duration_s
@@ -265,24 +264,30 @@ def replayed(requests: Requests, replay: Replay) -> Requests:
         raise UsageError(f"the trace has no request in the slice from {replay.start_s:g} s; it is {length:g} s long")
     part = requests.keep(inside[requests.session])
     assert part.arrival_s is not None
-    times = part.arrival_s - replay.start_s
+    return replace(part, arrival_s=part.arrival_s - replay.start_s)
+
+
+def replayed(part: Requests, replay: Replay, rate: float | None = None, sessions: int = 0) -> Requests:
+    """Repeat a slice as the replay says, and until there are so many ``sessions``, and scale it in time.
+
+    Each repetition has new contents. ``rate``: sessions/s to which the starts of sessions are scaled; pauses within
+    sessions then stay as recorded, while the replay's speed scales them, too. Raises UsageError if there is no rate to
+    scale.
+    """
+    times = part.arrival_s
+    assert times is not None  # a trace has times
     # Without a given length, repetitions follow each other after a mean gap.
     span = replay.duration_s or float(times[-1]) * (1 + 1 / max(1, len(times) - 1))
-    starts = np.repeat(np.arange(replay.repeat), len(times)) * span
-    n = replay.repeat
+    if rate is not None and not span:
+        raise UsageError(
+            "all requests of the trace have one time, so there is no rate to scale; use --scenario poisson"
+        )
+    speed = replay.speed if rate is None else rate * span / len(times)
+    n = max(replay.repeat, math.ceil(sessions / len(times)))
+    starts = np.repeat(np.arange(n), len(times)) * span
+    pause_s = part.pause_s if rate is not None or part.pause_s is None else part.pause_s / speed
     return replace(
-        part.repeated(n),
-        hash_ids=_repeated_hashes(part.hash_ids, n),
-        arrival_s=(np.tile(times, n) + starts) / replay.speed,
-        pause_s=None if part.pause_s is None else np.tile(part.pause_s, n) / replay.speed,
-        facts={**requests.facts, "speed": replay.speed, "repeat": n},
+        replace(part, pause_s=pause_s).repeated(n),
+        arrival_s=(np.tile(times, n) + starts) / speed,
+        facts={**part.facts, "speed": speed, "repeat": n},
     )
-
-
-def _repeated_hashes(hash_ids: pa.Array | None, repeat: int) -> pa.Array | None:
-    """New hash ids in each repetition; otherwise it would be served from the prefix cache."""
-    if hash_ids is None or repeat == 1:
-        return hash_ids
-    rows = hash_ids.to_pylist()
-    step = max((one for row in rows if row for one in row), default=-1) + 1
-    return int_lists([None if row is None else [one + i * step for one in row] for i in range(repeat) for row in rows])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
 from ebbench.advice.theory import ExpectedLoad
 from ebbench.analysis.slo import Slo
+from ebbench.cli.advise import TrafficFlags
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
@@ -70,6 +71,14 @@ def test_a_policy_is_tried_where_it_names_candidates(monkeypatch: pytest.MonkeyP
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("advice")
+
+
+def changed(options: Sequence[str], **values: str) -> list[str]:
+    """The options with other values for those named, with underscores: ``input_len="3000"``."""
+    found = list(options)
+    for name, value in values.items():
+        found[found.index("--" + name.replace("_", "-")) + 1] = value
+    return found
 
 
 SMALL = (
@@ -163,10 +172,9 @@ def test_goodput_decides_where_targets_are_given(runs: Path) -> None:
 
 
 def test_the_share_of_a_tuned_budget_is_said(runs: Path) -> None:
-    small = [option if option != "2048" else "8192" for option in SMALL]
-    loads = ("--input-len", "3000", "--output-len", "30")
+    small = changed(SMALL, input_len="3000", output_len="30", max_num_batched_tokens="8192")
     policies = ("-p", "v1", "-p", "v1:budget=2048", "-p", "marginal")
-    args = ("advise", *small, *loads, *policies, "--runs", str(runs))
+    args = ("advise", *small, *policies, "--runs", str(runs))
     found = json.loads(invoke(*args, "--json").stdout)
     gains = {row["policy"]: row["gain"]["mean"] for row in found["scores"]}
     assert found["tuned_budget"]["max_num_batched_tokens"] == 2048
@@ -177,10 +185,8 @@ def test_the_share_of_a_tuned_budget_is_said(runs: Path) -> None:
 
 def test_policies_and_budgets_are_searched_together(runs: Path) -> None:
     """Long prompts in a small batch: a smaller budget makes vLLM's own scheduler as good as any policy."""
-    load = [option for option in SMALL if option not in ("--max-num-batched-tokens", "2048")]
-    budgets = ("--max-num-batched-tokens", "8192", "--max-num-batched-tokens", "512")
-    lengths = ("--input-len", "3000", "--output-len", "30")
-    args = ("advise", *load, *lengths, *budgets, "-p", "v1", "-p", "marginal", "--runs", str(runs))
+    load = changed(SMALL, input_len="3000", output_len="30", max_num_batched_tokens="8192")
+    args = ("advise", *load, "--max-num-batched-tokens", "512", "-p", "v1", "-p", "marginal", "--runs", str(runs))
     found = json.loads(invoke(*args, "--json").stdout)
     tried = {(row["policy"], row["max_num_batched_tokens"]) for row in found["scores"] + found["dropped"]}
     assert tried == {(policy, budget) for policy in ("v1", "marginal") for budget in (8192, 512)}
@@ -232,6 +238,30 @@ def test_a_replayed_trace_is_one_run_however_many_seeds(runs: Path, trace: str) 
     assert "Every seed gives the same requests at the same times" in said
     assert "which decides (one seed)" in said
     assert "lengths from file:/" in said
+
+
+def test_all_rows_of_a_log_are_used_up_to_a_limit_that_is_said(
+    runs: Path, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--max-num-batched-tokens", "8192", "--seeds", "2")
+    whole = quick(runs, trace, *options)
+    assert TrafficFlags().plan(trace)["num_prompts"] == 40
+    assert not any("sessions are taken" in note for note in whole["notes"])
+    assert whole["seeds"] == 1
+    monkeypatch.setattr("ebbench.cli.advise.MOST_OF_A_LOG", 20)
+    part = quick(runs, trace, *options)
+    assert "20 of the log's 40 sessions are taken, from a place that the seed draws" in part["notes"]
+    assert part["seeds"] == 2
+
+
+def test_where_arrivals_set_the_throughput_it_is_said_to_tell_nothing(runs: Path, tmp_path: Path) -> None:
+    rows = "".join(f"2023-11-16 18:{i // 60:02d}:{i % 60:02d}.0000000,{100 + i % 7},{5 + i % 3}\n" for i in range(300))
+    (tmp_path / "calm.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    trace = f"log:{tmp_path / 'calm.csv'}"
+    options = ("--policy", "v1", "--policy", "eb", "--no-crossover", "--runs", str(runs), "-q")
+    said = " ".join(invoke("advise", trace, *options).output.split())
+    assert "Run v1 with --max-num-batched-tokens 8192; 2,048 to 16,384 make no difference. Why:" in said
+    assert "All candidates keep up with the arrivals, so tokens/s cannot tell them apart: --goodput" in said
 
 
 def test_seeds_that_differ_in_anything_stay_several(runs: Path, trace: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.advice.choice import budget_share, choose, relative_gain
+from ebbench.advice.choice import budget_share, choose, level_budgets, relative_gain
 from ebbench.advice.results import PolicyScore
 from ebbench.analysis.statistics import PairedInterval
 
@@ -48,18 +48,28 @@ def test_only_what_is_surely_as_good_is_called_equal() -> None:
     again = [replace(scores[1], max_num_batched_tokens=budget, at_reference=False) for budget in (4096, 16384)]
     chosen, reason = choose([*scores[:2], *again, noisy])
     assert chosen is scores[1]
+    assert level_budgets(chosen, [*scores[:2], *again, noisy]) == [4096, 16384]
     assert reason == (
-        "v1 with a budget of 4,096 and v1 with a budget of 16,384 are equal to it within half a per cent; "
         "marginal +0.0 % (-1.8 to +2.0) and ebplus -20.8 % (-92.2 to +700.9) cannot be told from it with 2 seeds, and "
         "it is the simplest"
     )
 
 
-def test_of_many_candidates_the_best_of_each_policy_is_named() -> None:
+def test_of_many_candidates_each_policy_is_named_once() -> None:
     best = (100.0, 100.0)
     tuned = [replace(of_runs("eb", best, best), max_num_batched_tokens=b, at_reference=False) for b in range(1, 6)]
     _, reason = choose([*tuned, of_runs("v0", best, best), of_runs("v1", best, best)])
-    assert reason.startswith("eb with a budget of 1, v0, eb with a budget of 2 and 3 others are equal to it")
+    assert reason.startswith("eb and v0 are equal to it within half a per cent")
+    many = [of_runs(policy, best, best) for policy in ("eb", "ebplus", "marginal", "ppas", "v0", "v1")]
+    assert choose(many)[1].startswith("eb, ebplus, marginal and 2 other policies are equal to it")
+
+
+def test_a_budget_that_only_chance_may_separate_is_not_called_level() -> None:
+    best = (100.0, 100.0)
+    v1 = of_runs("v1", best, best)
+    at = [replace(of_runs("v1", values, best), max_num_batched_tokens=budget, at_reference=False)
+          for budget, values in ((2048, best), (4096, (110.0, 91.0)), (16384, (99.9, 100.1)))]  # fmt: skip
+    assert level_budgets(v1, [v1, *at]) == [2048]
 
 
 def test_one_that_is_surely_ahead_by_little_is_said_to_be() -> None:

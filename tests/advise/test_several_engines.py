@@ -38,7 +38,9 @@ FEW = (
 
 
 def advised(runs: Path, *options: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["advise", *FEW, *options, "--runs", str(runs), "--json"], catch_exceptions=False)
+    at = FEW.index("-c")
+    few = FEW[:at] + FEW[at + 2 :] if "-c" in options else FEW
+    done = CliRunner().invoke(app, ["advise", *few, *options, "--runs", str(runs), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_a_stored_run_says_whether_a_trace_was_replayed(tmp_path: Path, loop: st
 
 
 def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
-    """662 requests for p99: as many sessions where each has one, fewer conversations, a longer trace."""
+    """662 requests for p99: as many sessions where each has one, fewer conversations, of a log again and again."""
 
     def remedy(name: str, plan: Plan) -> str:
         warnings = store(tmp_path / name, plan, run_made(plan)).manifest.warnings
@@ -158,8 +159,20 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
         remedy("turns", replace(single, table=turns))
         == "Use --num-prompts 67 or more: that many conversations, 10.0 requests in each."
     )
-    trace = replace(single, facts={**single.facts, "workload": "trace:some.csv"})
-    assert remedy("trace", trace) == "p99 takes a trace of 662 requests or more."
+    log = replace(single, facts={**single.facts, "log_sessions": 30})
+    again = "Use --num-prompts 662 or more; the log holds 30 and is then read again."
+    assert remedy("log", log) == again
+    long = replace(single, facts={**single.facts, "log_sessions": 900})
+    assert remedy("long", long) == "Use --num-prompts 662 or more."
+    own = single.table.set_column(single.table.column_names.index("prompt"), "prompt", pa.array(["a"] * 30))
+    assert remedy("texts", replace(log, table=own)) == "p99 takes a log of 662 requests or more."
+
+
+def test_a_longer_run_is_asked_for_by_its_option(tmp_path: Path) -> None:
+    plan = plan_of(30)
+    warnings = store(tmp_path / "run", replace(plan, max_concurrency=None), run_made(plan)).manifest.warnings
+    remedies = [one.remedy for one in warnings if one.code in ("no-steady-window", "short-steady-window")]
+    assert all(re.match(r"Use --num-prompts \d+ or more", each) for each in remedies), remedies
 
 
 def test_the_lag_rule_holds_for_real_clocks_only(tmp_path: Path) -> None:

@@ -79,7 +79,16 @@ def measured_counts(
     """Requests within the first limit in one run at ``load`` sessions/s, and the requests simulated."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) / "run"
-        rate = ["--request-rate", f"{load:.6g}", "--num-prompts", str(sessions), "--seed", str(seed)]
+        rate = [
+            "--scenario",
+            "poisson",
+            "--request-rate",
+            f"{load:.6g}",
+            "--num-prompts",
+            str(sessions),
+            "--seed",
+            str(seed),
+        ]
         ebbench("run", *options, *rate, "-o", str(where))
         return read_probe(Run.load(where), load, limits).probe.counts[0], planned(where)
 

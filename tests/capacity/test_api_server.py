@@ -38,7 +38,7 @@ def plan(*options: str) -> str:
 def test_a_capacity_beyond_the_api_server_is_found_behind_it_or_pointed_out(tmp_path: Path) -> None:
     assert AGAIN in capacity(tmp_path / "auto")
     (found,) = json.loads((tmp_path / "auto" / "capacity-answers.json").read_text())
-    assert 30 < found["capacity_requests_per_s"] < 60
+    assert 25 < found["capacity_requests_per_s"] < 60
     assert AGAIN in capacity(tmp_path / "auto"), "a search that goes on comes to the same end"
     without = capacity(tmp_path / "off", "--api-server", "off")
     assert LEFT_OUT in without
@@ -51,16 +51,16 @@ def test_a_plan_beyond_the_api_server_is_made_behind_it_and_takes_more_replicas(
     without = plan("--request-rate", "100", "--api-server", "off")
     assert LEFT_OUT in without
     assert AGAIN not in without
-    assert "Cheapest: 1 x h200" in without
+    assert "Cheapest that carries this rate: 1 x h200" in without
     simulated = plan("--request-rate", "100")
     assert AGAIN in simulated
     assert "behind 1 API server process per replica (datacenter)" in simulated
-    assert "Cheapest: 2 x h200" in simulated or "Cheapest: 3 x h200" in simulated
+    assert "Cheapest that carries this rate: 2 x h200" in simulated or "Cheapest: 3 x h200" in simulated
     assert "API server" not in plan("--request-rate", "10")
     more = plan("--request-rate", "100", "--api-server-count", "4")
     assert AGAIN not in more
     assert "behind 4 API server processes per replica" in more
-    assert "Cheapest: 1 x h200" in more
+    assert "Cheapest that carries this rate: 1 x h200" in more
 
 
 def test_a_count_of_processes_that_are_left_out_is_refused() -> None:

@@ -35,6 +35,7 @@ from ebbench.capacity.probe import ProbeReading
 from ebbench.capacity.search_types import Probe
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UsageError
+from ebbench.records.plan import Plan
 from ebbench.runs.pool import InProcess
 
 LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
@@ -90,7 +91,7 @@ def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
     assert len(found.found) + len(found.refused) + len(found.pruned) == len(TASKS)
     costs = {}
     for each in TASKS:
-        replicas = size(each, bound(each).first(each.rate), 200).replicas
+        replicas = size(each, bound(each).first(each), 200).replicas
         costs[each.candidate] = replicas * PRICES[each.candidate.device] if replicas else float("inf")
     assert found.pruned
     assert min(costs.values()) == min(costs[each.deployment.candidate] for each in found.found)
@@ -100,7 +101,7 @@ def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
 def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> None:
     each = task("l40s")
     most = bound(each).saturated_per_s
-    fewest = bound(each).fewest(each.rate)
+    fewest = bound(each).fewest(each)
     deployment = size(each, 1, 200)
     assert deployment.replicas >= fewest
     assert deployment.reading is not None
@@ -111,13 +112,13 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
 def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits_behind_a_dispatcher(too_many: int) -> None:
     """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
     each = replace(task("l40s", rate=20.0), candidate=Candidate("l40s", 1, "v1", 8192, 64), sessions=500)
-    fewest = bound(each).first(each.rate)
+    fewest = bound(each).first(each)
     sized = size(each, fewest, 200).replicas
     replicas, found = stress(each, sized + too_many, fewest)
     assert (fewest, sized, replicas) == (3, 4, 3)
     assert found.at_rate.attainment >= 0.95
-    assert found.one_lost is not None
-    assert found.one_lost.overloaded
+    assert found.lost is not None
+    assert found.lost.overloaded
 
 
 def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +148,65 @@ def test_where_turns_share_prefixes_no_smaller_loop_completes_more_than_the_satu
     each = replace(each, candidate=replace(each.candidate, max_num_seqs=64))
     deployment = size(each, 1, 2)
     assert deployment.replicas == 1
-    assert bound(each).first(each.rate) == 1
+    assert bound(each).first(each) == 1
 
 
 def test_a_lower_bound_counts_whole_replicas() -> None:
     at = Bound(Candidate("h200", 1, "v1", 8192, 64), saturated_per_s=10.0)
-    assert (at.fewest(10.0), at.fewest(10.6), at.first(10.1), at.first(10.0)) == (1, 2, 2, 1)
+    ten, more, most = (task("h200", rate=rate) for rate in (10.0, 10.1, 10.6))
+    assert (at.fewest(ten), at.fewest(most), at.first(more), at.first(ten)) == (1, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("headroom", "spare", "replicas"),
+    [(0.0, 0, 3), (0.2, 0, 3), (0.21, 0, 4), (0.0, 1, 4), (0.0, 2, 5), (0.7, 1, 5)],
+)
+def test_headroom_and_spare_replicas_are_carried_by_all_and_by_those_left(
+    headroom: float, spare: int, replicas: int
+) -> None:
+    """25/s with at most 10/s per replica."""
+    each = replace(task("h200", rate=25.0), headroom=headroom, spare=spare)
+    assert each.replicas_for(10.0) == replicas
+    assert each.share_of(replicas) <= 10.0
+    assert replicas - 1 == spare or each.share_of(replicas - 1) > 10.0
+
+
+def test_a_spare_replica_is_one_more_and_headroom_is_carried_whole() -> None:
+    each = replace(task("l40s", rate=20.0), candidate=Candidate("l40s", 1, "v1", 8192, 64), sessions=500)
+    replicas, found = stress(replace(each, spare=1), 4, 1)
+    assert replicas == 4
+    assert found.lost is not None
+    assert found.lost.met
+    replicas, found = stress(replace(each, headroom=0.4), 3, 1)
+    assert replicas == 4
+    assert found.with_headroom.met
+
+
+def test_what_misses_the_limits_behind_a_dispatcher_is_no_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = Level(0.76, overloaded=False, met=False)
+    monkeypatch.setattr("ebbench.capacity.choose.bound", lambda each: Bound(each.candidate, 10.0))
+    monkeypatch.setattr("ebbench.capacity.choose.size", lambda each, *_: Deployment(each.candidate, 4, READING, "", 4))
+    monkeypatch.setattr(
+        "ebbench.capacity.choose.stress", lambda _, replicas, __: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0))
+    )
+    found = choose([task("h200")], {}, InProcess())
+    assert found.found == ()
+    assert [reason for _, reason in found.refused] == [
+        "7 replicas behind a dispatcher still miss the limits, not sized"
+    ]
+
+
+def test_a_run_that_is_too_short_to_decide_meets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def short(_: PlanTask, plan: Plan, *__: object) -> ProbeReading:
+        sizes.append(len(plan))
+        return replace(READING, short=True)
+
+    monkeypatch.setattr("ebbench.capacity.deployments._run", short)
+    monkeypatch.setattr("ebbench.capacity.deployments._alone", lambda _: "")
+    assert size(task("h200"), 1, 2).replicas == 0
+    assert sizes == [300, 600, 1200, 2400, 4800] * 2
 
 
 def test_limits_missed_by_a_lone_request_refuse_the_candidate() -> None:
@@ -318,4 +372,52 @@ def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path
 
 def test_candidates_left_out_are_counted_by_reason() -> None:
     found = DeploymentChoice((), refused=((TASKS[0].candidate, "no room"), (TASKS[0].candidate, "no room")))
-    assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room."
+    assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room (h200 tp1)."
+
+
+def test_candidates_left_out_are_named_with_their_policies_where_others_are_kept() -> None:
+    def of(device: str, tp: int, policy: str) -> Candidate:
+        return Candidate(device, tp, policy, 8192, 64)
+
+    dear = [of("h100", tp, policy) for tp in (1, 2) for policy in ("v1", "eb")] + [of("h200", 2, "eb")]
+    kept = [costed("l40s", 1.0, 20.0, 10.0, 100.0)]
+    kept.append(replace(kept[0], deployment=replace(kept[0].deployment, candidate=of("h200", 2, "v1"))))
+    said = parts(DeploymentChoice(tuple(kept), pruned=tuple(dear)), TASKS[0], {})
+    assert "than 1.5 times the cheapest (h100 tp1 tp2, h200 tp2 (eb))." in str(said[-1])
+
+
+@pytest.mark.parametrize(
+    ("headroom", "lost", "said"),
+    [
+        (Level(1.0, False), Level(0.97, False), ""),
+        (
+            Level(0.81, False, met=False), Level(0.3, True, met=False),
+            "It misses the limits at 120 % of the rate (81 % met) and with one replica lost (the queue grows without "
+            "bound): --headroom 0.2 --spare 1 size for that; 4 replicas keep them with one lost.",
+        ),
+        (
+            Level(0.99, False), None,
+            "It misses the limits without its only replica: --spare 1 sizes for that; 4 replicas keep them with one "
+            "lost.",
+        ),
+    ],
+)  # fmt: skip
+def test_under_what_more_the_cheapest_fails_is_said_with_the_options(
+    headroom: Level, lost: Level | None, said: str
+) -> None:
+    one = costed("h200", 1.0, 20.0, 10.0, 100.0)
+    one = replace(one, deployment=replace(one.deployment, replicas=3))
+    one = replace(one, stress=Stress(Level(1.0, False), headroom, lost, 20.0, 10.0))
+    sized = replace(TASKS[0], headroom=0.2, spare=1)
+    lines = [str(part) for part in parts(DeploymentChoice((one,)), TASKS[0], {}) if "It misses" in str(part)]
+    assert lines == ([said] if said else [])
+    [line] = [str(part) for part in parts(DeploymentChoice((one,)), sized, {}) if "Cheapest" in str(part)]
+    assert "carries 120 % of this rate, and this rate with one replica lost: 3 x h200" in line
+
+
+@pytest.mark.parametrize("option", [("--headroom", "20"), ("--headroom", "-0.1"), ("--spare", "-1")])
+def test_headroom_in_per_cent_and_negative_spares_are_refused(option: tuple[str, str]) -> None:
+    options = "--source profile --request-rate 2 --goodput ttft:1500 --device h200"
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split(), *option])
+    assert done.exit_code == 2
+    assert option[0] in done.output

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.slo import parse_slo
-from ebbench.capacity.drive import SearchOutcome
+from ebbench.capacity.drive import SearchConfig, SearchOutcome, _too_short, judged
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
 from ebbench.capacity.search_types import Estimate, MetCounts, Probe
@@ -60,6 +60,29 @@ def test_the_nearest_reading_is_the_nearest_by_ratio_whose_queue_is_bounded() ->
     unusable = (at(10.0, runaway=True), at(10.1, failed="x"), at(9.9, short=True), at(10.2, invalid="late"))
     assert outcome(*unusable, at(5.5), at(18.0)).nearest.probe.load == 18.0  # 10 / 5.5 is more than 18 / 10
     assert outcome(*unusable).nearest.probe.load == 0.5  # requests one at a time
+
+
+def test_a_probe_that_missed_the_limits_by_chance_does_not_stand_for_the_capacity() -> None:
+    assert outcome(at(10.0, met=False), at(9.5), at(10.4, met=False)).nearest.probe.load == 9.5
+
+
+def test_a_search_stops_where_longer_runs_cannot_be_had() -> None:
+    """A data set whose texts are sent holds 60 sessions; each try at this load has the same."""
+    search = SearchConfig(parse_limits(["ttft:300"], 0.95), False, sessions=100, seconds=0.0, precision=0.02, seed=0)
+    once = [at(7.0, sessions=200), at(10.0, short=True, sessions=60, asked=100)]
+    assert _too_short(search, once) == ""
+    assert _too_short(search, [*once, at(10.0, short=True, sessions=60, asked=100)]) == "", "no more were asked for"
+    again = _too_short(search, [*once, at(10.0, short=True, sessions=60, asked=200)])
+    assert again == "a probe at 10/s that is too short to decide with all 60 sessions that there are"
+    assert "with 1,600 sessions" in _too_short(search, [*once, at(10.0, short=True, sessions=1600)])
+    assert _too_short(search, [*once, at(10.0, sessions=60)]) == ""
+
+
+def test_runs_in_which_the_queue_changed_too_slowly_are_short() -> None:
+    search = SearchConfig(parse_limits(["ttft:300"], 0.95), False, sessions=100, seconds=0.0, precision=0.02, seed=0)
+    slow, other, far = at(10.0, correlated=True), at(10.3, sessions=199), at(14.0)
+    assert [each.short for each in judged(search, [slow, other, far])] == [True, True, False]
+    assert [each.short for each in judged(search, [slow, at(10.3, sessions=200)])] == [True, False]
 
 
 def test_without_a_capacity_the_lowest_usable_load_is_the_nearest_reading() -> None:

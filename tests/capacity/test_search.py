@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.capacity.estimate import bracket, estimate
+from ebbench.capacity.estimate import bracket, estimate, supported
 from ebbench.capacity.search import next_load
 from ebbench.capacity.search_types import Estimate, MetCounts, Probe, Requirement, SearchSettings
 
@@ -235,3 +235,41 @@ def test_probes_that_contradict_each_other_widen_the_interval() -> None:
     found = estimate(search, probes)
     assert found.low <= 9
     assert found.high >= 12
+
+
+def plain(load: float, met: int, *, runaway: bool = False, failed: str = "") -> Probe:
+    return Probe(load, 0, (MetCounts(met, 1000),), runaway=runaway, failed=failed, served_per_s=min(load, 20.0))
+
+
+def test_without_a_fit_the_capacity_is_a_load_that_was_carried() -> None:
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
+    probes = [plain(4, 999), plain(8, 999), plain(16, 999, runaway=True)]
+    found = supported(search, estimate(search, probes), probes, [])
+    assert (found.capacity, found.low, found.high) == (8, 8, 16)
+    refused = [plain(4, 999), plain(8, 999), plain(9, 999, failed="12 of 100 requests failed")]
+    assert supported(search, estimate(search, refused), refused, []).capacity == 8
+
+
+def test_what_a_run_too_short_to_decide_clearly_missed_is_not_capacity() -> None:
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
+    probes = [plain(load, met) for load, met in ((8, 990), (9, 980), (10, 965), (11, 958), (12, 935), (13, 800))]
+    fitted = estimate(search, probes)
+    assert fitted.fitted
+    assert fitted.capacity == pytest.approx(11.3, rel=0.05)
+    assert supported(search, fitted, probes, [plain(10.5, 945)]) == fitted, "by chance"
+    found = supported(search, fitted, probes, [plain(10.5, 865)])
+    assert (found.capacity, found.low, found.high, found.limited_by) == (10, 10, 10.5, "ttft")
+    assert supported(search, fitted, probes, [plain(7, 865)]).capacity is None
+
+
+def test_a_limit_on_the_wait_is_not_kept_at_the_rate_of_an_overloaded_system() -> None:
+    """In runs of this length requests still kept it while the queue grew; in longer ones none would."""
+    for metric, truth in (("ttft", 19.0), ("tpot", 20.0)):
+        search = SearchSettings((Requirement(metric, SHARE),), start=3.0)
+        probes: list[Probe] = []
+        while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+            probes.append(plain(load, 999, runaway=load > 19))
+        found = supported(search, estimate(search, probes), probes, [])
+        assert found.limited_by == "queue"
+        assert found.capacity == pytest.approx(truth, rel=0.025)
+        assert metric == "tpot" or any(probe.load == found.capacity and not probe.runaway for probe in probes)

@@ -83,6 +83,17 @@ def test_longer_and_at_other_rates(azure: Path, tmp_path: Path) -> None:
         build_plan("balanced", rate_scale=2.0)
 
 
+def test_its_own_arrivals_take_another_rate(azure: Path, tmp_path: Path) -> None:
+    """`--scenario trace` is its own arrivals: the same gaps, lengths and drift as with a factor of its rate."""
+    path = str(fit(azure, tmp_path))
+    rate = tomllib.loads(Path(path).read_text())["fitted"]["arrivals"]["rate"]
+    scaled, own = build_plan(path, "trace", request_rate=2 * rate), build_plan(path, rate_scale=2.0)
+    assert scaled.facts["scenario"] == "fitted"
+    assert scaled.table.equals(own.table)
+    with pytest.raises(UsageError, match=r"it needs a workload log:FILE$"):
+        build_plan(path, "trace-slice")
+
+
 def test_no_record_of_the_log_is_in_the_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     path = tmp_path / "log.csv"

@@ -82,11 +82,11 @@ def test_searches_take_a_log(log: str, words: tuple[str, ...]) -> None:
 
 
 def test_a_plan_for_a_log_of_fewer_requests_than_a_batch_holds_has_a_deployment(log: str) -> None:
-    """Its saturated rate is unknown: no number of open requests fills the batch of 1,024."""
+    """It is read again until the batch of 1,024 is full, so its saturated rate is known."""
     load = "--goodput ttft:4000 tpot:200 --request-rate 4 --policy v1 --device h200 --tp 1 --model qwen3-8b"
     said = call("plan", log, *COLUMNS, *load.split())
-    assert "Cheapest: 1 x h200" in said
-    assert "too few sessions to fill a batch" in said
+    assert "Cheapest that carries this rate: 1 x h200" in said
+    assert "too few sessions to fill a batch" not in said
 
 
 def test_a_sweep_takes_a_log(log: str, tmp_path: Path) -> None:

@@ -50,9 +50,61 @@ def test_speed_cap_and_number(data: Path) -> None:
     assert plan.table["arrival_ns"].to_pylist() == [0, SECONDS // 10, SECONDS // 2]
     assert plan.max_concurrency == 2
     assert plan.facts["speed"] == 4
-    plan = build_plan(path, num_prompts=30)
-    assert len(plan) == 4
-    assert plan.warnings == ("the trace holds 4 requests where --num-prompts asks for 30: 4 are sent",)
+
+
+def test_a_log_is_read_again_where_more_sessions_are_asked_for(data: Path) -> None:
+    plan = build_plan(f"trace:{data / 'mooncake.jsonl'}", num_prompts=10)
+    note = "10 sessions are taken from a log of 4: it is read again, each time with new contents"
+    assert plan.warnings == (note,)
+    assert plan.facts["log_sessions"] == 4
+    assert plan.table["input_tokens"].to_pylist() == [1300, 1024, 513, 90] * 2 + [1300, 1024]
+    assert len(set(plan.table["content"].to_pylist())) == 10
+    times = plan.table["arrival_ns"].to_numpy() / 1e9
+    assert times[:4] == pytest.approx(times[4:8] - times[4])
+    assert times[4] == pytest.approx(2 + 2 / 3)
+    hashes = plan.table["hash_ids"].to_pylist()
+    blocks = [{h for row in rows for h in row or ()} for rows in (hashes[:4], hashes[4:8], hashes[8:])]
+    assert not blocks[0] & blocks[1]
+    assert not blocks[1] & blocks[2]
+    assert hashes[4][0] == hashes[5][0] == hashes[6][0]
+    assert hashes[7] is None
+
+
+def test_a_part_that_is_redrawn_begins_where_the_seed_says(data: Path) -> None:
+    path = f"trace:{data / 'mooncake.jsonl'}"
+    plans = [build_plan(path, "poisson", request_rate=1, num_prompts=3, redraw=True, seed=seed) for seed in range(8)]
+    parts = {tuple(plan.table["input_tokens"].to_pylist()) for plan in plans}
+    log = [1300, 1024, 513, 90, 1300, 1024]
+    assert plans[0].warnings == ("3 of the log's 4 sessions are taken, from a place that the seed draws",)
+    assert parts == {tuple(log[start : start + 3]) for start in range(4)}
+    replays = [build_plan(path, num_prompts=3, redraw=True, seed=seed) for seed in range(8)]
+    assert {tuple(plan.table["input_tokens"].to_pylist()) for plan in replays} == parts
+    assert all(plan.table["arrival_ns"][0].as_py() == 0 for plan in replays)
+
+
+def test_recorded_times_are_scaled_to_a_rate(data: Path, tmp_path: Path) -> None:
+    path = f"trace:{data / 'mooncake.jsonl'}"
+    own = build_plan(path).table["arrival_ns"].to_numpy()
+    scaled = build_plan(path, "trace", request_rate=6.0)
+    assert scaled.table["arrival_ns"].to_numpy() == pytest.approx(own / scaled.facts["speed"], abs=1)
+    many = build_plan(path, "trace", request_rate=6.0, num_prompts=400).table["arrival_ns"].to_numpy()
+    assert 399 / (many[-1] / 1e9) == pytest.approx(6.0, rel=0.01)
+    at_once = tmp_path / "at_once.jsonl"
+    at_once.write_text('{"timestamp": 1, "input_length": 5, "output_length": 5}\n' * 3)
+    with pytest.raises(UsageError, match="no rate to scale; use --scenario poisson"):
+        build_plan(f"log:{at_once}", "trace", request_rate=6.0)
+
+
+def test_pauses_within_sessions_stay_when_starts_are_scaled(tmp_path: Path) -> None:
+    path = tmp_path / "turns.csv"
+    rows = ((0.5, 1.0, "a"), (4.5, 5.0, "a"), (10.5, 11.0, "b"))
+    path.write_text("time,end,input_tokens,output_tokens,session_id\n" + "".join(
+        f"{start},{end},20,5,{session}\n" for start, end, session in rows
+    ))  # fmt: skip
+    pauses = [build_plan(f"log:{path}", "trace", **more).table["pause_ns"].to_pylist()[1] for more in (
+        {}, {"request_rate": 4.0}, {"speed": 2.0}
+    )]  # fmt: skip
+    assert pauses == [3.5e9, 3.5e9, 1.75e9]
 
 
 def test_unordered_rows_are_put_in_order(tmp_path: Path) -> None:
@@ -100,8 +152,8 @@ def test_recorded_lengths_under_other_scenarios(data: Path) -> None:
     own = build_plan(trace, "distribution-shift", num_prompts=30)
     assert len(own) == 30
     short = build_plan(trace, "constant", request_rate=2, num_prompts=9)
-    assert len(short) == 4
-    assert short.warnings
+    assert short.table["input_tokens"].to_pylist() == [1300, 1024, 513, 90] * 2 + [1300]
+    assert "9 sessions are taken from a log of 4: it is read again" in short.warnings[0]
 
 
 def test_a_table_in_another_encoding_says_how_to_convert_it(tmp_path: Path) -> None:
@@ -152,7 +204,9 @@ def test_bad_lines_are_named(tmp_path: Path, content: str, line: int | None, mes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"request_rate": 3}, "has its own rate"),
+        ({"request_rate": 3}, "has a rate of its own: --request-rate 3 --scenario trace scales its recorded times"),
+        ({"request_rate": 3, "speed": 2, "scenario": "trace"}, "both scale recorded times"),
+        ({"request_rate": float("inf")}, "--scenario saturated sends"),
         ({"input_len": 3}, "a trace brings its own lengths"),
         ({"source": "hub"}, "its own source"),
         ({"speed": 0}, "speed must be positive"),
