@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from ebbench.analysis.slo import Slo
@@ -26,6 +25,7 @@ from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
+from ebbench.render.console import Console
 from ebbench.workloads.options import PlanOptions
 from tests.capacity.test_plan import READING
 from vllm_eb.policy import parse_policy

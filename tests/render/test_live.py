@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from ebbench.engines.base import Progress
 from ebbench.engines.vllm import startup_progress
 from ebbench.render import live
+from ebbench.render.console import Console
 from ebbench.render.live import Work, in_words, reporter, shown, time_left_s
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from ebbench.analysis.compare.cases import cases_of
 from ebbench.analysis.compare.policies import Group, group_by_policy
@@ -23,6 +22,7 @@ from ebbench.analysis.summary import summarise
 from ebbench.engines.base import EngineOptions
 from ebbench.records.run import RunWriter
 from ebbench.render import conditions, sentences, tables
+from ebbench.render.console import Console
 from ebbench.render.documents import as_csv
 from ebbench.render.doubts import doubts
 from ebbench.render.report import print_report
