@@ -201,7 +201,7 @@ def _filled(table: PaperTable, options: PaperOptions, runs: RunsFlags, *, quiet:
     store = RunStore(runs.runs, runs.stored or [])
     if runs.run:
         make_runs(table, options, store, workers=runs.workers, quiet=quiet)
-    return replace(table.document(options, store), command=_command(), markup=True)
+    return replace(table.filled(options, store), command=_command(), markup=True)
 
 
 _PRIVATE = ("-o", "--output", "--runs", "--workers")

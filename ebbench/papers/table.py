@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ebbench.analysis.documents import Document
+from ebbench.analysis.documents import Column, Document
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.runs.cell import Cell
@@ -80,7 +80,8 @@ class PaperTable:
     """One published table. ``whole``: keep the run directories of its cells, not only their figures.
 
     ``reads``: the options of ``ebbench tables`` that its cells or its document depend on, by parameter name.
-    ``workloads``: the only supported ones; empty: any.
+    ``workloads``: the only supported ones; empty: any. ``published_on``: device and model of the published figures,
+    where the table takes one of each and would show them beside another's.
     """
 
     name: str
@@ -91,6 +92,45 @@ class PaperTable:
     whole: bool = True
     aliases: tuple[str, ...] = field(default=())
     workloads: tuple[str, ...] = ()
+    published_on: tuple[str, str] | None = None
+
+    def filled(self, options: PaperOptions, store: RunStore) -> Document:
+        """The document, which says where the runs are not in the published setting and then leaves that out."""
+        document = self.document(options, store)
+        deviations = self._deviations(options)
+        return _not_as_published(document, deviations) if deviations else document
+
+    def _deviations(self, options: PaperOptions) -> tuple[str, ...]:
+        said = []
+        if options.num_prompts is not None and "num_prompts" in self.reads:
+            said.append(f"{options.num_prompts:,} requests a run")
+        if self.published_on is not None:
+            device, model = self.published_on
+            if options.device(device) != device:
+                said.append(f"device {options.device(device)}")
+            if options.model(model) != model:
+                said.append(f"model {options.model(model)}")
+        return tuple(said)
+
+
+def _not_as_published(document: Document, deviations: tuple[str, ...]) -> Document:
+    """Without the columns of published figures and of differences from them; titled and noted with what was run."""
+    sections = []
+    for section in document.sections:
+        kept = [index for index, column in enumerate(section.columns) if not _of_print(column)]
+        rows = tuple(tuple(row[index] for index in kept) for row in section.rows)
+        sections.append(replace(section, columns=tuple(section.columns[index] for index in kept), rows=rows))
+    run = ", ".join(deviations)
+    note = (
+        f"Run with {run}, not in the published setting: published figures are left out, and numbers named below are "
+        "those of the table as it is by default."
+    )
+    notes = (note, *document.notes)
+    return replace(document, title=f"{document.title} ({run})", sections=tuple(sections), notes=notes)
+
+
+def _of_print(column: Column) -> bool:
+    return column.name in ("published", "diff") or column.group.startswith("published")
 
 
 def figure(store: RunStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:

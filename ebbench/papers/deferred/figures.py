@@ -7,7 +7,6 @@ those that table 1 implies (:func:`ebbench.papers.deferred.table01.implied_const
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -140,7 +139,7 @@ def _best_k(row: Row, limit: int) -> int:
 
 
 def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> Cell:
-    backlog = replace(options, num_prompts=options.num_prompts or _BATCHES * limit)
+    backlog = PaperOptions(num_prompts=options.num_prompts or _BATCHES * limit)
     return deferred_cell(backlog, {**row, "batch_limit": str(limit)}, "geometric", k, implied_constants(row))
 
 

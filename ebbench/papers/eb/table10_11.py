@@ -249,6 +249,10 @@ def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
 
 _READS = ("device", "model", "num_prompts", "seeds")
 TABLE10 = PaperTable(
-    "table10", "best threshold over output length and batch size", _cells10, _document10, _READS, whole=False
-)
-TABLE11 = PaperTable("table11", "throughput over k for four input lengths", _cells11, _document11, _READS, whole=False)
+    "table10", "best threshold over output length and batch size", _cells10, _document10, _READS, whole=False,
+    published_on=("h200", "qwen3-8b"),
+)  # fmt: skip
+TABLE11 = PaperTable(
+    "table11", "throughput over k for four input lengths", _cells11, _document11, _READS, whole=False,
+    published_on=("h200", "qwen3-8b"),
+)  # fmt: skip

@@ -114,5 +114,5 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 TABLE13 = PaperTable(
     "table13", "throughput over theta and the online controller", _cells, _document,
-    ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
+    ("device", "model", "policy", "num_prompts", "seeds"), whole=False, published_on=("rtx-pro-6000", "qwen3-8b"),
 )  # fmt: skip

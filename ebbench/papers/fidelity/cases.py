@@ -13,6 +13,8 @@ from ebbench.devices.apiserver import OFF
 from ebbench.errors import DataError
 from ebbench.papers.eb.table06 import MODELS as LONG_MODELS
 from ebbench.papers.eb.table06 import TABLE, table6_protocol
+from ebbench.papers.eb.table10_11 import BUDGET
+from ebbench.papers.eb.table13 import BATCH
 from ebbench.papers.protocols import (
     ASYNC_SCHEDULING,
     VLLM,
@@ -227,9 +229,10 @@ def figure4() -> Iterator[Case]:
 def table13() -> Iterator[Case]:
     """Throughput over fixed thresholds (table 13); only its shape is compared, since B and N were not published.
 
-    Its Gamma workload is left out: its parameters are not legible in our copy.
+    B and N are those of ``ebbench tables table13``: with table 2's N of 1,536 the KV cache decides when to refill, and
+    every threshold gives the same figure. Its Gamma workload is left out: its parameters are not legible in our copy.
     """
-    base = real_protocol("sharegpt", "qwen3-8b", "eb", best_settings()["RTX PRO 6000", "Qwen3-8B", "ShareGPT", "eb"])
+    base = real_protocol("sharegpt", "qwen3-8b", "eb", (BATCH, BUDGET))
     for row in _rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
         if row["workload"] != "ShareGPT":
             continue
