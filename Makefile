@@ -2,6 +2,7 @@
 PYTHON ?= python3
 RUN := .venv
 TEST := .venv-test
+LOWEST := .venv-lowest
 # Test files that run at the same time. More than a third of their time is waiting, for servers and timers, so four keep two
 # cores busy. Each needs up to 3 GiB of memory while it starts vLLM servers.
 JOBS ?= 4
@@ -18,7 +19,7 @@ AGAIN = { \
 	echo "$$failed failed beside others:" && test $$failed -le $(MOST_AGAIN) && \
 	$(TEST)/bin/python -m pytest $(LAST_FAILED) -v; }
 
-.PHONY: run dev setup test tests unit fast vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving hostile nightly
+.PHONY: run dev setup test tests unit fast lowest vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving hostile nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -52,6 +53,20 @@ unit: $(TEST)/.stamp-dev
 
 fast: $(TEST)/.stamp-dev
 	$(PYTEST) -m "not vllm and not slow"
+
+# The lowest versions of what every command needs (the bounds in pyproject.toml), in an environment of their own, and the
+# fast tests of the parts that use them: the command line, files, SQL, pages, figures, the gate's statistics, the client.
+# (pyarrow 16 imports pandas by itself, which is slow and no fault.)
+$(LOWEST)/.stamp: pyproject.toml $(TEST)/.stamp-dev
+	$(PYTHON) -m venv $(LOWEST)
+	$(TEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct -e .
+	$(TEST)/bin/uv pip install -q --python $(LOWEST)/bin/python pytest pytest-xdist hypothesis mpmath
+	touch $@
+
+LOWEST_PARTS := cli/test_main.py cli/test_help.py cli/test_run.py records report figures gate/test_gate_questions.py \
+	client/test_client_units.py client/test_client_drive.py workloads
+lowest: $(LOWEST)/.stamp
+	$(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not vllm and not slow" -k "not importing_is_light" $(addprefix tests/,$(LOWEST_PARTS))
 
 # The bytecode of what a vLLM server imports: 5,800 modules, 20 CPU seconds once. Without it the first test processes
 # of a fresh clone each compile them, at the same time.
@@ -130,4 +145,4 @@ hostile: $(TEST)/.stamp-dev
 	PYTHONPATH=.:patches $(TEST)/bin/python -m tests.foreign.hostile --cases $(CASES)
 
 clean:
-	rm -rf $(RUN) $(TEST) runs site
+	rm -rf $(RUN) $(TEST) $(LOWEST) runs site

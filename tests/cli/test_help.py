@@ -72,6 +72,6 @@ def test_help_changes_nothing_that_is_parsed() -> None:
 def test_help_says_sessions_where_options_count_sessions() -> None:
     """A conversation is one session of several requests; how many there are by default depends on the workload."""
     page = re.sub(r"[│\s]+", " ", shown(("run",)))
-    assert re.search(r"--num-prompts -n <int> Sessions to plan", page)
+    assert re.search(r"--num-prompts -n (<int>|INTEGER) Sessions to plan", page)
     assert re.search(r"--request-rate <float> Sessions/s", page)
     assert "4,000" not in page

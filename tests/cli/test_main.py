@@ -162,7 +162,7 @@ def test_text_that_cannot_be_written_is_one_line(
     ("args", "text"),
     [
         (["shwo"], "Did you mean 'show'?"),
-        (["show", "--frobnicate"], "No such option: --frobnicate"),
+        (["show", "--frobnicate"], "--frobnicate"),
         (["show"], "Missing argument"),
         (["run", "sharegpt", "--num-prompts", "many"], "Invalid value for '--num-prompts'"),
     ],
