@@ -39,13 +39,14 @@ def test_phases_add_up_to_the_whole(shift_run: Measured) -> None:
     np.testing.assert_allclose(together, whole.attainment)
 
 
-def test_failed_and_short_requests_meet_nothing(shift_run: Measured) -> None:
+def test_a_failed_request_meets_nothing_a_one_token_answer_any_tpot(shift_run: Measured) -> None:
     table = shift_run.run.requests
     rows = table.to_pylist()
     rows[0] |= {"status": "failed"}
     rows[1] |= {"output_tokens": 1, "itl_ns": [], "last_token_ns": rows[1]["first_token_ns"]}
     columns = RequestColumns.of(table.from_pylist(rows, schema=table.schema))
-    assert surface(columns, [1e12], [1e12]).attainment == ((298 / 300,),)
+    assert surface(columns, [1e12], [1e12]).attainment == ((299 / 300,),)
+    assert surface(columns, [1e12], [1e-9]).attainment == ((1 / 300,),), "the one that has no later token"
 
 
 @pytest.mark.parametrize("targets", [(), (0.0,), (-1.0, 5.0), (float("inf"),)])
