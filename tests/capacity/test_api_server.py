@@ -27,8 +27,9 @@ def printed(*arguments: str) -> str:
 
 
 def capacity(folder: Path, *options: str) -> str:
-    limits = ("--num-prompts", "300", "--max-probes", "5", "--policy", "v1", "--output-dir", str(folder))
-    return printed("capacity", *SMALL, *limits, *options)
+    limits = ("--num-prompts", "300", "--policy", "v1", "--output-dir", str(folder))
+    probes = () if "--max-probes" in options else ("--max-probes", "5")
+    return printed("capacity", *SMALL, *limits, *probes, *options)
 
 
 def plan(*options: str) -> str:

@@ -52,14 +52,15 @@ def test_a_given_rate_is_taken(tmp_path: Path) -> None:
     assert facts["saturation_rate"] == 5
 
 
-def test_a_log_of_fewer_requests_than_a_batch_holds_has_no_saturated_rate(tmp_path: Path) -> None:
-    """It was 0 sessions/s."""
+def test_a_log_of_fewer_requests_than_a_batch_holds_is_read_again(tmp_path: Path) -> None:
+    """Its saturated rate was 0 sessions/s, then unknown; read again, the log fills a batch."""
     log = tmp_path / "own.csv"
     log.write_text("when,fed,made\n" + "".join(f"{second},100,20\n" for second in range(40)))
     options = f"run log:{log} --columns input=fed,output=made,time=when --scenario ramp --policy v1 -q"
     done = CliRunner().invoke(app, [*options.split(), "-o", str(tmp_path / "run")])
-    assert done.exit_code == 2, done.output
-    assert "has too few sessions to fill a batch; give --saturation-rate" in done.output
+    assert done.exit_code == 0, done.output
+    facts = json.loads((tmp_path / "run" / "manifest.json").read_text())["facts"]
+    assert facts["saturation_rate"] > 100
 
 
 def test_the_emulated_engine_takes_the_rate_that_the_simulator_measures(tmp_path: Path) -> None:

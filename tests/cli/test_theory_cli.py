@@ -133,7 +133,7 @@ def test_a_calibration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     missing = error(f"{CROSSOVER} --calibration {path}")
     assert isinstance(missing, InputFileError)
-    assert str(missing) == f"{path}: No such file or directory"
+    assert str(missing) == f"{path}: cannot be read: No such file or directory"
     path.write_text('{"alpha_p": -1, "beta_p": 0, "alpha_d": 1, "beta_d": 0}')
     negative = error(f"{CROSSOVER} --calibration {path}")
     assert str(negative) == f"{path}: alpha_p must not be negative, but is -1"

@@ -176,7 +176,7 @@ def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path
     ]
     assert sentences.caveats(groups) == ["Only 9 to 49% of 1,000 are steady."]
     assert sentences.caveats([replace(groups[0], summaries=(*groups[0].summaries, summary))])[0].startswith(
-        "v1: Only 9 to 47%"
+        "Only 9 to 47%"
     )
 
 

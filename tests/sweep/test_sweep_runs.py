@@ -151,7 +151,7 @@ def test_a_damaged_result_is_named(tiny: Path, tmp_path: Path) -> None:
     victim.write_bytes(b"{")
     done = invoke("sweep", tiny / "spec.toml", "-o", tmp_path / "out", "-q")
     assert done.exit_code == 3
-    assert f"{victim}: damaged" in done.stderr
+    assert f"{victim}:1: is not valid JSON" in done.stderr
 
 
 def test_a_summary_alone_is_the_summary_of_the_run_kept(tmp_path: Path) -> None:
