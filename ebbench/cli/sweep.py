@@ -80,8 +80,6 @@ def sweep(
     from ebbench.sweep.spec import load_sweep
     from ebbench.sweep.store import SweepStore
 
-    if metric is not None and metric not in METRICS:
-        raise UnknownNameError("metric", metric, METRICS)
     grid = load_sweep(spec)
     metric = _metric(grid, metric)
     store = SweepStore(output_dir or Path("sweeps") / slug(grid.name))
@@ -108,9 +106,11 @@ def sweep(
 
 
 def _metric(grid: Sweep, asked: str | None) -> str:
-    """The figure that ranks. Raises UsageError for goodput without limits."""
+    """The figure that ranks. Raises UnknownNameError, and UsageError for goodput without limits."""
     from ebbench.sweep.findings import GOODPUT, metric_of
 
+    if asked is not None and asked not in METRICS:
+        raise UnknownNameError("metric", asked, METRICS)
     if asked == GOODPUT and not all(cell.goodput for cell in grid.cells):
         raise UsageError(
             '--metric request_goodput needs limits for all cells: goodput = "ttft:500 tpot:50" in [common]'

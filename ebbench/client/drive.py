@@ -31,7 +31,7 @@ from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.scrape import Scraper
 from ebbench.client.senders import Senders, local_senders
 from ebbench.client.sent_before import note_prompts
-from ebbench.client.server_queries import ServerQueries
+from ebbench.client.server_queries import Served, ServerQueries
 from ebbench.client.server_reports import reported_settings
 from ebbench.client.session_plan import check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
@@ -105,6 +105,32 @@ def checked_url(url: str, options: ClientOptions) -> ServerUrl:
     return server
 
 
+class _Ready(NamedTuple):
+    """A server that the plan can be sent to, and the rows of the plan that are longer than it takes."""
+
+    served: Served
+    version: str | None
+    dropped: frozenset[int]
+    cache_reset: bool
+
+
+async def _made_ready(
+    server: ServerQueries,
+    url: ServerUrl,
+    table: pa.Table,
+    plan: Plan,
+    options: ClientOptions,
+    environ: Mapping[str, str],
+) -> _Ready:
+    """Wait for the server, check the plan against it, warm it up and empty its prefix cache, as the options say."""
+    await server.ready()
+    served, version = await server.served(), await server.version()
+    check_attachments(table, options.endpoint, served.names)
+    dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
+    await warm_up(url, served.model, plan, options, environ)
+    return _Ready(served, version, dropped, options.reset_prefix_cache and await server.reset_prefix_cache())
+
+
 async def _drive(
     url: ServerUrl,
     plan: Plan,
@@ -121,12 +147,8 @@ async def _drive(
             await stack.enter_async_context(client_nodes(str(url), options, environ)) if wants_nodes(options) else None
         )
         server = await stack.enter_async_context(ServerQueries(url, options, environ))
-        await server.ready()
-        served, version = await server.served(), await server.version()
-        check_attachments(table, options.endpoint, served.names)
-        dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
-        await warm_up(url, served.model, plan, options, environ)
-        cache_reset = options.reset_prefix_cache and await server.reset_prefix_cache()
+        ready = await _made_ready(server, url, table, plan, options, environ)
+        served, dropped = ready.served, ready.dropped
         part = whole(table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
         tally = Tally(table, observer, on_batch, options.keep_text, thinking=options.endpoint == "chat")
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
@@ -141,7 +163,6 @@ async def _drive(
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
-    rate, rate_source = prefix_cache.hit_rate(requests, server_metrics)
     facts = {
         "server": str(url),
         "served_model": served.model,
@@ -149,11 +170,9 @@ async def _drive(
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
         **findings.facts,
         "request_id_prefix": id_prefix,
-        "prefix_cache_reset": cache_reset,
-        "prefix_hit_rate": rate,
-        "prefix_hit_source": rate_source,
+        **_cache_facts(requests, server_metrics, ready.cache_reset),
         "server_reports": _reported(server_metrics),
-        **({"server_version": version} if version else {}),
+        **({"server_version": ready.version} if ready.version else {}),
         **({"other_models": dict(tally.other_models)} if tally.other_models else {}),
     }
     return DriveResult(
@@ -172,6 +191,11 @@ async def _drive(
         facts=facts,
         about_server=_about_server(requests, table, facts, environ, made_up=served.made_up),
     )
+
+
+def _cache_facts(requests: pa.Table, server_metrics: pa.Table, reset: bool) -> dict[str, Any]:
+    rate, source = prefix_cache.hit_rate(requests, server_metrics)
+    return {"prefix_cache_reset": reset, "prefix_hit_rate": rate, "prefix_hit_source": source}
 
 
 def _about_server(
