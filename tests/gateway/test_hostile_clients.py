@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
@@ -106,15 +105,18 @@ def test_a_connection_that_sends_nothing_is_closed_without_a_word(monkeypatch: p
 def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_limits, "STALL_LIMIT_S", 0.2)
 
+    async def write_on(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
     async def play(port: int) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
         async with asyncio.timeout(60):
             with pytest.raises(ConnectionError):
-                while True:
-                    writer.write(b"\r\n")
-                    await writer.drain()
-                    await asyncio.sleep(0.02)
+                await write_on(writer)
 
     in_process(play)
 
