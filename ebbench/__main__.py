@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import NoReturn
+
+TYPE_CHECKING = False  # not from typing, which a small limit of memory does not let in
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 LEAST_ADDRESS_SPACE_MIB = 512
 """With less, importing numpy can loop for ever: OpenBLAS asks for memory until it gets some."""

@@ -30,7 +30,7 @@ class Engine:
     caching: bool = False
     further: dict[str, Any] = field(default_factory=dict)  # EngineArgs
     outputs: list[Any] = field(default_factory=list)
-    idle_decoders: int = 0  # schedule() calls that came out empty beside decoding requests
+    idle_decoders: int = 0  # schedule() calls that came out empty beside requests with a further token to decode
     tokens: Counter[str] = field(default_factory=Counter)
     answers: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     watch: Callable[[set[str], Any], None] | None = None  # of each schedule(): ids decoding before it, its output
@@ -61,7 +61,11 @@ class Engine:
         self.scheduler.get_grammar_bitmask = lambda *_: None
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        decoding = any(not request.is_prefill_chunk for request in self.scheduler.running)
+        # The last token of an answer may be on its way: nothing is left to schedule for that request.
+        decoding = any(
+            not r.is_prefill_chunk and r.num_output_tokens + r.num_output_placeholders < r.max_tokens
+            for r in self.scheduler.running
+        )
         watched = {r.request_id for r in self.scheduler.running if not r.is_prefill_chunk} if self.watch else set()
         output = self._schedule(*args, **kwargs)
         self.outputs.append(output)
