@@ -51,7 +51,7 @@ def cluster() -> Iterator[Any]:
 
 def options_of(cluster: Any, **more: Any) -> ClientOptions:
     # Limits that a busy machine does not reach: these tests are not about lateness.
-    settings = {"lag_limit_ms": 1e6, "ready_timeout_s": 60.0, "metrics_interval_s": None}
+    settings: dict[str, Any] = {"lag_limit_ms": 1e6, "ready_timeout_s": 60.0, "metrics_interval_s": None}
     settings |= {"idle_timeout_s": 60.0, "id_prefix": "", **more}
     return ClientOptions(client_nodes=2, ray_address=cluster.address, **settings)
 
