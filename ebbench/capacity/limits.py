@@ -78,8 +78,9 @@ def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
 
 def _refuse_implied(limits: LatencyLimits) -> None:
     """Raise UsageError for a limit that another one of the same latency implies, which decides nothing."""
-    joint = [Tail(metric, limits.attainment, limit) for metric, limit in limits.slo.limits().items()]
-    given = [(tail, f"{tail.metric}:{tail.limit_ms:g}") for tail in joint] + [(tail, str(tail)) for tail in limits.tails]
+    joint = [Tail(name, limits.attainment, limit) for name, limit in limits.slo.limits().items()]
+    given = [(tail, f"{tail.metric}:{tail.limit_ms:g}") for tail in joint]
+    given += [(tail, str(tail)) for tail in limits.tails]
     for place, (tail, text) in enumerate(given):
         for other, stricter in given[:place] + given[place + 1 :]:
             if text == stricter:
