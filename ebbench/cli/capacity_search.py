@@ -327,7 +327,7 @@ def _show(
             console.print(piece)
         for line in sentences.remarks(found, limits, question.by_concurrency, api_servers_left_out):
             console.print(line, markup=False, soft_wrap=True)
-        for part in notes("Keep in mind", [*question.notes, *sentences.caveats(found)]):
+        for part in notes("Keep in mind", [*question.notes, *sentences.caveats(found, question.by_concurrency)]):
             console.print(part)
 
 

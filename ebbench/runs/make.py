@@ -91,7 +91,7 @@ def make(task: Task, engine: Engine | None = None) -> Made:
         check_fits(plan, device, cell.options)
     plan, engine = with_ramp(plan, engine, cell.ramp_up_s)
     if task.directory is None and isinstance(engine, SimEngine) and engine.topology is None:
-        engine = replace(engine, requests_only=True)
+        engine = replace(engine, figures_only=True)
     if task.directory is not None:
         engine = with_step_parts(engine)
     with held(), _writer(task.directory) as writer:
