@@ -104,11 +104,11 @@ _EB: tuple[_Row, ...] = (
      "requests/s within 12 % on ShareGPT, 14 to 36 % high on LongBench, a third to a half on NuminaMath, whose "
      "printed rates do not fit answers of 4,000 tokens. vLLM's API server limits all schedulers on these two, so EB's "
      "lead of 3.9 to 10.6 % is missing; on WildChat, RTX PRO 6000, EB leads by 58 % (print 5)."),
-    ("table 18", "requests in TTFT and TPOT limits", "tables table18 --run", "same direction", _WED,
-     "EB+ 75.3, EB 61.4, v1 4.9 % (print 80.3, 77.3, 5.8). Most limits are not legible and assumed."),
-    ("table 19", "two GPUs against 1P+1D", "tables table19 --run", "in part", _WED,
-     "RTX PRO 6000 within 8.5 % and EB+ ahead at c = 2048; H200 -22 to +20 %. 1P+1D runs out of memory at c = "
-     "512 on RTX PRO 6000 already, and on H200 not at all."),
+    ("table 18", "requests in TTFT and TPOT limits", "tables table18 --run", "same direction", _FRI,
+     "EB+ 75.6, EB 61.4, v1 4.9 % (print 80.3, 77.3, 5.8). Most limits are not legible and assumed."),
+    ("table 19", "two GPUs against 1P+1D", "tables table19 --run", "in part", _FRI,
+     "RTX PRO 6000 within 8.5 % and EB+ 14 % ahead of v1 at c = 2048 (print 23); H200 -23 to +20 %. 1P+1D runs out of "
+     "memory at c = 512 on RTX PRO 6000 already, and on H200 not at all."),
     ("table 20", "four GPUs against three splits", "tables table20 --run", "same", _WED,
      "Throughput within 4 % in the median (17 % at most), every out-of-memory cell as printed; TTFT 30 to 45 % "
      "low."),
