@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.papers.table import PaperOptions
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PaperFigure:
 
     name: str
     title: str
-    cells: Callable[[PaperOptions], list[Cell]]
+    cells: Callable[[PaperOptions], list[RunSpec]]
     chart: Callable[[PaperOptions, RunStore], Any]
     caption: str
     reads: tuple[str, ...]
@@ -28,6 +28,6 @@ class PaperFigure:
     workloads: tuple[str, ...] = ()
 
 
-def no_cells(_wish: PaperOptions) -> list[Cell]:
+def no_cells(_wish: PaperOptions) -> list[RunSpec]:
     """No cells, for figures that need no run."""
     return []
