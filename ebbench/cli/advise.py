@@ -117,7 +117,7 @@ class ServerFlags:
 
     @property
     def settings(self) -> dict[str, str | float]:
-        """What was given of the server's other settings, by the names of ``Cell.changed``. Raises UsageError."""
+        """What was given of the server's other settings, by the names of ``RunSpec.changed``. Raises UsageError."""
         topology = self._topology()
         api_server = first_choice(self.api_server, self.api_server_count)
         chosen_api_server(api_server, self.api_server_count)

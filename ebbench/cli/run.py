@@ -91,8 +91,13 @@ def run(
         run_policies(series, destination)
 
 
-def _path(text: str | Path | None) -> Path | None:
+def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as a file has it."""
+    return str(value) if isinstance(value, Path) else value
 
 
 def _asked(
@@ -103,7 +108,7 @@ def _asked(
 
     given = {name for name in context.params if is_given(context, name)}
     asked = read_run_file(Path(workload).expanduser()) if is_run_file(workload) else {"workload": workload}
-    asked |= settings | {name: context.params[name] for name in FURTHER if name in given}
+    asked |= settings | {name: _plain(context.params[name]) for name in FURTHER if name in given}
     asked |= {"goodput": " ".join(output.goodput)} if output.goodput else {}
     return asked | ({"vllm_options": vllm_options} if vllm_options else {})
 
