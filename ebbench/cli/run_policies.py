@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ebbench.cli.run_notes import announce
 from ebbench.engines.checks import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
-from ebbench.records.run import NotStoredError, Run, default_run_dir, slug, unused
+from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
 from ebbench.render.measuring import measured, planned
 from ebbench.runs import prepare
 from ebbench.runs.key import stored_form
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ebbench.analysis.summary import Summary
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
+    from ebbench.records.plan import Plan
     from ebbench.render.console import Console
     from ebbench.runs.execute import Executed
     from ebbench.runs.prepare import Prepared
@@ -123,17 +125,8 @@ def _run_all(series: Series, output: Output, messages: Console, *, announced: bo
         announce(series, engine, sentence, plan, messages)
     done = _Done()
     try:
-        for repeat in range(series.repeats):
-            if repeat:
-                plan = planned(series, series.spec.plan.seed + repeat, device, messages, quiet=output.quiet)
-            for spec in series.order(repeat):
-                _run_one(series, output, series.prepared(spec, plan, device, engine), messages, done)
-                if done.interrupted:
-                    raise KeyboardInterrupt
-            if series.until_clear and (reason := why_stop(done.summaries)):
-                if not output.quiet:
-                    messages.print(reason, markup=False, soft_wrap=True)
-                break
+        with new_directory(output.directory) if output.directory and series.runs > 1 else nullcontext():
+            _repeat(series, output, plan, device, engine, messages, done)
     except KeyboardInterrupt:
         done.interrupted = True
     except EbbenchError:
@@ -141,6 +134,23 @@ def _run_all(series: Series, output: Output, messages: Console, *, announced: bo
         raise
     _show(series, output, done)
     _verdict(done)
+
+
+def _repeat(
+    series: Series, output: Output, plan: Plan, device: Device, engine: Engine, messages: Console, done: _Done
+) -> None:
+    """Run every policy on the plan of each seed. Raises KeyboardInterrupt, once what was measured is in ``done``."""
+    for repeat in range(series.repeats):
+        if repeat:
+            plan = planned(series, series.spec.plan.seed + repeat, device, messages, quiet=output.quiet)
+        for spec in series.order(repeat):
+            _run_one(series, output, series.prepared(spec, plan, device, engine), messages, done)
+            if done.interrupted:
+                raise KeyboardInterrupt
+        if series.until_clear and (reason := why_stop(done.summaries)):
+            if not output.quiet:
+                messages.print(reason, markup=False, soft_wrap=True)
+            break
 
 
 def _saturated(series: Series, output: Output, engine: Engine, device: Device, messages: Console) -> Series:

@@ -17,7 +17,9 @@ from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameE
 from ebbench.records.run import MANIFEST, Run
 from ebbench.runs import cell as cell_module
 from ebbench.runs.drive import run_missing
+from ebbench.runs.execute import Task, make
 from ebbench.runs.key import directory_name, key_of
+from ebbench.runs.pool import Outcome
 from ebbench.runs.store import CELL, RunStore
 from ebbench.spec.host import HostCosts
 from ebbench.spec.run import RunSpec
@@ -167,9 +169,7 @@ def test_no_workers_are_refused(tmp_path: Path, small_cell: RunSpec, workers: in
         run_missing([small_cell], RunStore(tmp_path), workers=workers)
 
 
-def test_the_error_on_a_request_that_never_fits_names_the_option_to_drop_it(
-    tmp_path: Path, small_cell: RunSpec
-) -> None:
+def test_the_error_on_a_request_that_never_fits_names_the_option(tmp_path: Path, small_cell: RunSpec) -> None:
     tiny = replace(small_cell, device="linear:0.001,0.00001,0.001,0.00001,480")
     with pytest.raises(UsageError, match=r"cannot run; drop longer ones with --max-model-len 480 --drop-too-long"):
         run_missing([tiny], RunStore(tmp_path), workers=1)
@@ -204,6 +204,45 @@ def test_remains_of_killed_workers_are_cleared(tmp_path: Path, small_cell: RunSp
     run_missing([small_cell], RunStore(tmp_path), workers=1, whole=False)
     assert not old.exists()
     assert new.exists(), "another process may be at work in it"
+
+
+def test_what_another_command_is_writing_is_left_alone(tmp_path: Path, small_cell: RunSpec) -> None:
+    running = tmp_path / ".cell-running"
+    running.mkdir()
+    (running / "steps.part-0000.parquet").touch()
+    os.utime(running, (0, 0))
+    run_missing([small_cell], RunStore(tmp_path), workers=1, whole=False)
+    assert running.exists()
+
+
+def test_two_commands_can_run_the_same_cell_at_once(tmp_path: Path, small_cell: RunSpec) -> None:
+    stores = [RunStore(tmp_path), RunStore(tmp_path)]
+    tasks = [Task(small_cell, store.temporary(small_cell)) for store in stores]
+    outcomes = [Outcome(make(task)) for task in tasks]
+    found = [
+        store.keep(small_cell, outcome, task.directory)
+        for store, task, outcome in zip(stores, tasks, outcomes, strict=True)
+    ]
+    assert found[0].run.requests == found[1].run.requests
+    assert [path.name for path in tmp_path.iterdir()] == [directory_name(small_cell)], "nothing else is left"
+
+
+def test_a_result_stored_at_the_same_moment_is_no_error(
+    tmp_path: Path, small_cell: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = RunStore(tmp_path), RunStore(tmp_path)
+    outcome = Outcome(make(Task(small_cell)))
+    rename = Path.rename
+
+    def overtaken(self: Path, target: Path) -> Path:
+        if target.name == directory_name(small_cell):
+            monkeypatch.setattr(Path, "rename", rename)
+            other.keep(small_cell, outcome)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", overtaken)
+    assert store.keep(small_cell, outcome).figures == outcome.value.figures  # type: ignore[union-attr]
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_damaged_cell_is_named(tmp_path: Path, small_cell: RunSpec) -> None:

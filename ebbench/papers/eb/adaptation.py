@@ -13,8 +13,8 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels,
 from ebbench.analysis.recovery import Recovery, recoveries
 from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
-from ebbench.papers.published import GPUS, gpu_title
-from ebbench.papers.table import PaperOptions, PaperTable, pending
+from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.records.run import Run
 from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
@@ -154,5 +154,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 
 ADAPTATION = PaperTable(
-    "adaptation", "adaptation to shifts inside a run (ours)", _cells, _document, ("device", "model", "policy")
-)
+    "adaptation", "adaptation to shifts inside a run (ours)", _cells, _document, ("device", "model", "policy"),
+    published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
+)  # fmt: skip

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from ebbench.analysis.statistics import paired_t
-from ebbench.papers.eb.table10_11 import SLOW, both_devices, sweep_cell
+from ebbench.papers.eb.table10_11 import PUBLISHED_E2, SLOW, both_devices, sweep_cell
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.protocols import SYNTHETIC_WARMUP
 from ebbench.papers.table import PaperOptions, figure
@@ -22,7 +22,7 @@ SHAPES = {
 }
 MEAN_INPUT, MEAN_OUTPUT, BATCH, E3_BUDGET, COUNT = 1, 128, 256, 16384, 3000
 STEPS = 30
-K_VALUES = tuple(BATCH * i // STEPS for i in range(1, STEPS))
+K_VALUES = tuple(BATCH * i // STEPS for i in range(1, STEPS + 1))
 THETAS = tuple(k / BATCH for k in K_VALUES)
 NEAR = 0.99
 COSTS = ("device's cost model", SLOW)
@@ -99,7 +99,7 @@ def _panel(options: PaperOptions, store: RunStore, shape: str) -> Any:
     return alt.layer(*layers).properties(width=290, height=190, title=SHAPES[shape])
 
 
-def _chart(options: PaperOptions, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     return alt.hconcat(*(_panel(options, store, shape) for shape in SHAPES)).resolve_scale(y="shared")
 
@@ -115,4 +115,5 @@ FIGURE12 = PaperFigure(
     "copy; it reports that the optimum moves up under a rising hazard.",
     ("device", "model", "num_prompts", "seeds"),
     whole=False,
+    published_on=PUBLISHED_E2,
 )

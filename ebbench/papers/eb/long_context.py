@@ -11,7 +11,7 @@ from ebbench.errors import UsageError
 from ebbench.papers.eb.table19_20 import value_or_oom
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
 from ebbench.papers.published import GPUS, gpu_title, model_title
-from ebbench.papers.table import PaperOptions, PaperTable, pending
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
@@ -132,5 +132,6 @@ def _findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
 
 
 LONG_CONTEXT = PaperTable(
-    "long-context", "128K in, 64 out", _cells, _document, ("device", "model", "num_prompts"), whole=False
-)
+    "long-context", "128K in, 64 out", _cells, _document, ("device", "model", "num_prompts"), whole=False,
+    published_on=Published(tuple(GPUS), MODELS),
+)  # fmt: skip

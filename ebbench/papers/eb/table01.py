@@ -5,7 +5,7 @@ from __future__ import annotations
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.devices.profiles import find_profile
 from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable
+from ebbench.papers.table import PaperOptions, PaperTable, Published
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -50,4 +50,5 @@ TABLE1 = PaperTable(
     _document,
     ("device",),
     aliases=("table1", "1"),
+    published_on=Published(DEVICES, ()),
 )

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
 from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
-from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 from vllm_eb.deferred import DeferredModel, exact_chain
@@ -160,5 +160,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 
 TABLE3 = PaperTable(
-    "table3", "traffic levels and moving traffic", _cells, _document, ("device", "model", "policy", "num_prompts")
-)
+    "table3", "traffic levels and moving traffic", _cells, _document, ("device", "model", "policy", "num_prompts"),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+)  # fmt: skip

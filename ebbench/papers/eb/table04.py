@@ -10,7 +10,7 @@ from ebbench.devices.loader import DEFAULT_HOST
 from ebbench.devices.table import TableCost
 from ebbench.papers.eb.table02 import table2_cell
 from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -24,7 +24,7 @@ _METRICS = (
 )
 _NOTES = (
     f"Published: {EB_PAPER}, table 4: WildChat at concurrency 2048, each scheduler at its best of a grid; v0 does not "
-    "run on B300. The model is not named; Qwen3-8B is assumed.",
+    "run on B300. The model is not named in the paper; the authors' README has Qwen3-8B.",
     "Ours: engine sim at the sizes published for RTX PRO 6000 and Qwen3-8B (tables 14 and 15), settings as in table 2.",
     "The printed L40S cells of v1 and EB equal the prefill-heavy bars of the RTX PRO 6000 in figure 4 (10.36 and 14.7 "
     "requests/s, TTFT 132.5 and 92.2 s), although the lengths and the GPU differ.",
@@ -123,5 +123,6 @@ def beside_a_prompt(device: str, model: str, factor: float | None = None) -> flo
 
 
 TABLE4 = PaperTable(
-    "table4", "WildChat on L40S and B300", _cells, _document, ("device", "model", "num_prompts", "outputs")
-)
+    "table4", "WildChat on L40S and B300", _cells, _document, ("device", "model", "num_prompts", "outputs"),
+    published_on=Published(DEVICES, (_MODEL,)),
+)  # fmt: skip

@@ -8,7 +8,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compare
 from ebbench.papers.protocols import Protocol, long_context_protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperOptions, PaperTable, pending
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -83,5 +83,5 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 TABLE6 = PaperTable(
     "table6", "128K tokens in, 64 out, on one GPU", _cells, _document, ("device", "model", "policy", "num_prompts"),
-    whole=False,
+    whole=False, published_on=Published((DEVICE,), tuple(MODELS.values())),
 )  # fmt: skip

@@ -8,9 +8,9 @@ from typing import Any
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.eb.table10_11 import BUDGET, REFILL_NOTE, SLOW, both_devices, sweep_cell
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
-from ebbench.papers.published import EB_PAPER
+from ebbench.papers.published import EB_PAPER, MAIN_MODEL
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
 from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
@@ -115,5 +115,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 TABLE13 = PaperTable(
     "table13", "throughput over theta and the online controller", _cells, _document,
-    ("device", "model", "policy", "num_prompts", "seeds"), whole=False, published_on=("rtx-pro-6000", "qwen3-8b"),
+    ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
+    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -159,17 +159,20 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Document:
 
 
 _READS = ("model", "workload", "num_prompts", "outputs")
+_PUBLISHED = Published(tuple(GPUS), tuple(MODELS))
 TABLE14 = PaperTable(
     "table14", "grid search on RTX PRO 6000: best configuration, sensitivity",
     lambda options: _real_cells("rtx-pro-6000", options),
     lambda options, store: _real_document(14, "rtx-pro-6000", options, store), _READS, whole=False,
+    published_on=_PUBLISHED,
 )  # fmt: skip
 TABLE15 = PaperTable(
     "table15", "grid search on H200: best configuration, sensitivity",
     lambda options: _real_cells("h200", options),
     lambda options, store: _real_document(15, "h200", options, store), _READS, whole=False,
+    published_on=_PUBLISHED,
 )  # fmt: skip
 TABLE16 = PaperTable(
     "table16", "grid search on synthetic workloads", _synthetic_cells, _synthetic_document,
-    ("device", "workload", "num_prompts"), whole=False, workloads=tuple(SYNTHETIC),
+    ("device", "workload", "num_prompts"), whole=False, workloads=tuple(SYNTHETIC), published_on=_PUBLISHED,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from ebbench.analysis.documents import (
 )  # fmt: skip
 from ebbench.papers.eb.table02 import POLICIES, table2_cell
 from ebbench.papers.published import EB_PAPER, GPUS, WORKLOADS, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS
@@ -68,5 +68,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 
 TABLE17 = PaperTable(
-    "table17", "requests/s of Gemma-3-1B-IT", _cells, _document, ("device", "workload", "num_prompts", "outputs")
-)
+    "table17", "requests/s of Gemma-3-1B-IT", _cells, _document, ("device", "workload", "num_prompts", "outputs"),
+    published_on=Published(tuple(GPUS), (MODEL,)),
+)  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.analysis.slo_surface import Surface, run_surfaces
 from ebbench.papers.eb.table03 import table3_cells
-from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, pending
+from ebbench.papers.published import EB_PAPER, MAIN_MODEL, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -84,4 +84,5 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 TABLE18 = PaperTable(
     "table18", "SLO attainment over TTFT and TPOT targets", _cells, _document,
     ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -20,8 +20,8 @@ from ebbench.papers.eb.disaggregation import (
     two_gpus,
 )
 from ebbench.papers.protocols import SERVER_BUDGET, SERVER_SEQS, Protocol, protocol_cells
-from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, pending
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
 
@@ -323,5 +323,12 @@ def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, 
 
 
 _READS = ("device", "model", "policy", "num_prompts")
-TABLE19 = PaperTable("table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False)
-TABLE20 = PaperTable("table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False)
+_PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
+TABLE19 = PaperTable(
+    "table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False,
+    published_on=_PUBLISHED,
+)  # fmt: skip
+TABLE20 = PaperTable(
+    "table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False,
+    published_on=_PUBLISHED,
+)  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.protocols import VLLM
-from ebbench.papers.published import GPUS, gpu_title
+from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.staggered.deployment import deployed
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
@@ -170,4 +170,5 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 COMPOSITION = PaperTable(
     "cluster-policies", "EB+ and staggered dispatch together", _cells, _document,
     ("device", "model", "workload", "num_prompts"), whole=False, workloads=tuple(_WORKLOADS),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip
