@@ -16,10 +16,9 @@ from ebbench.engines.setup import topology_of
 from ebbench.errors import UsageError
 from ebbench.hazard.trend import analyse_lengths
 from ebbench.records.plan import Plan
-from ebbench.runs.key import simulated
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policy import parse_policy
 
 

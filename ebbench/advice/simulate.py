@@ -17,10 +17,9 @@ from ebbench.analysis.summary import summarise
 from ebbench.engines.checks import start_notes
 from ebbench.records.manifest import RunWarning
 from ebbench.runs.api_server import left_out_of
-from ebbench.runs.key import simulated
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 from ebbench.workloads import load_scenario
 from ebbench.workloads.trace import time_note
 from vllm_eb.policy import least_seqs, parse_policy, policy_types

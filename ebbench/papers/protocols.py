@@ -35,8 +35,7 @@ from typing import Any
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.startup import EB_VLLM
 from ebbench.resources import REFERENCE
-from ebbench.runs.key import simulated
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 ASYNC_SCHEDULING = False
 VLLM = EB_VLLM

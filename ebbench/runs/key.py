@@ -15,16 +15,14 @@ from typing import Any
 
 import msgspec
 
-from ebbench.config.topology import TopologySpec
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.records.run import slug
 from ebbench.runs.code import SETTLED_NS, code_fingerprint
-from ebbench.spec.cluster import ClusterOptions
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import EngineOptions, is_server
+from ebbench.spec.server import is_server
 from ebbench.workloads.log_files import files_of
-from ebbench.workloads.options import RECORDED, PlanOptions, is_recorded
+from ebbench.workloads.options import RECORDED, is_recorded
 
 
 def key_of(spec: RunSpec) -> str:
@@ -50,51 +48,6 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
             prefix = value.partition(":")[0] + ":" if value.startswith(_PREFIXES) else ""
             changes[name] = f"{prefix}{path.resolve()}"
     return spec.changed(**changes) if changes else spec
-
-
-def simulated(
-    workload: str,
-    policy: str,
-    device: str,
-    model: str,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    scenario: str | None = None,
-    *,
-    warmup: int = 0,
-    async_scheduling: bool = True,
-    shuffle: bool = False,
-    weight: float = 1.0,
-    topology: TopologySpec | str | None = None,
-    dispatch: str | None = None,
-    decode_dispatch: str | None = None,
-    vllm_version: str | None = None,
-    **plan: Any,
-) -> RunSpec:
-    """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
-
-    ``max_model_len`` among them is also the server's limit.
-    """
-    given = {name: value for name, value in plan.items() if value is not None}
-    source = "auto" if is_recorded(workload) else given.pop("source", "profile")
-    options = EngineOptions(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=given.get("max_model_len", EngineOptions.max_model_len),
-        async_scheduling=async_scheduling,
-        warmup=warmup,
-        vllm_version=vllm_version,
-    )
-    return RunSpec(
-        PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),
-        policy,
-        device=device,
-        model=model,
-        server=options,
-        cluster=ClusterOptions(topology, dispatch=dispatch, decode_dispatch=decode_dispatch),
-        shuffle=shuffle,
-        weight=weight,
-    )
 
 
 def _identity(spec: RunSpec) -> dict[str, Any]:

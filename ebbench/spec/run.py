@@ -15,7 +15,7 @@ from ebbench.spec.cluster import ClusterOptions
 from ebbench.spec.host import HostCosts
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
 from ebbench.traffic.choice import scenario_meant
-from ebbench.workloads.options import PlanOptions
+from ebbench.workloads.options import PlanOptions, is_recorded
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,51 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
         cluster=ClusterOptions(**parts["cluster"]),
         client=ClientOptions(**parts["client"]),
         **own,
+    )
+
+
+def simulated(
+    workload: str,
+    policy: str,
+    device: str,
+    model: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    scenario: str | None = None,
+    *,
+    warmup: int = 0,
+    async_scheduling: bool = True,
+    shuffle: bool = False,
+    weight: float = 1.0,
+    topology: TopologySpec | str | None = None,
+    dispatch: str | None = None,
+    decode_dispatch: str | None = None,
+    vllm_version: str | None = None,
+    **plan: Any,
+) -> RunSpec:
+    """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
+
+    ``max_model_len`` among them is also the server's limit.
+    """
+    given = {name: value for name, value in plan.items() if value is not None}
+    source = "auto" if is_recorded(workload) else given.pop("source", "profile")
+    options = EngineOptions(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=given.get("max_model_len", EngineOptions.max_model_len),
+        async_scheduling=async_scheduling,
+        warmup=warmup,
+        vllm_version=vllm_version,
+    )
+    return RunSpec(
+        PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),
+        policy,
+        device=device,
+        model=model,
+        server=options,
+        cluster=ClusterOptions(topology, dispatch=dispatch, decode_dispatch=decode_dispatch),
+        shuffle=shuffle,
+        weight=weight,
     )
 
 

@@ -17,7 +17,7 @@ from ebbench.analysis.slo import parse_slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
 from ebbench.runs.execute import Task, make
-from ebbench.runs.key import simulated
+from ebbench.spec.run import simulated
 
 
 @pytest.fixture(scope="module")

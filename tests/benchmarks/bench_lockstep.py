@@ -16,9 +16,8 @@ from itertools import product
 from ebbench.papers.eb.disaggregation import BALANCED
 from ebbench.resources import REFERENCE
 from ebbench.runs.execute import Task, make
-from ebbench.runs.key import simulated
 from ebbench.runs.pool import pool_of, values
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 ONE_LENGTH = {
     f"{mix}, one prompt length": f"{REFERENCE}workloads/disaggregation-{mix}.toml"

@@ -17,7 +17,7 @@ from ebbench.capacity.plan_sentences import parts
 from ebbench.cli import plan_tasks
 from ebbench.cli.main import app
 from ebbench.runs.execute import Task, make
-from ebbench.runs.key import simulated
+from ebbench.spec.run import simulated
 from tests.capacity.test_plan import READING, task
 
 LOAD = [

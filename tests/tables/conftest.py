@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from ebbench.runs.drive import run_missing
-from ebbench.runs.key import simulated
 from ebbench.runs.store import Measured, RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 SHIFT = """
 name = "small-shift"

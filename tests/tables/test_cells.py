@@ -15,7 +15,7 @@ from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
 from ebbench.records.run import MANIFEST, Run
-from ebbench.runs import cell as cell_module
+from ebbench.runs import key as key_module
 from ebbench.runs.drive import run_missing
 from ebbench.runs.execute import Task, make
 from ebbench.runs.key import directory_name, key_of
@@ -59,7 +59,7 @@ def test_the_weight_of_a_cell_does_not_change_the_key(small_cell: RunSpec) -> No
 
 def test_changed_code_changes_the_key(small_cell: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of(small_cell)
-    monkeypatch.setattr(cell_module, "code_fingerprint", lambda engine: "other code")
+    monkeypatch.setattr(key_module, "code_fingerprint", lambda engine: "other code")
     assert key_of(small_cell) != before
 
 

@@ -21,10 +21,10 @@ from ebbench.papers.table import PaperOptions
 from ebbench.records.manifest import plan_hash
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.runs.drive import run_missing
-from ebbench.runs.key import key_of, simulated
+from ebbench.runs.key import key_of
 from ebbench.runs.prepare import plan_of
 from ebbench.runs.store import Measured, RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 CELL = simulated(
     "reference:workloads/short-prompts.toml", "v1", UNIT, MODEL, 64, 3072, scenario="poisson", num_prompts=60,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ebbench.devices import load_device
-from ebbench.runs.key import simulated
 from ebbench.runs.prepare import plan_of
+from ebbench.spec.run import simulated
 from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import (
     DEVICE,

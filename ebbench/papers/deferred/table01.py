@@ -18,9 +18,8 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compari
 from ebbench.devices.linear import GIVEN
 from ebbench.papers.published import DEFERRED_PAPER, rows
 from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.key import simulated
 from ebbench.runs.store import Measured, RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 MEAN_INPUT, MEAN_OUTPUT = 285, 201

@@ -16,9 +16,8 @@ from ebbench.errors import UsageError
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.records.run import Run
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 SCENARIOS: Mapping[str, str] = {
     "load-falls": "1,024 open requests, then 16",

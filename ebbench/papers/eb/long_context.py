@@ -12,9 +12,8 @@ from ebbench.papers.eb.table19_20 import value_or_oom
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
 from ebbench.papers.published import GPUS, gpu_title, model_title
 from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 INPUT, OUTPUT = 131_072, 64
 BUDGET, SEQS = 8192, 256

@@ -20,9 +20,8 @@ from ebbench.devices.linear import GIVEN
 from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick
 from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.theory import base_threshold
 
 REFILL_S = 0.14

@@ -11,9 +11,8 @@ from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 THETAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 GAMMA: Mapping[str, Any] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}

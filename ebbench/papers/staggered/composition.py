@@ -10,9 +10,8 @@ from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 TOPOLOGY, INSTANCES = "dp=4", 4
 BUDGET, SEQS = 8192, 1024

@@ -8,9 +8,8 @@ import numpy as np
 
 from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
 from ebbench.papers.table import PaperOptions
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000

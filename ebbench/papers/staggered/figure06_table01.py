@@ -20,9 +20,8 @@ from ebbench.papers.staggered.curves import (
     prefill_cells,
 )
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 _SETUP_NOTE = (
     "Ours: 3 prefill instances of 8 units (TP 4, DP 8, EP 32) with a barrier, 0.5 ms each way, Poisson arrivals, "

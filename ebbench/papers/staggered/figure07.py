@@ -8,9 +8,8 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels,
 from ebbench.papers.staggered.curves import STAGGERED_PAPER
 from ebbench.papers.staggered.deployment import MODEL, TOPOLOGIES, UNIT, deployed
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.key import simulated
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, simulated
 
 BATCH = 35  # sequences per decode unit, published
 CHUNK = 16384
