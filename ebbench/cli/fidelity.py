@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from ebbench.papers.fidelity.scores import PublishedFigure
-    from ebbench.runs.cell import Cell
+    from ebbench.spec.run import RunSpec
 
 REPEATED = "table 3"  # single runs vary more than its differences, and its runs are short
 GROUPS = (
@@ -129,7 +129,7 @@ def _collect(
     say = _progress(len(cases) + len(compared))
     store = RunStore(runs)
 
-    def figures(run: Cell) -> Mapping[str, Any]:
+    def figures(run: RunSpec) -> Mapping[str, Any]:
         found = store.get(run)
         assert found is not None  # it has just been made
         return found.figures

@@ -14,8 +14,8 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.published import DEFERRED_PAPER, EB_PAPER
 from ebbench.papers.staggered.curves import STAGGERED_PAPER
 from ebbench.papers.table import PaperOptions, PaperTable
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 Paper = Literal["eb", "deferred", "staggered"]
 Agreement = Literal["same", "same direction", "in part", "differs", "no numbers in print"]
@@ -229,7 +229,7 @@ ITEMS: tuple[PaperItem, ...] = (
 )
 
 
-def _no_cells(_options: PaperOptions) -> list[Cell]:
+def _no_cells(_options: PaperOptions) -> list[RunSpec]:
     return []
 
 

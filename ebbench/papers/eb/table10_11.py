@@ -21,8 +21,8 @@ from ebbench.devices.linear import GIVEN
 from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick
 from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.theory import base_threshold
 
 REFILL_S = 0.14
@@ -48,13 +48,13 @@ REFILL_NOTE = (
 
 
 def slow_refill(device: str, model: str) -> str:
-    """The device's linear costs (published ones if available) with REFILL_S as ``alpha_p``, for a Cell."""
+    """The device's linear costs (published ones if available) with REFILL_S as ``alpha_p``, for a RunSpec."""
     return linear_costs(device, model, REFILL_S)
 
 
 @cache
 def linear_costs(device: str, model: str, alpha_p: float | None = None) -> str:
-    """A device whose steps take the linear costs that its controller is told, for a Cell; ``alpha_p`` (s) replaces
+    """A device whose steps take the linear costs that its controller is told, for a RunSpec; ``alpha_p`` (s) replaces
     its own."""
     from ebbench.devices import load_device
 
@@ -75,7 +75,7 @@ def sweep_cell(
     warmup: int = 0,
     workload: str = "balanced",
     **plan: Any,
-) -> Cell:
+) -> RunSpec:
     """A saturated run for threshold sweeps; no asynchronous scheduling, as in the authors' vLLM."""
     return simulated(
         workload, policy, device, model, batch, budget, seed=seed, warmup=warmup, vllm_version=VLLM,
@@ -97,7 +97,7 @@ def theta_k(batch: int, step: int) -> int:
 # Table 10: best theta over mean output length and batch size.
 
 
-def _cells10(options: PaperOptions) -> list[Cell]:
+def _cells10(options: PaperOptions) -> list[RunSpec]:
     return [
         cell
         for device in both_devices(options, "h200")
@@ -108,7 +108,7 @@ def _cells10(options: PaperOptions) -> list[Cell]:
     ]
 
 
-def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step: int) -> list[Cell]:
+def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step: int) -> list[RunSpec]:
     plan: dict[str, Any] = {
         "input_len": TABLE10_INPUT,
         "output_len": output,
@@ -193,12 +193,12 @@ def _mean(values: Sequence[float | Value]) -> float | None:
 # Table 11: throughput over k for four input lengths.
 
 
-def _cells11(options: PaperOptions) -> list[Cell]:
+def _cells11(options: PaperOptions) -> list[RunSpec]:
     devices = both_devices(options, "h200")
     return [c for d in devices for k in K_VALUES for mean in K_INPUTS for c in _repeats11(options, d, k, mean)]
 
 
-def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> list[Cell]:
+def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> list[RunSpec]:
     plan: dict[str, Any] = {
         "num_prompts": options.num_prompts or COUNTED,
         "input_len": input_len,
