@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.papers.table import PaperOptions, Published, said_of, setting_of
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PaperFigure:
 
     name: str
     title: str
-    cells: Callable[[PaperOptions], list[Cell]]
+    cells: Callable[[PaperOptions], list[RunSpec]]
     chart: Callable[[PaperOptions, RunStore, bool], Any]
     caption: str
     reads: tuple[str, ...]
@@ -37,6 +37,6 @@ class PaperFigure:
         return self.chart(options, store, setting.beside_print), said + self.caption
 
 
-def no_cells(_wish: PaperOptions) -> list[Cell]:
+def no_cells(_wish: PaperOptions) -> list[RunSpec]:
     """No cells, for figures that need no run."""
     return []

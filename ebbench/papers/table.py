@@ -9,8 +9,8 @@ from typing import Literal
 from ebbench.analysis.documents import Column, Document, Section
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
 
 Outputs = Literal["forced", "profile"]
 
@@ -122,7 +122,7 @@ class PaperTable:
 
     name: str
     title: str
-    cells: Callable[[PaperOptions], list[Cell]]
+    cells: Callable[[PaperOptions], list[RunSpec]]
     document: Callable[[PaperOptions, RunStore], Document]
     reads: tuple[str, ...]
     whole: bool = True
@@ -170,25 +170,25 @@ def _of_print(column: Column) -> bool:
     return column.name in ("published", "diff") or column.group.startswith("published")
 
 
-def figure(store: RunStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:
+def figure(store: RunStore, cell: RunSpec, key: str, scale: float = 1.0) -> float | None:
     """One figure of a cell; None if it has not been run."""
     found = store.get(cell)
     return None if found is None else found.get(key, scale)
 
 
-def mean_figure(store: RunStore, cells: Sequence[Cell], key: str) -> float | None:
+def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str) -> float | None:
     """Mean over cells that differ in their seed; None unless all have been run."""
     values = [figure(store, cell, key) for cell in cells]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def measured(store: RunStore, cell: Cell) -> Measured | None:
+def measured(store: RunStore, cell: RunSpec) -> Measured | None:
     """The cell's result; None if it has not been run."""
     return store.get(cell)
 
 
-def pending(store: RunStore, cells: Sequence[Cell]) -> tuple[str, ...]:
+def pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
     """A note with the number of cells still to be run; empty if there are none."""
     absent = len(store.missing(cells))
     if not absent:

@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbench.client import ClientOptions, DriveResult, drive
+from ebbench.client import DriveResult, drive
 from ebbench.client.progress import Snapshot
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
 from ebbench.records.plan import ClosedPhase
 from ebbench.records.schema import REQUESTS
+from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 from tests.client.client_runs import column, plan_of, run
 

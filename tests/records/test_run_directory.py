@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ebbench.analysis.rebuild import cut_off_runs
 from ebbench.analysis.slo import METRICS
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.journal import Journal
@@ -32,6 +32,7 @@ from ebbench.records.manifest import (
 )
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from ebbench.spec.server import EngineOptions
 from ebbench.untrusted import visible
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy

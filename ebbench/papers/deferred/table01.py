@@ -18,8 +18,8 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compari
 from ebbench.devices.linear import GIVEN
 from ebbench.papers.published import DEFERRED_PAPER, rows
 from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 MEAN_INPUT, MEAN_OUTPUT = 285, 201
@@ -65,7 +65,7 @@ def k_values(limit: int) -> list[int]:
 
 def deferred_cell(
     options: PaperOptions, row: Mapping[str, str], distribution: str, k: int, costs: Constants | None = None
-) -> Cell:
+) -> RunSpec:
     """The backlogged run of a published row at threshold ``k``; ``costs``: other than those that the row implies."""
     cost, limit = costs or implied_constants(row), int(row["batch_limit"])
     values = (cost.c_p, cost.prompt_s / MEAN_INPUT, cost.c_d, cost.t_d)
@@ -80,7 +80,7 @@ def deferred_cell(
     )  # fmt: skip
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         deferred_cell(options, row, distribution, k)
         for row in rows("deferred_table1")

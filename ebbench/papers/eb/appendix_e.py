@@ -11,8 +11,8 @@ from ebbench.papers.eb.figure12 import COSTS, FIGURE12, SHAPES, THETAS, best_and
 from ebbench.papers.eb.table10_11 import PUBLISHED_E2, sweep_cell
 from ebbench.papers.published import EB_PAPER
 from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.theory import base_threshold
 
@@ -76,7 +76,7 @@ def _section_ifr(options: PaperOptions, store: RunStore, title: str, *, slow: bo
 # E.5: the estimators compared with a known hazard.
 
 
-def _service_cell(options: PaperOptions, estimator: str, mean: int) -> Cell:
+def _service_cell(options: PaperOptions, estimator: str, mean: int) -> RunSpec:
     device = options.device()
     model = options.model()
     policy = "eb" if estimator == "published" else f"eb:estimator={estimator}"
@@ -86,12 +86,12 @@ def _service_cell(options: PaperOptions, estimator: str, mean: int) -> Cell:
     )  # fmt: skip
 
 
-def _cells_sensitivity(options: PaperOptions) -> list[Cell]:
+def _cells_sensitivity(options: PaperOptions) -> list[RunSpec]:
     return [_service_cell(options, estimator, mean) for estimator in ESTIMATORS for mean in MEAN_OUTPUTS]
 
 
 def _document_sensitivity(options: PaperOptions, store: RunStore) -> Document:
-    from ebbench.runs.make import device_of
+    from ebbench.runs.prepare import device_of
 
     costs = device_of(_service_cell(options, "published", 256)).calibration
     ratio = (costs.alpha_p, costs.alpha_d)

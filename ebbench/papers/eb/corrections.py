@@ -10,8 +10,8 @@ from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.papers.eb.table10_11 import REFILL_NOTE, SLOW, linear_costs, slow_refill, sweep_cell
 from ebbench.papers.published import gpu_title, model_title
 from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 SHAPES = ("gamma:0.5", "gamma:1", "gamma:2", "gamma:4", "gamma:8", "uniform")
 THETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -37,7 +37,7 @@ def _costs(options: PaperOptions) -> dict[str, str]:
     return {"the device's linear costs": linear_costs(device, model), SLOW: slow_refill(device, model)}
 
 
-def _repeats(options: PaperOptions, device: str, shape: str, policy: str) -> list[Cell]:
+def _repeats(options: PaperOptions, device: str, shape: str, policy: str) -> list[RunSpec]:
     return [
         sweep_cell(
             device, options.model(), policy, BATCH, seed, budget=BUDGET, warmup=WARMUP,
@@ -52,7 +52,7 @@ def _policies() -> tuple[str, ...]:
     return (*(f"eb:theta={theta}" for theta in THETAS), *CORRECTIONS.values())
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         cell
         for device in _costs(options).values()

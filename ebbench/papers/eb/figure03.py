@@ -10,8 +10,8 @@ from ebbench.papers.published import MAIN_MODEL, SYNTHETIC, gpu_title, rows
 from ebbench.papers.table import PaperOptions, Published, figure
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 BATCH = FIGURE3_SEQS
 FRACTIONS = tuple(range(1, 9))
@@ -23,7 +23,7 @@ _MARKS: dict[str, tuple[list[int], str]] = {"ours": ([1, 0], "circle"), "publish
 """Line dash and point shape by source."""
 
 
-def _cell3(options: PaperOptions, workload: str, policy: str) -> Cell:
+def _cell3(options: PaperOptions, workload: str, policy: str) -> RunSpec:
     model, weight = options.model(), WORKLOADS[workload]
     protocol = figure3_protocol(workload, policy)
     return protocol_cells(protocol, options.device("h200"), model, options.num_prompts, weight)[0]
@@ -33,7 +33,7 @@ def _k(step: int) -> int:
     return BATCH * step // len(FRACTIONS)
 
 
-def _cells3(options: PaperOptions) -> list[Cell]:
+def _cells3(options: PaperOptions) -> list[RunSpec]:
     policies = [*(fixed_threshold(_k(step)) for step in FRACTIONS), "eb", "v1"]
     return [_cell3(options, workload, policy) for workload in WORKLOADS for policy in policies]
 

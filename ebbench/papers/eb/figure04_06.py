@@ -22,8 +22,8 @@ from ebbench.papers.published import (
 from ebbench.papers.table import PaperOptions, Published, figure
 from ebbench.render.figures import altair, values
 from ebbench.render.palette import BLACK
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 from vllm_eb.policy import policy_class
 
 POLICIES = ("v0", "v1", "eb")
@@ -81,13 +81,13 @@ _METRICS4: tuple[Metric, ...] = (
 )
 
 
-def _cell4(options: PaperOptions, device: str, workload: str, policy: str) -> Cell:
+def _cell4(options: PaperOptions, device: str, workload: str, policy: str) -> RunSpec:
     tokens, seqs = best_config(device, policy, workload, "qwen3-8b")
     model = options.model()
     return real_cell(options, device, model, workload, policy, (seqs, tokens))
 
 
-def _cells4(options: PaperOptions) -> list[Cell]:
+def _cells4(options: PaperOptions) -> list[RunSpec]:
     return [_cell4(options, d, w, p) for d in options.devices or tuple(GPUS) for w in SYNTHETIC for p in POLICIES]
 
 
@@ -125,7 +125,7 @@ _METRICS5 = (("mean_ttft_ms", "ttft_s", "TTFT, s", 1e-3), ("mean_tpot_ms", "tpot
 _MODELS5 = ("qwen3-8b", "qwen3-30b-a3b")
 
 
-def _cells5(options: PaperOptions) -> list[Cell]:
+def _cells5(options: PaperOptions) -> list[RunSpec]:
     return [
         table2_cell(options, device, model, workload, policy)
         for device in options.devices or tuple(GPUS)
@@ -172,13 +172,13 @@ def _chart5(options: PaperOptions, store: RunStore, published: bool) -> Any:
 # Figure 6: four more models.
 
 
-def _cell6(options: PaperOptions, model: str, policy: str) -> Cell:
+def _cell6(options: PaperOptions, model: str, policy: str) -> RunSpec:
     device = options.device()
     tokens, seqs = best_config(device, policy, "wildchat", "qwen3-8b")
     return real_cell(options, device, model, "wildchat", policy, (seqs, tokens), weight=20)
 
 
-def _cells6(options: PaperOptions) -> list[Cell]:
+def _cells6(options: PaperOptions) -> list[RunSpec]:
     return [_cell6(options, model, policy) for model in options.models or MODELS6 for policy in POLICIES]
 
 

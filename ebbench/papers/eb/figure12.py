@@ -12,8 +12,8 @@ from ebbench.papers.protocols import SYNTHETIC_WARMUP
 from ebbench.papers.table import PaperOptions, figure
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLUE, VERMILION
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 SHAPES = {
     "0.5": "falling hazard (gamma, shape 0.5)",
@@ -28,7 +28,7 @@ NEAR = 0.99
 COSTS = ("device's cost model", SLOW)
 
 
-def _cell(options: PaperOptions, device: str, shape: str, theta: float, seed: int) -> Cell:
+def _cell(options: PaperOptions, device: str, shape: str, theta: float, seed: int) -> RunSpec:
     return sweep_cell(
         device, options.model(), f"eb:k={round(theta * BATCH)}", BATCH, seed, budget=E3_BUDGET, warmup=SYNTHETIC_WARMUP,
         workload=f"reference:workloads/hazard-gamma-{shape}.toml", num_prompts=options.num_prompts or COUNT,
@@ -39,7 +39,7 @@ def _seeds(options: PaperOptions) -> range:
     return options.seed_range(3)
 
 
-def figure12_cells(options: PaperOptions) -> list[Cell]:
+def figure12_cells(options: PaperOptions) -> list[RunSpec]:
     """The cells of figure 12: both costs, every shape, theta and seed."""
     devices = both_devices(options, "h200")
     return [

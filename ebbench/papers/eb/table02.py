@@ -18,8 +18,8 @@ from ebbench.analysis.documents import (
 from ebbench.papers.eb.table14_16 import best_of_grid, grid_cells, real_cell
 from ebbench.papers.published import EB_PAPER, GPUS, MODELS, WORKLOADS, best_config, gpu_title, model_title, pick
 from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 POLICIES = ("v0", "v1", "eb")
 _MODELS = ("qwen3-8b", "qwen3-30b-a3b")
@@ -52,7 +52,7 @@ def _policies(options: PaperOptions) -> tuple[str, ...]:
     return (*POLICIES, *(policy for policy in options.policies if policy not in POLICIES))
 
 
-def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> Cell:
+def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> RunSpec:
     """The cell of one number, at the published best configuration."""
     tokens, seqs = best_config(device, policy, workload, model)
     return real_cell(options, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
@@ -63,13 +63,13 @@ def _keys(options: PaperOptions, device: str) -> list[tuple[str, str, str]]:
     return [(device, model, workload) for model in models for workload in workloads]
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     keys = [key for device in _devices(options) for key in _keys(options, device)]
     base = [table2_cell(options, *key, policy) for key in keys for policy in _policies(options)]
     return [one for cell in base for one in grid_cells(cell)] if options.grid else base
 
 
-def _rate(options: PaperOptions, store: RunStore, cell: Cell) -> float | None:
+def _rate(options: PaperOptions, store: RunStore, cell: RunSpec) -> float | None:
     if options.grid:
         return best_of_grid(store, cell)
     return figure(store, cell, "request_throughput")

@@ -9,8 +9,8 @@ from ebbench.papers.protocols import Protocol, long_context_protocol, protocol_c
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 TABLE = "table6_128k_tokens_per_s"
 DEVICE = "rtx-pro-6000"
@@ -36,12 +36,12 @@ def _policies(options: PaperOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*POLICIES, *options.policies)))
 
 
-def _cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> Cell:
+def _cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> RunSpec:
     protocol = table6_protocol(policy, int(row["concurrency"]))
     return protocol_cells(protocol, device, MODELS[row["model"]], options.num_prompts)[0]
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell(options, device, row, policy)
         for device in options.devices or (DEVICE,)

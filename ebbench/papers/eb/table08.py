@@ -15,8 +15,8 @@ from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.table import PaperOptions, PaperTable, Published
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import Calibration
 from vllm_eb.deferred import DeferredModel, exact_chain
 from vllm_eb.theory import base_threshold
@@ -115,7 +115,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return []
 
 
