@@ -36,14 +36,14 @@ from ebbench.capacity.saturated import SESSIONS_PER_OPEN, completed_once_full, s
 from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
-from ebbench.devices.apiserver import OFF
 from ebbench.devices.parallel import Parallel
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
+from ebbench.spec.server import OFF, EngineOptions
 from ebbench.traffic.substreams import substream
 from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import bits

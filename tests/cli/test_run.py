@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 
 import ebbench.engines
 from ebbench.cli.main import app
-from ebbench.engines.setup import is_server
 from ebbench.errors import RunError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run
-from ebbench.runs import make
+from ebbench.runs import prepare
+from ebbench.spec.server import is_server
 from ebbench.workloads import planner
 from ebbench.workloads.options import PlanOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
@@ -34,8 +34,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeEngine:
     made = MadeEngine()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ebbench.engines, "select_engine", lambda name: (made, f"engine: made up, asked for {name}"))
-    of_cell = make.device_of
-    monkeypatch.setattr(make, "device_of", lambda cell, *_: of_cell(cell) if is_server(cell.engine) else device_of())
+    of_cell = prepare.device_of
+    monkeypatch.setattr(prepare, "device_of", lambda cell, *_: of_cell(cell) if is_server(cell.engine) else device_of())
 
     def build(asked: PlanOptions) -> Plan:
         shifts = asked.scenario == "concurrency-shift"
@@ -95,6 +95,24 @@ def test_runs_are_stored_under_the_directory_asked_for(engine: MadeEngine, tmp_p
     again = invoke("run", "made-up", "-o", "one")
     assert again.exit_code == 2
     assert "output directory one exists" in again.stderr
+
+
+def test_two_commands_do_not_mix_their_runs_in_one_directory(
+    engine: MadeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other command makes the directory while this one still reads its workload."""
+    build = planner.make_plan
+
+    def overtaken(asked: PlanOptions) -> Plan:
+        (tmp_path / "out" / "v1").mkdir(parents=True)
+        return build(asked)
+
+    monkeypatch.setattr(planner, "make_plan", overtaken)
+    late = invoke("run", "made-up", "-p", "v1", "-p", "eb", "-o", "out")
+    assert late.exit_code == 2
+    assert "output directory out exists" in late.stderr
+    assert engine.runs == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["v1"]
 
 
 def test_default_directories_name_workload_and_policy(engine: MadeEngine, tmp_path: Path) -> None:
@@ -229,7 +247,7 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
         (["--max-num-batched-tokens", "512"], "below --max-num-seqs 1024, which vLLM refuses; raise it to 1024"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
         (["--max-concurrency", "-3"], "--max-concurrency must be at least 1, not -3"),
-        (["--request-rate", "0"], "--request-rate must be more than 0, not 0"),
+        (["--request-rate", "0"], "--request-rate must be above 0, not 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--num-kv-blocks", "5"], "needs 120 KV tokens but --num-kv-blocks holds 80, so it cannot run"),
         (["--goodput", "tftt:500"], "unknown metric of --goodput 'tftt'; did you mean 'ttft'?"),
@@ -315,7 +333,7 @@ def test_markup_in_names_is_printed_as_text(engine: MadeEngine, monkeypatch: pyt
     from dataclasses import replace
 
     hostile = replace(device_of(), model="[red]../x[/red]</script>")
-    monkeypatch.setattr(make, "device_of", lambda *_: hostile)
+    monkeypatch.setattr(prepare, "device_of", lambda *_: hostile)
     assert "[red]../x[/red]</script>" in invoke("run", "made-up").stdout
 
 

@@ -76,6 +76,6 @@ def test_failed_requests_are_kept_as_asked(tmp_path: Path, column: str, values: 
     assert len(trace_of(tmp_path, column, values, f"{role}=-").requests) == 3
 
 
-def test_a_log_of_failed_figures_only_says_how_to_keep_them(tmp_path: Path) -> None:
+def test_a_log_of_failed_requests_only_says_how_to_keep_them(tmp_path: Path) -> None:
     with pytest.raises(EbbenchError, match=r"3 of 3 rows have status 500.*--columns status=- keeps failed requests"):
         trace_of(tmp_path, "http_code", [500, 500, 500])
