@@ -24,7 +24,7 @@ class LoadFacts:
     workload describes them. ``replayed``: times and lengths come from a trace, independent of the seed.
     ``sessions_by_seed``: the number of sessions depends on the seed. ``duration_s``: time during which sessions were
     released. ``trace``: how a trace's times were read, with rate and duration, in words. ``trace_rate``: its requests/s
-    at the replayed speed.
+    at the replayed speed. ``single_requests``: every session is one request.
     """
 
     sessions: int
@@ -42,6 +42,7 @@ class LoadFacts:
     duration_s: float | None = None
     trace: str = ""
     trace_rate: float | None = None
+    single_requests: bool = False
 
     @property
     def open_loop(self) -> bool:
@@ -50,10 +51,11 @@ class LoadFacts:
 
     def parts(self) -> dict[str, str]:
         """The load in words, by part; parts that do not apply are left out."""
-        found = {"sessions": f"{self.sessions:,} sessions"}
+        sessions = f"{self.sessions:,} {'request' if self.single_requests else 'session'}{'s' * (self.sessions != 1)}"
+        found = {"sessions": sessions}
         if self.duration_s is not None:
             if self.phases:
-                found["sessions"] = f"at most {self.sessions:,} sessions"
+                found["sessions"] = f"at most {sessions}"
             found["duration"] = f"released for {self.duration_s:g} s"
         if len(self.phases) > 1:
             steps = " then ".join(f"{one.sessions:,} at {one.max_concurrency:,}" for one in self.phases)
@@ -108,6 +110,7 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         duration_s=_number(facts.get("duration_s")),
         trace=time_note(facts),
         trace_rate=_trace_rate(facts),
+        single_requests=facts.get("requests") == facts.get("sessions", 0),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from ebbench.config.setting_strings import named_settings, setting, settings_of
+from ebbench.config.setting_strings import named_settings, pairs_of, setting, settings_of
+from ebbench.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,17 @@ METRICS = settings_of(Slo)
 def parse_slo(texts: Iterable[str]) -> Slo:
     """Parse ``metric:milliseconds`` pairs, several per text if separated by spaces or commas.
 
-    Raises UsageError for an unknown or repeated metric and for a limit that is not a positive number.
+    Raises UsageError for an unknown or repeated metric, for a percentile (:mod:`ebbench.capacity.limits` has them) and
+    for a limit that is not a positive number.
     """
-    return slo_from_limits(named_settings(" ".join(texts), METRICS, "--goodput", noun="metric", equals=":"))
+    pairs = pairs_of(texts)
+    for pair in pairs:
+        if pair.count(":") > 1:
+            raise UsageError(
+                f"--goodput: {pair} limits a percentile, which only capacity and plan do; here the requests within a "
+                "limit are counted, e.g. ttft:500"
+            )
+    return slo_from_limits(named_settings(" ".join(pairs), METRICS, "--goodput", noun="metric", equals=":"))
 
 
 def slo_from_limits(limits: Mapping[str, float]) -> Slo:

@@ -55,8 +55,9 @@ class LatencyLimits:
 def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
     """Parse ``metric:MS`` and ``metric:pNN:MS``, several per text if separated by spaces or commas.
 
-    Raises UsageError for an unknown metric, a percentile outside 1 to 99.9, no limit, or an attainment that is not
-    between 0 and 1 (exclusive): a share of 1 would depend on the single slowest request at any load.
+    Raises UsageError for an unknown metric, a percentile outside 1 to 99.9, no limit, a limit that another one implies,
+    or an attainment that is not between 0 and 1 (exclusive): a share of 1 would depend on the single slowest request at
+    any load.
     """
     if not 0 < attainment < 1:
         raise UsageError(f"--attainment is a share between 0 and 1, such as 0.95, not {attainment:g}")
@@ -70,9 +71,22 @@ def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
     slo = parse_slo(joint)
     if not slo and not tails:
         raise UsageError("latency limits are missing: give --goodput, for example --goodput ttft:2000 tpot:50")
-    if repeated := {str(tail) for tail in tails if tails.count(tail) > 1}:
-        raise UsageError(f"--goodput: {', '.join(sorted(repeated))} is given twice")
-    return LatencyLimits(slo, attainment, tuple(tails))
+    limits = LatencyLimits(slo, attainment, tuple(tails))
+    _refuse_implied(limits)
+    return limits
+
+
+def _refuse_implied(limits: LatencyLimits) -> None:
+    """Raise UsageError for a limit that another one of the same latency implies, which decides nothing."""
+    joint = [Tail(name, limits.attainment, limit) for name, limit in limits.slo.limits().items()]
+    given = [(tail, f"{tail.metric}:{tail.limit_ms:g}") for tail in joint]
+    given += [(tail, str(tail)) for tail in limits.tails]
+    for place, (tail, text) in enumerate(given):
+        for other, stricter in given[:place] + given[place + 1 :]:
+            if text == stricter:
+                raise UsageError(f"--goodput: {text} is given twice; give it once")
+            if other.metric == tail.metric and other.share >= tail.share and other.limit_ms <= tail.limit_ms:
+                raise UsageError(f"--goodput: where {stricter} is met, {text} is met too; leave one of them out")
 
 
 def _tail(text: str) -> Tail:

@@ -22,7 +22,7 @@ from ebbench.engines.checks import refuse_queue_limits, refuse_undecided, stated
 from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp, with_step_parts
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
-from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir, slug, unused
+from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir, new_directory, slug, unused
 from ebbench.termination import held
 
 if TYPE_CHECKING:
@@ -129,21 +129,10 @@ def _run_all(config: RunConfig, messages: Console, *, as_json: bool, announced: 
     if not announced:
         announce(config, engine, sentence, plan, messages)
     done = _Done()
+    several = len(config.policies) * config.repeats > 1
     try:
-        for offset in range(config.repeats):
-            if offset:
-                plan = plan_of(config, config.seed + offset, device, messages)
-            if config.until_clear:
-                plan = replace(plan, facts={**plan.facts, "until_clear": True})
-            ramped, ramping = with_ramp(plan, engine, config.client.ramp_up_s)
-            for spec in _order(config.policies, offset):
-                _run_one(config, ramped, spec, device, ramping, messages, done)
-                if done.interrupted:
-                    raise KeyboardInterrupt
-            if config.until_clear and (reason := why_stop(done.summaries)):
-                if not config.quiet:
-                    messages.print(reason, markup=False, soft_wrap=True)
-                break
+        with new_directory(config.output_dir) if several and config.output_dir is not None else nullcontext():
+            _repeat(config, plan, device, engine, messages, done)
     except KeyboardInterrupt:
         done.interrupted = True
     except EbbenchError:
@@ -151,6 +140,24 @@ def _run_all(config: RunConfig, messages: Console, *, as_json: bool, announced: 
         raise
     _show(config, done, as_json=as_json)
     _verdict(done)
+
+
+def _repeat(config: RunConfig, plan: Plan, device: Device, engine: Engine, messages: Console, done: _Done) -> None:
+    """Run every policy on the plan of each seed. Raises KeyboardInterrupt, once what was measured is in ``done``."""
+    for offset in range(config.repeats):
+        if offset:
+            plan = plan_of(config, config.seed + offset, device, messages)
+        if config.until_clear:
+            plan = replace(plan, facts={**plan.facts, "until_clear": True})
+        ramped, ramping = with_ramp(plan, engine, config.client.ramp_up_s)
+        for spec in _order(config.policies, offset):
+            _run_one(config, ramped, spec, device, ramping, messages, done)
+            if done.interrupted:
+                raise KeyboardInterrupt
+        if config.until_clear and (reason := why_stop(done.summaries)):
+            if not config.quiet:
+                messages.print(reason, markup=False, soft_wrap=True)
+            break
 
 
 def _check(config: RunConfig) -> None:

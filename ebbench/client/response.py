@@ -242,8 +242,9 @@ class StreamedResponse:
                 self._answered()
         elif (document := stream_messages.document_of(data)) is not None:
             return stream_messages.tolerant(document, self._chat)
-        elif b"\n" in data:  # several messages without the blank line between them
-            for line in data.split(b"\n"):
+        elif b"\n" in data or (joined := stream_messages.joined_messages(data)):
+            # several messages without the blank line, or even the line end, between them
+            for line in data.split(b"\n") if b"\n" in data else joined:
                 self._event(Event(line), now_ns)
         elif not stream_messages.is_keep_alive(data):
             self.fail("malformed_frame", _text(data))

@@ -16,6 +16,8 @@ import msgspec
 
 DONE = b"[DONE]"
 _KEEP_ALIVE = re.compile(rb":.*|keep-?alive|ping|heartbeat|null|", re.DOTALL | re.IGNORECASE)
+_BETWEEN = re.compile(r"\s*(?:data:)?\s*")
+_JSON = json.JSONDecoder()
 _KEEP_ALIVE_KINDS = frozenset({b"ping", b"keep-alive", b"keepalive", b"heartbeat"})
 _REASON_FIELDS = ("message", "msg", "detail", "error", "reason", "text")
 """Where servers put the reason of a failure, most telling first."""
@@ -77,14 +79,31 @@ def decoder(chat: bool) -> Callable[[bytes], Any]:
 
 
 def is_message(line: bytes) -> bool:
-    """Whether a line is a whole message: a JSON object, or the end mark."""
-    if line.startswith(b"{") and line.rstrip().endswith(b"}"):
+    """Whether a line is a whole message: a JSON object, or the end mark; or several without line ends between them."""
+    if line.startswith(b"{") and line.rstrip().endswith((b"}", DONE)):
         try:
             _RAW.decode(line)
         except msgspec.DecodeError:
-            return document_of(line) is not None
+            return document_of(line) is not None or bool(joined_messages(line))
         return True
     return line.strip() == DONE
+
+
+def joined_messages(data: bytes) -> list[bytes]:
+    """The messages that stand in one line, with or without the next one's ``data:`` between them; [] if it is none.
+
+    The last entry is what follows the last JSON object.
+    """
+    text, place, found = data.decode("utf-8", "replace"), 0, []
+    while text.startswith("{", place):
+        try:
+            _, end = _JSON.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            break
+        found.append(text[place:end].encode())
+        between = _BETWEEN.match(text, end)
+        place = between.end() if between else end
+    return [*found, text[place:].encode()] if found and place < len(text) else found if len(found) > 1 else []
 
 
 def is_keep_alive(data: bytes, kind: bytes = b"") -> bool:

@@ -12,8 +12,8 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -318,6 +318,20 @@ def _new_directory(path: Path) -> _Held:
         with suppress(OSError):
             path.rmdir()
         raise RunError(f"cannot write to output directory {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[None]:
+    """Inside, ``path`` is a directory for several runs that this command alone has made; removed if it stays empty.
+
+    Raises UsageError if it exists, RunError if it cannot be created or used.
+    """
+    _new_directory(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty, or gone
+            path.rmdir()
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

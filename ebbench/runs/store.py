@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import errno
+import secrets
 import shutil
 import tempfile
 import time
@@ -117,12 +119,12 @@ class RunStore:
         except OSError as error:
             raise RunError(f"cannot store runs in {self.root}: {error.strerror or error}") from error
         for path in self.root.glob(f"{_TEMPORARY}*"):
-            if time.time() - path.stat().st_mtime > _LEFT_BEHIND_S:
+            if time.time() - _last_written_s(path) > _LEFT_BEHIND_S:
                 self.abandon(path)
 
     def temporary(self, cell: Cell) -> Path:
-        """A path for the directory of a running cell; hidden, not created yet."""
-        return unused(self.root / f"{_TEMPORARY}{cell.key()}")
+        """A path for the directory of a running cell; hidden, not created yet, and used by no other command."""
+        return self.root / f"{_TEMPORARY}{cell.key()}-{secrets.token_hex(4)}"
 
     def abandon(self, directory: Path) -> None:
         """Drop the directory of an unfinished run; measurements of real servers are kept."""
@@ -188,13 +190,29 @@ def _settle(working: Path, final: Path, *, replace_it: bool) -> None:
 
     A result stored by another process meanwhile is kept if it is as complete.
     """
-    holds_as_much = (final / MANIFEST).exists() or not (working / MANIFEST).exists()
-    if (final / CELL).exists() and holds_as_much and not replace_it:
-        shutil.rmtree(working)
-        return
-    if final.exists():
-        shutil.rmtree(final)
-    working.rename(final)
+    while True:
+        holds_as_much = (final / MANIFEST).exists() or not (working / MANIFEST).exists()
+        if (final / CELL).exists() and holds_as_much and not replace_it:
+            shutil.rmtree(working)
+            return
+        replaced = final.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+        with suppress(FileNotFoundError):
+            final.rename(replaced)  # at once: another process may be reading it, or replacing it too
+            shutil.rmtree(replaced, ignore_errors=True)
+        try:
+            working.rename(final)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else one was stored meanwhile
+                raise
+
+
+def _last_written_s(directory: Path) -> float:
+    """When a file of the directory was last written, in seconds since 1970; now, if it is being moved or removed."""
+    try:
+        return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except OSError:
+        return time.time()
 
 
 def _read(directory: Path) -> Measured | None:

@@ -224,7 +224,8 @@ def read_time_unit(
     slowest, fastest = PLAUSIBLE_RATE
     if not stamps.whole and whole_numbers_are is not None and stamps.rate(whole_numbers_are) < FASTEST_DEFINED_RATE:
         if stamps.fractions <= FEW_FRACTIONS and stamps.rate(whole_numbers_are) >= slowest:
-            return TimeReading(whole_numbers_are, "nearly all whole numbers, by the format's definition")
+            other = f"--time-unit s would make it {short_number(stamps.rate('s'))} per second"
+            return TimeReading(whole_numbers_are, f"nearly all whole numbers, by the format's definition; {other}")
     elif not stamps.whole and stamps.rate("s") >= slowest:
         return TimeReading("s", "numbers with fractions")
     if stamps.whole and whole_numbers_are is not None and slowest <= stamps.rate(whole_numbers_are) < fastest:

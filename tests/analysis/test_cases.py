@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from ebbench.analysis.compare.cases import cases_of, partition
 from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed
@@ -17,6 +18,7 @@ from ebbench.analysis.compare.policies import gain, group_by_policy, output_thro
 from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.load import load_of_run
 from ebbench.analysis.summary import Summary, summarise
+from ebbench.cli.main import app
 from ebbench.engines.base import EngineOptions
 from ebbench.records.run import RunWriter
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
@@ -148,3 +150,13 @@ def test_a_topology_says_its_gpus(tmp_path: Path) -> None:
     manifest = Run.load(tmp_path / "r").manifest
     assert str(machine_of_run(manifest)) == "8 GPUs, dp=2,tp=4, round-robin"
     assert load_of_run(manifest).parts() == {"sessions": "40 sessions", "concurrency": "concurrency 8"}
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"), [("balanced", "3 requests"), ("wildchat", "3 sessions")], ids=("single", "turns")
+)
+def test_the_load_counts_requests_unless_they_are_turns(tmp_path: Path, workload: str, words: str) -> None:
+    result = CliRunner().invoke(
+        app, ["run", workload, "--source", "profile", "-n", "3", "-p", "v1", "-q", "-o", str(tmp_path / "r")]
+    )
+    assert f"Load: {words}, concurrency" in result.output, result.output

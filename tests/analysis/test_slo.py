@@ -38,6 +38,7 @@ def test_pairs_may_share_a_text() -> None:
         ("ttft:nan", "above 0 (milliseconds)"),
         ("ttft:inf", "above 0 (milliseconds)"),
         ("ttft:1 ttft:2", "ttft is given twice"),
+        ("tpot:9 ttft:p99:500", "ttft:p99:500 limits a percentile, which only capacity and plan do"),
     ],
 )
 def test_an_slo_that_cannot_be_parsed_is_refused_with_the_reason(text: str, message: str) -> None:

@@ -26,9 +26,19 @@ def test_joint_limits_and_percentiles_become_requirements() -> None:
         (["ttft:pnan:2000"], 0.95, "percentile"),
         (["ttft:p99:-5"], 0.95, "milliseconds"),
         (["ttft:p99:inf"], 0.95, "milliseconds"),
-        (["tpot:p99:50 tpot:p99:50"], 0.95, "twice"),
+        (["tpot:p99:50 tpot:p99:50"], 0.95, "tpot:p99:50 is given twice; give it once"),
+        (["ttft:p99:500", "ttft:p99:600"], 0.95, "where ttft:p99:500 is met, ttft:p99:600 is met too; leave one"),
+        (["ttft:p99.0:600,ttft:p99:500"], 0.95, "where ttft:p99:500 is met, ttft:p99:600 is met too"),
+        (["e2el:p50:600 e2el:p99:500"], 0.95, "where e2el:p99:500 is met, e2el:p50:600 is met too"),
+        (["ttft:500 tpot:50", "ttft:p95:500"], 0.95, "where ttft:p95:500 is met, ttft:500 is met too"),
+        (["ttft:500 tpot:50 ttft:p90:700"], 0.95, "where ttft:500 is met, ttft:p90:700 is met too"),
     ],
 )
 def test_wrong_limits_are_refused_with_the_reason(texts: list[str], attainment: float, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_limits(texts, attainment)
+
+
+def test_limits_that_all_decide_are_taken() -> None:
+    limits = parse_limits(["ttft:500 tpot:50", "ttft:p50:100", "ttft:p99:900", "tpot:p99:80"], 0.95)
+    assert str(limits) == "ttft:500 tpot:50 for 95 % of the requests, ttft:p50:100, ttft:p99:900, tpot:p99:80"

@@ -97,6 +97,24 @@ def test_runs_are_stored_under_the_directory_asked_for(engine: MadeEngine, tmp_p
     assert "output directory one exists" in again.stderr
 
 
+def test_two_commands_do_not_mix_their_runs_in_one_directory(
+    engine: MadeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other command makes the directory while this one still reads its workload."""
+    build = planner.make_plan
+
+    def overtaken(asked: PlanOptions) -> Plan:
+        (tmp_path / "out" / "v1").mkdir(parents=True)
+        return build(asked)
+
+    monkeypatch.setattr(planner, "make_plan", overtaken)
+    late = invoke("run", "made-up", "-p", "v1", "-p", "eb", "-o", "out")
+    assert late.exit_code == 2
+    assert "output directory out exists" in late.stderr
+    assert engine.runs == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["v1"]
+
+
 def test_default_directories_name_workload_and_policy(engine: MadeEngine, tmp_path: Path) -> None:
     invoke("run", "made-up", "-p", "v1", "-p", "eb:k=5")
     names = sorted(p.name for p in (tmp_path / "runs").iterdir())

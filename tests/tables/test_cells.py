@@ -19,6 +19,8 @@ from ebbench.records.run import MANIFEST, Run
 from ebbench.runs import cell as cell_module
 from ebbench.runs.cell import Cell
 from ebbench.runs.drive import run_missing
+from ebbench.runs.make import Task, make
+from ebbench.runs.pool import Outcome
 from ebbench.runs.store import CELL, RunStore
 
 
@@ -200,6 +202,45 @@ def test_remains_of_killed_workers_are_cleared(tmp_path: Path, small_cell: Cell)
     run_missing([small_cell], RunStore(tmp_path), workers=1, whole=False)
     assert not old.exists()
     assert new.exists(), "another process may be at work in it"
+
+
+def test_what_another_command_is_writing_is_left_alone(tmp_path: Path, small_cell: Cell) -> None:
+    running = tmp_path / ".cell-running"
+    running.mkdir()
+    (running / "steps.part-0000.parquet").touch()
+    os.utime(running, (0, 0))
+    run_missing([small_cell], RunStore(tmp_path), workers=1, whole=False)
+    assert running.exists()
+
+
+def test_two_commands_can_run_the_same_cell_at_once(tmp_path: Path, small_cell: Cell) -> None:
+    stores = [RunStore(tmp_path), RunStore(tmp_path)]
+    tasks = [Task(small_cell, store.temporary(small_cell)) for store in stores]
+    outcomes = [Outcome(make(task)) for task in tasks]
+    found = [
+        store.keep(small_cell, outcome, task.directory)
+        for store, task, outcome in zip(stores, tasks, outcomes, strict=True)
+    ]
+    assert found[0].run.requests == found[1].run.requests
+    assert [path.name for path in tmp_path.iterdir()] == [small_cell.directory_name()], "nothing else is left"
+
+
+def test_a_result_stored_at_the_same_moment_is_no_error(
+    tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = RunStore(tmp_path), RunStore(tmp_path)
+    outcome = Outcome(make(Task(small_cell)))
+    rename = Path.rename
+
+    def overtaken(self: Path, target: Path) -> Path:
+        if target.name == small_cell.directory_name():
+            monkeypatch.setattr(Path, "rename", rename)
+            other.keep(small_cell, outcome)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", overtaken)
+    assert store.keep(small_cell, outcome).figures == outcome.value.figures  # type: ignore[union-attr]
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_damaged_cell_is_named(tmp_path: Path, small_cell: Cell) -> None:

@@ -247,3 +247,9 @@ def test_fractions_do_not_change_the_unit_of_a_format(values: Sequence[Any], uni
             read(values)
     else:
         assert read(values)[0] == unit
+
+
+def test_few_fractions_say_what_the_other_unit_would_give() -> None:
+    stamps = collect_stamps([parse_stamp(value) for value in [*range(0, 600, 3), 600.5]])
+    reading = read_time_unit(stamps, whole_numbers_are="ms")
+    assert (reading.unit, "--time-unit s would make it 0.333 per second" in reading.reason) == ("ms", True)
