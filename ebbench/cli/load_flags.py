@@ -225,6 +225,14 @@ NoAsyncScheduling = Annotated[
 Quantization = Annotated[
     str | None, opt("--quantization", help="Data type of the weights, if not the model's own: fp8.", panel=ENGINE)
 ]
+AssumeDecoder = Annotated[
+    bool,
+    opt(
+        "--assume-decoder",
+        help="Read a config.json of an unknown type or with unknown keys as an ordinary decoder; results say so.",
+        panel=ENGINE,
+    ),
+]
 KvCacheDtype = Annotated[
     str,
     opt("--kv-cache-dtype", help="Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", panel=ENGINE),

@@ -12,7 +12,7 @@ from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
 from ebbench.config.topology import parse_topology
 from ebbench.devices.apiserver import DEFAULT_CLASS, chosen_api_server, first_choice
-from ebbench.devices.profiles import find_model, find_profile, list_devices
+from ebbench.devices.profiles import as_decoder, find_model, find_profile, list_devices
 from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
 from ebbench.engines.base import EngineOptions
@@ -31,6 +31,10 @@ MOST_HEADROOM = 10.0
 """More is a percentage by mistake."""
 
 
+def _model(choice: CandidateFlags) -> str:
+    return as_decoder(choice.model) if choice.assume_decoder else choice.model
+
+
 def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     check_counts(request_rate=target.request_rate)
@@ -39,7 +43,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     if target.spare < 0:
         raise UsageError(f"--spare must be 0 or more replicas, not {target.spare}")
     limits = parse_limits(target.goodput or (), target.attainment)
-    quantised(find_model(choice.model), choice.quantization, choice.kv_cache_dtype)
+    quantised(find_model(_model(choice)), choice.quantization, choice.kv_cache_dtype)
     api_server = first_choice(choice.api_server, choice.api_server_count)
     chosen_api_server(api_server, choice.api_server_count)
     if choice.vllm_version is not None:
@@ -57,7 +61,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     return [
         PlanTask(
             candidate=Candidate(device, tp, policy, budget, most, dp, ep),
-            model=choice.model,
+            model=_model(choice),
             workload=workload,
             scenario=target.scenario or "poisson",
             plan=settings,

@@ -69,6 +69,7 @@ class EngineFlags:
             complete=completion.models,
         ),
     ] = None
+    assume_decoder: load.AssumeDecoder = False
     max_num_seqs: load.MaxNumSeqs = 1024
     max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
     max_num_active_seqs: load.MaxNumActiveSeqs = None
@@ -139,8 +140,10 @@ class EngineFlags:
     def settings(self, warmup: int) -> dict[str, Any]:
         """The fields of RunConfig that these options set."""
         from ebbench.devices.apiserver import only_if_busy
+        from ebbench.devices.profiles import as_decoder
 
-        given = {name: getattr(self, name) for name in ("engine", "device", "model", "calibration")}
+        given = {name: getattr(self, name) for name in ("engine", "device", "calibration")}
+        given["model"] = as_decoder(self.model) if self.assume_decoder and self.model else self.model
         return given | {
             "options": self.options(warmup), "default_policies": not self.policy,
             "api_server_if_busy": only_if_busy(self.api_server, self.api_server_count),

@@ -22,25 +22,32 @@ _MODELOPT = {
     "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4", "MXFP8": "mxfp8",
     "W4A16_NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4", "W4A16_MXFP4": "w4a16_mxfp4",
 }  # fmt: skip
-_INTEGER_METHODS = ("awq", "auto_awq", "awq_marlin", "gptq", "gptq_marlin", "auto_gptq", "moe_wna16", "auto-round", "inc")
+_INTEGER_METHODS = (
+    "awq",
+    "auto_awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+    "auto_gptq",
+    "moe_wna16",
+    "auto-round",
+    "inc",
+)
 _WHOLE_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp8": "mxfp8"}
 _EXPERT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
 _GONE = ("bitsandbytes", "gguf", "hqq", "aqlm", "marlin", "deepspeedfp", "ptpc_fp8", "eetq", "higgs", "vptq")
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 _PREFIXES = ("model.layers", "model.language_model.layers", "language_model.model.layers", "backbone.layers")
 _MODULES = {
-    "attention": tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o"))
-    + tuple(f"self_attn.{part}_proj" for part in ("q_a", "q_b", "kv_a", "kv_b"))
-    + ("linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mixer.q_proj", "mixer.in_proj"),
-    "mlp": tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
-    + ("mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj", "mixer.up_proj", "feed_forward.up_proj"),
+    "attention": (*(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")),
+                  "linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mixer.q_proj", "mixer.in_proj"),
+    "mlp": (*(f"mlp.{part}_proj" for part in ("gate", "up", "down")), "mlp.shared_experts.up_proj",
+            "mlp.shared_expert.up_proj", "mixer.up_proj", "feed_forward.up_proj"),
     "experts": ("mlp.experts.0.gate_proj", "mlp.experts.0.down_proj", "block_sparse_moe.experts.0.w1",
                 "mixer.experts.0.up_proj", "feed_forward.experts.0.gate_proj"),
 }  # fmt: skip
 _ALWAYS = 0.9
 """Share of a class's modules from which on all count as left out."""
-_BELOW = 0.02
-"""Share of them that is not worth a word."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ def types_of(path: Path, raw: Mapping[str, Any], layers: int, *, experts: bool) 
     if method in _GONE:
         raise InputFileError(path, f"{place}: vLLM 0.32 does not read weights by {method}")
     schemes, left_out = _schemes(path, place, method, config)
-    found = CheckpointTypes(**{kind: _type_of(path, kind, schemes) for kind in _MODULES})
+    attention, mlp, experts_in = (_type_of(path, kind, schemes) for kind in _MODULES)
+    found = CheckpointTypes(attention, mlp, experts_in)
     if method in _EXPERT_METHODS:
         found = replace(found, attention=PLAIN, mlp=PLAIN)
         left_out = ()
@@ -110,9 +118,7 @@ def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
-def _schemes(
-    path: Path, place: str, method: str, config: Mapping[str, Any]
-) -> tuple[list[_Scheme], tuple[str, ...]]:
+def _schemes(path: Path, place: str, method: str, config: Mapping[str, Any]) -> tuple[list[_Scheme], tuple[str, ...]]:
     left_out = _left_out(config) or _left_out(_inner(config))
     if method.startswith("modelopt"):
         return _of_modelopt(path, place, _inner(config)), left_out
@@ -244,12 +250,14 @@ class _Names:
     @staticmethod
     def of(path: Path, listed: Iterable[str]) -> _Names:
         """Raises InputFileError for a pattern that cannot be evaluated in little time."""
-        paths, parts, patterns = set(), set(), []
+        paths: set[str] = set()
+        parts: set[str] = set()
+        patterns: list[re.Pattern[str]] = []
         for one in listed:
             if one.startswith("re:"):
                 patterns.append(_compiled(path, one[3:]))
             elif "*" in one:
-                patterns.append(re.compile(".*".join(map(re.escape, one[:_LONGEST].split("*")[:_MOST_STARS + 1]))))
+                patterns.append(re.compile(".*".join(map(re.escape, one[:_LONGEST].split("*")[: _MOST_STARS + 1]))))
             else:
                 (paths if "layers." in one else parts).add(one)
         return _Names(frozenset(paths), frozenset(parts), tuple(patterns))
@@ -272,7 +280,11 @@ _REPEATS = re.compile(r"[*+{]")
 
 def _compiled(path: Path, pattern: str) -> re.Pattern[str]:
     """A regular expression that names modules. Raises InputFileError for a wrong one, or one that could take long."""
-    if len(pattern) <= _LONGEST and len(_REPEATS.findall(pattern)) <= _MOST_STARS and not re.search(r"\)[*+{]", pattern):
+    if (
+        len(pattern) <= _LONGEST
+        and len(_REPEATS.findall(pattern)) <= _MOST_STARS
+        and not re.search(r"\)[*+{]", pattern)
+    ):
         try:
             return re.compile(pattern)
         except re.error:
@@ -289,18 +301,20 @@ def _without(
     named = _Names.of(path, left_out)
     shares = {kind: _share(_MODULES[kind], named, layers) for kind in kinds}
     plain = {kind: PLAIN for kind, share in shares.items() if share >= _ALWAYS}
-    partly = [
-        f"{share:.0%} of its {_WORDS[kind]}"
-        for kind, share in shares.items()
-        if _BELOW < share < _ALWAYS and getattr(types, kind) != PLAIN
-    ]
+    partly = [kind for kind, share in shares.items() if 0.0 < share < _ALWAYS and getattr(types, kind) != PLAIN]
+    types = replace(types, **plain)  # type: ignore[arg-type]
     if not partly:
-        return replace(types, **plain)
+        return types
+    said = [f"{shares[kind]:.0%} of its {_WORDS[kind]}" for kind in partly]
+    names = [
+        f"{prefix}.{layer}.{part}" for prefix in _PREFIXES for layer in range(layers) for part in _MODULES[partly[0]]
+    ]
+    first = next((one for one in left_out if any(map(_Names.of(path, [one]).hold, names))), "")
     note = (
-        f"its quantization leaves {' and '.join(partly)} in 16 bits, which are taken to be quantized: weights are too "
-        "small"
+        f"its quantization leaves {' and '.join(said)} in 16 bits ({first}), which are taken to be quantized: "
+        "weights are too small"
     )
-    return replace(types, **plain, notes=(note,))
+    return replace(types, notes=(note,))
 
 
 _WORDS = {"attention": "attention projections", "mlp": "MLP projections", "experts": "experts"}
@@ -352,6 +366,6 @@ def _of_activations(config: Mapping[str, Any], types: CheckpointTypes) -> tuple[
     if all(isinstance(group, dict) and group.get("input_activations") for group in groups.values()):
         return ()
     return (
-        "its activations stay in 16 bits (no input_activations in its quantization_config), while products are taken in "
-        "FP8: steps with many tokens are too fast",
+        "its activations stay in 16 bits (no input_activations in its quantization_config), while products are taken "
+        "in FP8: steps with many tokens are too fast",
     )

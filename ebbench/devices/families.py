@@ -251,18 +251,21 @@ DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE)
 MINIMAX_M3 = Family(
     experts=True, qk_norm=True, pattern=_block_sparse,
     layers={FULL: (softmax(),), SPARSE: (block_sparse, block_index)},
-    understood=("rotary_dim", "use_gemma_norm", "sparse_score_type", "sparse_disable_index_value", "use_sparse_attention"),
+    understood=("rotary_dim", "use_gemma_norm", "sparse_score_type", "sparse_disable_index_value",
+                "use_sparse_attention"),
     note="its sparse layers choose whole blocks of keys; how long the choice takes was not measured",
 )  # fmt: skip
 MAMBA_ATTENTION: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(),), LINEAR: (mamba2,)}
 NEMOTRON_H = Family(layers=MAMBA_ATTENTION, experts=True, mlp_matrices=2, one_each=True, norms=1,
                     understood=("time_step_rank", "mamba_proj_bias", "mtp_layers_block_type"))  # fmt: skip
-GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True, pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
+GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True,
+                        pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
                         dense_width=("shared_intermediate_size",), understood=("intermediate_size",))  # fmt: skip
 EXAONE4 = Family(pattern=lettered, qk_norm=True)
 GPT2 = Family(mlp_matrices=2, tied=True, width=_four_times, others=_learned_positions)
 LFM2 = Family(layers={FULL: (softmax(),), CONV: (short_conv,)}, tied=True, width=_lfm2, qk_norm=True,
-              pattern=_listed_full("full_attn_idxs", otherwise=CONV), defaults={"intermediate_size": 12288})  # fmt: skip
+              pattern=_listed_full("full_attn_idxs", otherwise=CONV),
+              defaults={"intermediate_size": 12288})  # fmt: skip
 COHERE = Family(tied=True)
 HUNYUAN = Family(qk_norm=True, understood=("attention_head_dim",))
 BAILING = Family(experts=True, qk_norm=True, understood=("group_norm_size", "linear_silu", "layer_group_size"))
@@ -285,9 +288,11 @@ def _gemma4_full(v: ConfigValues, layers: int) -> Any:
 
 def _mimo_window(v: ConfigValues, layers: int) -> Any:
     """MiMo V2: layers with a window have twice the KV heads, where the config does not say."""
-    doubled = v.overlaid({"swa_num_key_value_heads": v.get("swa_num_key_value_heads") or 2 * v.number("num_key_value_heads")})
-    rule = softmax("window", heads="swa_num_attention_heads", kv_heads="swa_num_key_value_heads", key_dim="swa_head_dim",
-                   value_dim="swa_v_head_dim")  # fmt: skip
+    doubled = v.overlaid(
+        {"swa_num_key_value_heads": v.get("swa_num_key_value_heads") or 2 * v.number("num_key_value_heads")}
+    )
+    rule = softmax("window", heads="swa_num_attention_heads", kv_heads="swa_num_key_value_heads",
+                   key_dim="swa_head_dim", value_dim="swa_v_head_dim")  # fmt: skip
     return rule(doubled, layers)
 
 
@@ -329,7 +334,8 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("gemma3", "gemma3_text"), GEMMA3),
     "gemma3n_text": replace(
         GEMMA3, pattern=every(5), others=_gemma3n, defaults={"head_dim": 256},
-        note="its layers keep several streams and inputs of their own (AltUp), whose time is left out: steps are too fast",
+        note="its layers keep several streams and inputs of their own (AltUp), whose time is left out: steps "
+             "are too fast",
     ),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), GEMMA4),
     **dict.fromkeys(("exaone4", "exaone4_5_text"), EXAONE4),
@@ -337,13 +343,15 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5": ERNIE,
     **dict.fromkeys(("ernie4_5_moe",), replace(MIXTURE, tied=True)),
     "hunyuan_v1_dense": HUNYUAN,
-    "hunyuan_v1_moe": replace(HUNYUAN, experts=True, understood=("attention_head_dim", "use_mixed_mlp_moe")),
-    "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",), defaults={"first_k_dense_replace": 1}),
+    "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
+                              understood=("attention_head_dim", "use_mixed_mlp_moe")),
+    "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
+                     defaults={"first_k_dense_replace": 1}),
     **dict.fromkeys(("mixtral", "phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "dots1", "deepseek",
                      "solar_open", "minimax_m2", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
     "granitemoe_swa": replace(MIXTURE, pattern=every(4, first=True)),
-    "mellum": replace(MIXTURE, qk_norm=True),
-    "laguna": replace(MIXTURE, qk_norm=True, layers={FULL: (softmax(gate="head"),),
+    "mellum": replace(MIXTURE, qk_norm=True, pattern=_all(FULL)),
+    "laguna": replace(MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(gate="head"),),
                       WINDOW: (softmax("window", gate="head"),)}, understood=("gating", "swa_attention_sink_enabled")),
     "afmoe": replace(MIXTURE, qk_norm=True, norms=4, pattern=every(4, "global_attn_every_n_layers"),
                      layers={FULL: (softmax(gate="element"),), WINDOW: (softmax("window", gate="element"),)}),
@@ -354,7 +362,8 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text"), QWEN3_MOE),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"), QWEN3_NEXT),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5"), replace(QWEN3_NEXT, experts=False)),
-    "olmo_hybrid": Family(layers={FULL: (softmax(),), LINEAR: (delta,)}, pattern=every(4, otherwise=LINEAR), qk_norm=True),
+    "olmo_hybrid": Family(layers={FULL: (softmax(),), LINEAR: (delta,)}, pattern=every(4, otherwise=LINEAR),
+                          qk_norm=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite", "mistral4_text"), DEEPSEEK),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
     "youtu": Family(layers=_LATENT, tied=True),

@@ -79,8 +79,8 @@ class ModelGeometry:
 
     @property
     def windows(self) -> tuple[Mixer, ...]:
-        """Layers that keep no more than a window of every sequence."""
-        return tuple(mixer for mixer in self.mixers if mixer.kind in ("window", "chunk") and mixer.cached)
+        """Layers that keep no more than a window of every sequence. vLLM keeps all of what is read in chunks."""
+        return tuple(mixer for mixer in self.mixers if mixer.kind == "window" and mixer.cached)
 
     @property
     def dtype_of_experts(self) -> str:
@@ -225,10 +225,10 @@ class ModelGeometry:
         """Bytes of a sequence's states over all layers, whatever its length."""
         return sum(mixer.layers * mixer.state_bytes for mixer in self.mixers)
 
-    def kv_bytes(self, tokens: int) -> float:
+    def kv_bytes(self, tokens: float) -> float:
         """Bytes that a sequence of ``tokens`` keeps over all layers."""
-        kept = 0.0
+        kept = float(self.state_bytes)
         for mixer in self.mixers:
-            length = min(tokens, mixer.window) if mixer.kind in ("window", "chunk") else tokens
-            kept += mixer.layers * (length * mixer.bytes_per_token(self.kv_dtype_bytes) + mixer.state_bytes)
+            length = min(tokens, mixer.window) if mixer.kind == "window" else tokens
+            kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
         return kept

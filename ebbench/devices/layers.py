@@ -217,9 +217,9 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
 
 
 _FEWER_BITS = (
-    "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, and for "
-    "reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, too slow with "
-    "many where the GPU has arithmetic in that type"
+    "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, and "
+    "for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, too slow "
+    "with many where the GPU has arithmetic in that type"
 )
 
 

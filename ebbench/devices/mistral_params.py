@@ -8,7 +8,7 @@ from typing import Any
 
 from ebbench.errors import InputFileError
 
-_KEYS = {
+_KEYS: dict[str, str] = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "tied_embeddings": "tie_word_embeddings",
 }  # fmt: skip

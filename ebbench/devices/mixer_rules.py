@@ -15,6 +15,7 @@ from ebbench.devices.mixers import BY_ROWS, WHOLE, Mixer, Product, attention
 Rule = Callable[[ConfigValues, int], Mixer | None]
 SHARES_CACHE = "shares the cache of another layer"
 """Value that is set in a layer that has no KV cache of its own."""
+_WINDOW_KEYS = {"window": ("window",), "chunk": ("attention_chunk_size",)}
 _STATE_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INDEX_SCALE_BYTES = 4
 """Per 128 elements of an index, which vLLM keeps in FP8."""
@@ -31,11 +32,6 @@ def head_dim_of(v: ConfigValues, *keys: str) -> int:
     """Width of a head: stated, or the hidden size divided among the heads."""
     stated = v.number(*keys, "head_dim", default=0)
     return stated or v.number("hidden_size") // heads_of(v)
-
-
-def window_of(v: ConfigValues) -> int:
-    """Sliding window in tokens; 0: none."""
-    return v.number("window", default=0)
 
 
 def softmax(
@@ -60,7 +56,7 @@ def softmax(
         width = head_dim_of(v, key_dim)
         values = v.number(value_dim, "v_head_dim", default=width) if value_dim else width
         columns = {"": 0, "element": count * values, "head": count}[gate]
-        window = {"window": window_of, "chunk": lambda v: v.number("attention_chunk_size")}.get(kind, lambda v: 0)(v)
+        window = v.number(*_WINDOW_KEYS[kind]) if kind in _WINDOW_KEYS else 0
         return attention(
             kind, layers, v.number("hidden_size"), count, keys, width, values,
             window=window, gate=columns, keys_are_values=not own_values, own_cache=not v.flag(SHARES_CACHE),
@@ -210,7 +206,10 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
 def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
     """Kimi Delta Attention: as :func:`delta`, with gates of low rank."""
     hidden, heads = v.number("hidden_size"), v.number("linear_num_heads", "num_heads")
-    width, kernel = v.number("linear_head_dim", "head_dim"), v.number("linear_conv_kernel_dim", "short_conv_kernel_size")
+    width, kernel = (
+        v.number("linear_head_dim", "head_dim"),
+        v.number("linear_conv_kernel_dim", "short_conv_kernel_size"),
+    )
     inner = heads * width
     return Mixer(
         "state",

@@ -1,7 +1,7 @@
 """Reads the shape of a decoder from its config.json, by the rules of transformers and vLLM.
 
-What a family leaves out or has of its own stands in :mod:`ebbench.devices.families`; a ``model_type`` that is not there,
-and a key about layers, heads, KV or widths that no rule reads, are refused by name.
+What a family leaves out or has of its own stands in :mod:`ebbench.devices.families`; a ``model_type`` that is not
+there, and a key about layers, heads, KV or widths that no rule reads, are refused by name.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from ebbench.devices.mixers import Mixer
 from ebbench.errors import InputFileError
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
-_OF_ALL = ("quantization_config", "compression_config", "tie_word_embeddings", "vision_config", "audio_config", "_name_or_path",
-           "torch_dtype", "dtype")  # fmt: skip
+_OF_ALL = (
+    "quantization_config", "compression_config", "tie_word_embeddings", "vision_config", "audio_config",
+    "_name_or_path", "torch_dtype", "dtype",
+)  # fmt: skip
 _NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
 """Objects within a config.json whose values count as the model's own."""
 _LISTS_OF_KINDS = ("layer_types", "layers_block_type", "layer_type_list", "hybrid_override_pattern")
@@ -99,8 +101,8 @@ def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[F
     if known is not None:
         return known, ()
     if assume_decoder:
-        doubt = f"its model_type {kind!r} is not known: an ordinary decoder is assumed ({ASSUME}), so any figure may be wrong"
-        return ASSUMED, (doubt,)
+        doubt = f"its model_type {kind!r} is not known: an ordinary decoder is assumed ({ASSUME}), so any figure may be"
+        return ASSUMED, (f"{doubt} wrong",)
     named = f"model_type {kind!r} is not known here" if kind else "model_type is missing"
     raise InputFileError(path, f"{named}; {ASSUME} reads it as an ordinary decoder, with a caveat in every result")
 
@@ -245,7 +247,9 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
         return [layer in listed for layer in range(layers)]
     named = v.listed("mlp_only_layers") or []
     frequency = v.get("moe_layer_freq")
-    start = max(v.number(key, default=0) for key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"))
+    start = max(
+        v.number(key, default=0) for key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    )
     end = v.get("moe_layer_end_index")
     last = end if isinstance(end, int) and end >= 0 else layers - 1
     steps = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
@@ -255,7 +259,10 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
         flags = v.per_layer("moe_layer_freq", layers) or []
     else:
         each = v.number("moe_layer_freq", default=0) or 1
-        flags = [layer % each == 0 and (layer + 1) % every == 0 and layer % period == offset % period for layer in range(layers)]
+        flags = [
+            layer % each == 0 and (layer + 1) % every == 0 and layer % period == offset % period
+            for layer in range(layers)
+        ]
     return [bool(flag) and start <= layer <= last and layer not in named for layer, flag in enumerate(flags)]
 
 
@@ -304,7 +311,11 @@ def _with_mlps(
     if not expert_layers:
         v.number("num_experts_per_tok", default=0)
         return replace(model, intermediate=width, bare_layers=bare)
-    latent, experts, inner = v.number("moe_latent_size", default=0), v.number("experts"), v.number("expert_width", default=0)
+    latent, experts, inner = (
+        v.number("moe_latent_size", default=0),
+        v.number("experts"),
+        v.number("expert_width", default=0),
+    )
     inner = inner or v.number("intermediate_size")
     return replace(
         model,
@@ -339,7 +350,15 @@ def _shared(v: ConfigValues, family: Family, inner: int) -> int:
 
 def positions_of_values(v: ConfigValues) -> int:
     """:func:`positions_of` for values that are already read."""
-    keys = ("max_position_embeddings", "rope_scaling", "rope_parameters", "model_type", "model_max_length", "n_positions", "seq_length")
+    keys = (
+        "max_position_embeddings",
+        "rope_scaling",
+        "rope_parameters",
+        "model_type",
+        "model_max_length",
+        "n_positions",
+        "seq_length",
+    )
     return positions_of({key: v.get(key) for key in keys})
 
 
@@ -370,8 +389,8 @@ def _simplified(raw: Mapping[str, Any], family: Family, model: ModelGeometry) ->
     chunks = [mixer for mixer in model.mixers if mixer.kind == "chunk"]
     if chunks:
         yield (
-            f"{sum(mixer.layers for mixer in chunks)} of its layers attend within chunks of {chunks[0].window:,} tokens, "
-            "and are taken to read a whole one: they are up to twice too slow with longer sequences"
+            f"{sum(mixer.layers for mixer in chunks)} of its layers attend within chunks of {chunks[0].window:,} "
+            "tokens, and are taken to read a whole one: they are up to twice too slow with longer sequences"
         )
 
 

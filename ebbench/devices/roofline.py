@@ -62,7 +62,6 @@ class RooflineCost:
         host, gpu = self.host.step_s + self.host.sequence_s * sequences, layers + head + attention
         return max(host, gpu) if self.overlap else host + gpu
 
-
     def _attention_s(self, kind: RooflineAttention, shape: StepShape) -> float:
         kv_tokens = shape.decode_kv_tokens
         if kind.window:
