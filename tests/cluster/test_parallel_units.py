@@ -94,7 +94,8 @@ def test_sliced_products_meet_those_measured_on_a_slice(name: str, worst: float)
     }
     for tokens in (64, 256, 1024, 2048):
         theirs = sum(measured[layer, tokens] for layer in layers) * 1e-6
-        products = [*part.mixers[0].products, *part.mlp_products(part.intermediate)]
+        inner = part.shared_intermediate if part.experts else part.intermediate
+        products = [*part.mixers[0].products, *part.mlp_products(inner)]
         ours = sum(float(np.interp(tokens, *gemm(one.columns, one.rows))) for one in products)
         assert ours == pytest.approx(theirs, rel=worst)
 
