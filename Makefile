@@ -9,15 +9,16 @@ JOBS ?= 4
 comma := ,
 # Tests of a file run in one process, since they share costly fixtures; files in the order of tests/conftest.py, the
 # longest first.
-PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PY = $(TEST)/bin/python
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Many tests watch servers and clients in real time; on a busy machine one may get no processor for seconds. What failed is
 # shown, and runs once more with nothing beside it. If it fails again, or if more than ten tests failed, so does make.
 MOST_AGAIN = 10
 LAST_FAILED = -m "not nightly" --last-failed --last-failed-no-failures none
 AGAIN = { \
-	test $$? = 1 && failed=$$($(TEST)/bin/python -m pytest $(LAST_FAILED) --collect-only | grep -c ::) && \
+	test $$? = 1 && failed=$$($(PY) -m pytest $(LAST_FAILED) --collect-only | grep -c ::) && \
 	echo "$$failed failed beside others:" && test $$failed -le $(MOST_AGAIN) && \
-	$(TEST)/bin/python -m pytest $(LAST_FAILED) -v; }
+	$(PY) -m pytest $(LAST_FAILED) -v; }
 
 .PHONY: run dev setup test tests unit fast lowest vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving hostile nightly
 
@@ -65,8 +66,10 @@ $(LOWEST)/.stamp: pyproject.toml $(TEST)/.stamp-dev
 
 LOWEST_PARTS := cli/test_main.py cli/test_help.py cli/test_run.py records report figures gate/test_gate_questions.py \
 	client/test_client_units.py client/test_client_drive.py workloads
+lowest: PY = $(LOWEST)/bin/python
+lowest: export PYTEST_ADDOPTS = -o cache_dir=$(LOWEST)/.pytest_cache
 lowest: $(LOWEST)/.stamp
-	$(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not vllm and not slow" -k "not importing_is_light" $(addprefix tests/,$(LOWEST_PARTS))
+	$(PYTEST) -m "not vllm and not slow" -k "not importing_is_light" $(addprefix tests/,$(LOWEST_PARTS)) || $(AGAIN)
 
 # The bytecode of what a vLLM server imports: 5,800 modules, 20 CPU seconds once. Without it the first test processes
 # of a fresh clone each compile them, at the same time.

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import httpx
@@ -25,6 +26,7 @@ uvicorn, and with it vLLM and SGLang, closes a connection that was idle for 5 s,
 new connection: a round trip, with TLS two.
 """
 _STARVED_NS = 50_000_000  # shorter waits are no sign of a server without a free thread
+_TIMES_HELPED = 3
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables that name certificate authorities to trust; the first takes precedence."""
 
@@ -79,9 +81,8 @@ class BaseConnection(asyncio.Protocol):
 
     def begun(self) -> None:
         """Note that a response has begun."""
-        if not self.answered:
-            self.answered = True
-            self._connections.waiting.pop(self, None)
+        self._connections.answered(self, first=not self.answered)
+        self.answered = True
 
     def detach(self) -> None:
         """Forget the transport, which is closed."""
@@ -123,8 +124,10 @@ class Connections(Generic[W]):
     (at least one) beyond those that were in use at a time: each occupies a thread of a server that has one for each
     connection. ``reuse`` False: every connection is closed after one response.
 
-    A connection on which nothing has come yet may wait for such a thread. Once a later request on another connection
-    completed meanwhile, none is opened ahead any more, and none is kept after its response while others wait so.
+    A connection on which nothing has come yet may wait for such a thread, or its server may need long for this answer.
+    Once a later request on another connection completes meanwhile, that connection is closed. If what waited is then
+    answered at once, :data:`_TIMES_HELPED` times in a row, threads are scarce: none is opened ahead, and none is kept
+    while others wait. A wait that goes on all the same ends that.
     """
 
     def __init__(
@@ -149,7 +152,9 @@ class Connections(Generic[W]):
         self._held: set[W] = set()
         self._idle: deque[W] = deque()  # those that have answered, most recently used last
         self._ahead: deque[W] = deque()  # those that were never used, oldest first
-        self._scarce = False  # the server does not serve as many connections as there are
+        self._freed: dict[object, int] = {}  # when a connection was closed for one that waits (monotonic ns)
+        self._helped = 0  # times in a row that this was what it waited for
+        self._quickest_ns = _STARVED_NS  # from sending a request to its answer
         self._expiry: asyncio.TimerHandle | None = None
 
     @property
@@ -181,18 +186,35 @@ class Connections(Generic[W]):
             self.reserve = 0
         self._held.discard(connection)
         self.waiting.pop(connection, None)
+        self._freed.pop(connection, None)
 
     def keeps(self, connection: W) -> bool:
         """Whether the connection stays open after its response."""
         if not self.waiting or not self.reuse:
             return self.reuse
-        oldest_ns = min(self.waiting.values())
-        overtaken = connection.used_since_ns > oldest_ns and time.monotonic_ns() - oldest_ns > _STARVED_NS
-        if overtaken and not self._scarce:
-            self._scarce, self.reserve = True, 0
+        oldest, since_ns = min(self.waiting.items(), key=itemgetter(1))
+        now_ns = time.monotonic_ns()
+        overtaken = connection.used_since_ns > since_ns and now_ns - since_ns > _STARVED_NS
+        if self._helped < _TIMES_HELPED and not (overtaken and oldest not in self._freed):
+            return True
+        self._freed.setdefault(oldest, now_ns)
+        return False
+
+    def answered(self, connection: W, *, first: bool) -> None:
+        """Note that a response has begun; ``first``: the first one on this connection."""
+        now_ns = time.monotonic_ns()
+        self._quickest_ns = min(self._quickest_ns, now_ns - connection.used_since_ns)
+        if not first:
+            return
+        self.waiting.pop(connection, None)
+        freed_ns = self._freed.pop(connection, None)
+        if freed_ns is None:
+            return
+        self._helped = self._helped + 1 if now_ns - freed_ns < _STARVED_NS + self._quickest_ns else 0
+        if self._helped >= _TIMES_HELPED:
+            self.reserve = 0
             while self._ahead:
                 self._ahead.pop().abort()
-        return not self._scarce
 
     async def connect(self) -> W:
         """Open a connection. Raises ConnectTimeout, ConnectError."""
@@ -223,7 +245,10 @@ class Connections(Generic[W]):
             connection = await self.connect()
         finally:
             del self.waiting[key]
+            freed_ns = self._freed.pop(key, None)
         self._begin_use(connection, began_ns)
+        if freed_ns is not None:
+            self._freed[connection] = freed_ns
         return connection
 
     def close(self) -> None:

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.devices.base import CostModel, StepShape
-from ebbench.engines.base import EngineOptions
 from ebbench.records.plan import Plan
 from ebbench.simulation.state import RequestState
+from ebbench.spec.server import EngineOptions
 
 Floats = npt.NDArray[np.float64]
 DRAWS = 7  # numbers that choose a step

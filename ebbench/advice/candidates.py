@@ -16,13 +16,13 @@ from ebbench.engines.setup import topology_of
 from ebbench.errors import UsageError
 from ebbench.hazard.trend import analyse_lengths
 from ebbench.records.plan import Plan
-from ebbench.runs.cell import Cell, simulated
-from ebbench.runs.make import device_of, plan_of
+from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policy import parse_policy
 
 
-def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | None = None) -> Cell:
+def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | None = None) -> RunSpec:
     """The cell of one policy and seed; ``budget`` None: at the reference budget."""
     cell = simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
@@ -63,13 +63,13 @@ def checked(question: AdviceQuestion) -> AdviceQuestion:
     """
     engines_of(question)
     first = candidate(question, BASELINE, 0)
-    check_options(first.options, [parse_policy(policy) for policy in question.policies])
+    check_options(first.server, [parse_policy(policy) for policy in question.policies])
     for budget in question.budgets:
-        check_options(candidate(question, BASELINE, 0, budget).options, [parse_policy(BASELINE)])
+        check_options(candidate(question, BASELINE, 0, budget).server, [parse_policy(BASELINE)])
     device = device_of(first)
     plans = [plan_of(candidate(question, BASELINE, seed)) for seed in range(min(question.seeds, 2))]
     for plan in plans:
-        check_fits(plan, device, first.options)
+        check_fits(plan, device, first.server)
     if len(plans) == 2 and alike(*plans):
         return replace(question, seeds=1, seeds_alike=True)
     return question
@@ -114,7 +114,7 @@ def _seen(question: AdviceQuestion, store: RunStore) -> int:
     return max(1, round(sum(means) / len(means)))
 
 
-def figure(store: RunStore, cell: Cell, key: str) -> float:
+def figure(store: RunStore, cell: RunSpec, key: str) -> float:
     """A figure of a finished run. Raises UsageError if it is undefined."""
     found = store.get(cell)
     value = None if found is None else found.get(key)

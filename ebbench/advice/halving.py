@@ -25,7 +25,7 @@ from ebbench.advice.choice import BASELINE
 from ebbench.advice.results import AdviceQuestion, BudgetedPolicy, DroppedPolicy
 from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
-from ebbench.runs.cell import Cell
+from ebbench.spec.run import RunSpec
 from vllm_eb.policy import parse_policy
 
 FACTOR = 3
@@ -33,7 +33,7 @@ FACTOR = 3
 FEWEST = 8
 """So many pairs reach the last round; of so many policies or fewer, each keeps its best budget."""
 
-Make = Callable[[str, Sequence[Cell]], None]
+Make = Callable[[str, Sequence[RunSpec]], None]
 """Carries out the runs of a round, named by a text."""
 
 
@@ -56,7 +56,7 @@ def pairs_of(question: AdviceQuestion) -> list[BudgetedPolicy]:
 def _valid(question: AdviceQuestion, policy: str, budget: int) -> bool:
     """Whether the policy's settings fit the budget."""
     try:
-        check_options(candidate(question, policy, 0, budget).options, [parse_policy(policy)])
+        check_options(candidate(question, policy, 0, budget).server, [parse_policy(policy)])
     except UsageError:
         return False
     return True
@@ -70,7 +70,7 @@ def rounds_of(seeds: int) -> list[int]:
     return found
 
 
-def search(question: AdviceQuestion, make: Make, objective: Callable[[Cell], float]) -> SearchResult:
+def search(question: AdviceQuestion, make: Make, objective: Callable[[RunSpec], float]) -> SearchResult:
     """Carry out the rounds. ``objective``: the figure of a finished run that decides, larger is better."""
     left, dropped = pairs_of(question), []
     rounds = rounds_of(question.seeds)
@@ -92,7 +92,7 @@ def search(question: AdviceQuestion, make: Make, objective: Callable[[Cell], flo
     return SearchResult(tuple(left), tuple(sorted(dropped, key=lambda one: (-one.seeds, -one.behind_best))))
 
 
-def _cells(question: AdviceQuestion, pair: BudgetedPolicy, seeds: int) -> list[Cell]:
+def _cells(question: AdviceQuestion, pair: BudgetedPolicy, seeds: int) -> list[RunSpec]:
     return [candidate(question, pair.policy, seed, pair.max_num_batched_tokens) for seed in range(seeds)]
 
 

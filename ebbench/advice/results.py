@@ -17,7 +17,7 @@ class AdviceQuestion:
 
     ``seeds_alike``: several seeds were asked for, but all seeds give the same plan. ``max_num_batched_tokens``: the
     token budget that gains are compared with; ``budgets``: further ones that are tried with every policy. ``server``:
-    further settings of every cell, by the names of ``Cell.changed``.
+    further settings of every cell, by the names of ``RunSpec.changed``.
     """
 
     workload: str

@@ -17,9 +17,9 @@ from ebbench.analysis.summary import summarise
 from ebbench.engines.checks import start_notes
 from ebbench.records.manifest import RunWarning
 from ebbench.runs.api_server import left_out_of
-from ebbench.runs.cell import Cell, simulated
-from ebbench.runs.make import device_of, plan_of
+from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 from ebbench.workloads import load_scenario
 from ebbench.workloads.trace import time_note
 from vllm_eb.policy import least_seqs, parse_policy, policy_types
@@ -57,7 +57,7 @@ def _budget_fits(policy: str, max_num_batched_tokens: int, max_num_seqs: int) ->
     return budget is None or max_num_seqs <= budget < max_num_batched_tokens
 
 
-def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[Cell, Cell]]:
+def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[RunSpec, RunSpec]]:
     """v1 and EB at each concurrency, closed loop, with the workload's lengths (or a scenario's mean lengths)."""
     lengths: dict[str, int] = {}
     if question.scenario is not None and load_scenario(question.scenario).own_lengths:
@@ -67,7 +67,7 @@ def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[floa
     return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
 
 
-def mix_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[Cell, Cell]]:
+def mix_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[RunSpec, RunSpec]]:
     """v1 and EB at each decode share, with unchanged tokens per request, uniform lengths and the load's concurrency."""
     total = load.mu_l + load.mu_o
     pairs = {}
@@ -77,7 +77,7 @@ def mix_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple
     return pairs
 
 
-def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[Cell, Cell]:
+def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[RunSpec, RunSpec]:
     kept = _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
     own = {k: v for k, v in question.plan.items() if k in kept}
     workload = "balanced" if lengths else question.workload
@@ -99,7 +99,7 @@ BUDGETS = (4096, 8192, 16384)
 BATCHES = (256, 512, 1024, 2048)
 
 
-def tuning_cells(question: AdviceQuestion, policy: str, budget: int | None = None) -> list[Cell]:
+def tuning_cells(question: AdviceQuestion, policy: str, budget: int | None = None) -> list[RunSpec]:
     """The chosen policy at other valid budgets and batch sizes, first seed; its chosen budget comes first."""
     own = candidate(question, policy, 0, budget)
     least = least_seqs(parse_policy(policy))
@@ -113,10 +113,10 @@ def tune(question: AdviceQuestion, policy: str, store: RunStore, budget: int | N
     values = [objective(question, store, cell) for cell in cells]
     best = max(range(len(cells)), key=values.__getitem__)
     gain = values[best] / values[0] - 1 if values[0] else 0.0
-    return Tuning(len(cells), cells[best].options.max_num_batched_tokens, cells[best].options.max_num_seqs, gain)
+    return Tuning(len(cells), cells[best].server.max_num_batched_tokens, cells[best].server.max_num_seqs, gain)
 
 
-def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: bool) -> GainCurve:
+def probe(pairs: Mapping[float, tuple[RunSpec, RunSpec]], store: RunStore, *, log: bool) -> GainCurve:
     """EB's gain in total tokens/s over a sweep. Raises UsageError if a run is missing."""
     x, gains = [], []
     for at, (v1, eb) in sorted(pairs.items()):
@@ -142,7 +142,7 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
-            *plan.warnings, *device.warnings, *start_notes(device, first.options),
+            *plan.warnings, *device.warnings, *start_notes(device, first.server),
             *filter(None, [time_note(plan.facts), _api_server(question, store, found.finalists)]),
         ),
         dropped=found.dropped, engines=engines,
@@ -179,7 +179,7 @@ def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[Budgete
     return tuple(sorted(scores, key=lambda one: -one.objective))
 
 
-def objective(question: AdviceQuestion, store: RunStore, cell: Cell) -> float:
+def objective(question: AdviceQuestion, store: RunStore, cell: RunSpec) -> float:
     """The figure of a finished run that decides: tokens/s, or requests/s within the targets. Raises UsageError."""
     if not question.slo:
         return figure(store, cell, "total_token_throughput")

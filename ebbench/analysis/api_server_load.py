@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ebbench.analysis.metrics import Metrics
-from ebbench.devices.apiserver import DEFAULT_CLASS, OFF, find_api_server
-from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
+from ebbench.devices.apiserver import find_api_server
 from ebbench.records.manifest import RunWarning
+from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions
 
 CODE = "api-server"
 """Code of the warning that it is left out."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from ebbench.engines.base import VIRTUAL_TIME
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.spec.server import VIRTUAL_TIME
 
 Owner = Callable[[Collection[int]], str]
 """What stands before a caveat of the runs at these places; "" if it holds for all runs."""

@@ -21,7 +21,7 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
-from ebbench.engines.base import VIRTUAL_TIME, EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
 from ebbench.engines.versions import engine_versions
 from ebbench.errors import RunError
@@ -37,6 +37,7 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions
 from vllm_eb.policy import PolicySpec
 
 

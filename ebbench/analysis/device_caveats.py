@@ -17,9 +17,10 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import caveats as of_device
 from ebbench.devices.base import Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.profiles import HostCosts, find_profile, list_devices
+from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.table import TableCost
+from ebbench.spec.host import HostCosts
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ebbench.devices.apiserver import OFF
 from ebbench.records.manifest import Manifest, PhaseFact
+from ebbench.spec.server import OFF
 from ebbench.workloads.trace import time_note
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 

@@ -19,11 +19,12 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
 from ebbench.devices.profiles import FORMAT, DeviceProfile, find_model, measured_name
 from ebbench.devices.startup import start_up
-from ebbench.engines.base import Engine, EngineOptions, EngineResult
+from ebbench.engines.base import Engine, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, UsageError
 from ebbench.records import files
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import calibration_to_json
 from vllm_eb.policy import parse_policy

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from ebbench.calibration.measure import ProbeGrid
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.server_log import reason_of
 from ebbench.engines.vllm_command import hub_name
 from ebbench.errors import RunError, UsageError
+from ebbench.spec.server import EngineOptions
 
 FIRST_TOKEN, TOKENS = 3, 200  # prompt tokens are drawn from this range, which every vocabulary contains
 CPU_KV_GIB = "2"

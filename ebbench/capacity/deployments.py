@@ -33,14 +33,16 @@ from ebbench.capacity.saturated import SESSIONS_PER_OPEN, completed_once_full, s
 from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
-from ebbench.devices.apiserver import OFF
 from ebbench.devices.parallel import Parallel
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import Engine, EngineResult
 from ebbench.engines.checks import rank_notes, start_notes
-from ebbench.engines.setup import EngineSetup, make_engine
+from ebbench.engines.setup import with_cluster
+from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
+from ebbench.spec.cluster import ClusterOptions
+from ebbench.spec.server import OFF, EngineOptions
 from ebbench.traffic.substreams import substream
 from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import bits
@@ -356,11 +358,10 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
 def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
     candidate = task.candidate
     options, device = _options(task), _device(task)
-    setup = EngineSetup(engine="sim")
+    engine: Engine = SimEngine()
     if candidate.gpus > 1 or replicas > 1:
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
-        setup = replace(setup, topology=TopologySpec(replicas=pool))
-    engine, _ = make_engine(setup)
+        engine, _ = with_cluster(engine, ClusterOptions(TopologySpec(replicas=pool)), None)
     return engine.run(plan, parse_policy(candidate.policy), device, options, None)
 
 

@@ -21,11 +21,11 @@ from ebbench.capacity.deployments import (
     Stress,
     caveats,
 )
-from ebbench.devices.apiserver import OFF
 from ebbench.devices.profiles import find_model
 from ebbench.records.manifest import RunWarning
 from ebbench.render import numbers
 from ebbench.render.tables import framed
+from ebbench.spec.server import OFF
 
 
 def parts(

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli import load_flags as load
-from ebbench.cli.cluster_flags import PANEL, Link, Tp, check_tp
 from ebbench.cli.options import GoodputCommand, grouped, opt
+from ebbench.cli.run_settings import Tp, check_tp, setting
+from ebbench.config.declare import CLUSTER
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.devices.apiserver import DEFAULT_CLASS, OFF, chosen_api_server, first_choice, only_if_busy
+from ebbench.devices.apiserver import chosen_api_server
+from ebbench.spec.server import DEFAULT_CLASS, OFF, first_choice, only_if_busy
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
     from ebbench.advice.halving import SearchResult
     from ebbench.advice.results import Advice, AdviceQuestion
-    from ebbench.runs.cell import Cell
     from ebbench.runs.store import RunStore
+    from ebbench.spec.run import RunSpec
 
 
 DEFAULT_PROMPTS, MOST_OF_A_LOG = 3000, 10_000
@@ -34,24 +35,24 @@ DEFAULT_PROMPTS, MOST_OF_A_LOG = 3000, 10_000
 class TrafficFlags:
     """Which requests are sent, and when."""
 
-    scenario: load.Scenario = None
+    scenario: Annotated[str | None, setting("scenario")] = None
     num_prompts: Annotated[
         int | None,
         typer.Option(
             "--num-prompts", "-n", help="Requests per run. Default: 3,000; of a log all, up to 10,000 per seed."
         ),
     ] = None
-    max_concurrency: load.MaxConcurrency = None
-    request_rate: load.RequestRate = None
-    saturation_rate: load.SaturationRate = None
-    speed: load.Speed = None
-    time_unit: load.TimeUnit = None
-    source: load.Source = "profile"
-    columns: load.Columns = None
-    input_len: load.InputLen = None
-    output_len: load.OutputLen = None
-    length_distribution: load.LengthDistribution = None
-    drop_too_long: load.DropTooLong = False
+    max_concurrency: Annotated[int | None, setting("max_concurrency")] = None
+    request_rate: Annotated[float | None, setting("request_rate")] = None
+    saturation_rate: Annotated[float | None, setting("saturation_rate")] = None
+    speed: Annotated[float | None, setting("speed")] = None
+    time_unit: Annotated[str | None, setting("time_unit")] = None
+    source: Annotated[str, setting("source")] = "profile"
+    columns: Annotated[str | None, setting("columns")] = None
+    input_len: Annotated[int | None, setting("input_len")] = None
+    output_len: Annotated[int | None, setting("output_len")] = None
+    length_distribution: Annotated[str | None, setting("length_distribution")] = None
+    drop_too_long: Annotated[bool, setting("drop_too_long")] = False
 
     def scenario_of(self, workload: str) -> str | None:
         """The scenario that `ebbench run` would use for these options."""
@@ -87,8 +88,8 @@ class ServerFlags:
     model: Annotated[
         str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL
-    assume_decoder: load.AssumeDecoder = False
-    max_num_seqs: load.MaxNumSeqs = 1024
+    assume_decoder: Annotated[bool, setting("assume_decoder")] = False
+    max_num_seqs: Annotated[int, setting("max_num_seqs")] = 1024
     max_num_batched_tokens: Annotated[
         list[int] | None,
         typer.Option(
@@ -97,27 +98,27 @@ class ServerFlags:
             "far as they hold --max-num-seqs.",
         ),
     ] = None
-    max_model_len: load.MaxModelLen = None
-    gpu_memory_utilization: load.GpuMemoryUtilization = None
-    vllm_version: load.VllmVersion = None
-    quantization: load.Quantization = None
-    kv_cache_dtype: load.KvCacheDtype = "auto"
-    api_server: load.ApiServer = "auto"
-    api_server_count: load.ApiServerCount = None
+    max_model_len: Annotated[int | None, setting("max_model_len")] = None
+    gpu_memory_utilization: Annotated[float | None, setting("gpu_memory_utilization")] = None
+    vllm_version: Annotated[str | None, setting("vllm_version")] = None
+    quantization: Annotated[str | None, setting("quantization")] = None
+    kv_cache_dtype: Annotated[str, setting("kv_cache_dtype")] = "auto"
+    api_server: Annotated[str, setting("api_server")] = "auto"
+    api_server_count: Annotated[int | None, setting("api_server_count")] = None
     tp: Tp = 1
     topology: Annotated[
         str | None,
         opt(
             "--topology",
             help="Several engines, each with the policy: dp=4, tp=1,dp=4,ep=4, ... or a TOML file.",
-            panel=PANEL,
+            panel=CLUSTER,
         ),
     ] = None
-    link: Link = None
+    link: Annotated[str | None, setting("link")] = None
 
     @property
     def settings(self) -> dict[str, str | float]:
-        """What was given of the server's other settings, by the names of ``Cell.changed``. Raises UsageError."""
+        """What was given of the server's other settings, by the names of ``RunSpec.changed``. Raises UsageError."""
         topology = self._topology()
         api_server = first_choice(self.api_server, self.api_server_count)
         chosen_api_server(api_server, self.api_server_count)
@@ -147,7 +148,7 @@ class ServerFlags:
     @property
     def longest(self) -> int:
         """Longest prompt plus output in tokens."""
-        from ebbench.engines.base import EngineOptions
+        from ebbench.spec.server import EngineOptions
 
         return EngineOptions.max_model_len if self.max_model_len is None else self.max_model_len
 
@@ -260,7 +261,7 @@ def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, q
     from ebbench.advice.simulate import objective
     from ebbench.cli.make_runs import with_progress
 
-    def make(name: str, cells: Sequence[Cell]) -> None:
+    def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
 
     return search(question, make, lambda cell: objective(question, store, cell))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli.load_flags import VllmOptions
 from ebbench.cli.options import opt
+from ebbench.cli.run_settings import VllmOptions
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ebbench.cli import load_flags as load
-from ebbench.cli.client_flags import ClientFlags
-from ebbench.cli.cluster_flags import ClusterOptions
+from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, grouped, opt
-from ebbench.cli.run_flags import EngineFlags, LoadFlags, WorkloadFlags, plan_settings
+from ebbench.cli.run_settings import DEFAULTS, OUTPUT, Attainment, Goodput, RunSettings, VllmOptions, WorkloadArgument
 
-_SEARCH, _OUTPUT = "Search", "Output"
-
-
-@dataclass(frozen=True)
-class LimitFlags:
-    """The latency limits."""
-
-    goodput: load.Goodput = None
-    attainment: load.Attainment = 0.95
+_SEARCH = "Search"
+_NOT_TAKEN = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "rate_scale", "speed", "time_unit", "duration_s",
+    "think_time", "tool_time", "tool_share", "sub_agents", "abandon_after", "thinking_len", "lora_assignment", "images",
+)  # fmt: skip
+"""The search sets the load."""
 
 
 @dataclass(frozen=True)
 class SearchFlags:
-    """Settings of the search."""
+    """Limits, and settings of the search."""
 
+    goodput: Goodput = None
+    attainment: Attainment = 0.95
     by: Annotated[
         str, opt("--by", help="rate (sessions/s, open loop) or concurrency (closed loop).", panel=_SEARCH)
     ] = "rate"
@@ -39,9 +36,9 @@ class SearchFlags:
             "-s",
             help="Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled.",
             panel=_SEARCH,
+            complete=completion.scenarios,
         ),
     ] = None
-    burstiness: load.Burstiness = None
     precision: Annotated[
         float, opt("--precision", help="Stop when half of the 95 % interval is at most this share.", panel=_SEARCH)
     ] = 0.02
@@ -49,68 +46,59 @@ class SearchFlags:
     max_time: Annotated[float | None, opt("--max-time", help="Most seconds for the whole command.", panel=_SEARCH)] = (
         None
     )
-    warmup: load.Warmup = 0
 
 
 @dataclass(frozen=True)
-class CapacityOutput:
+class OutputFlags:
     """Where results go, and in which form."""
 
     output_dir: Annotated[
         Path | None,
-        opt("--output-dir", "-o", help="Directory of the probes; an existing search continues.", panel=_OUTPUT),
+        opt("--output-dir", "-o", help="Directory of the probes; an existing search continues.", panel=OUTPUT),
     ] = None
     plot: Annotated[
-        Path | None, opt("--plot", help="Write the latency-load curves to this .svg, .png or .pdf.", panel=_OUTPUT)
+        Path | None, opt("--plot", help="Write the latency-load curves to this .svg, .png or .pdf.", panel=OUTPUT)
     ] = None
-    as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=_OUTPUT)] = False
-    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
+    as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=OUTPUT)] = False
+    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)] = False
 
 
 @grouped
 def capacity(
     context: typer.Context,
-    workload: load.WorkloadArgument,
-    limits: LimitFlags,
-    search: SearchFlags,
-    engine: EngineFlags,
-    requests: WorkloadFlags,
-    output: CapacityOutput,
-    client: ClientFlags,
-    cluster: ClusterOptions,
-    vllm_options: load.VllmOptions = None,
+    workload: WorkloadArgument,
+    searching: SearchFlags,
+    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=_NOT_TAKEN)],
+    output: OutputFlags,
+    vllm_options: VllmOptions = None,
 ) -> None:
     """Find the highest load at which requests meet their latency limits, per policy, with a 95 % interval.
 
     Every probe is an ordinary run directory. A stopped search continues with the same --output-dir.
     """
-    from ebbench.cli.capacity_search import CapacityQuestion, search_all
+    from ebbench.capacity.command import CapacityOutput, CapacitySearch, search_all
+    from ebbench.capacity.limits import parse_limits
+    from ebbench.cli.run_settings import series_of
+    from ebbench.errors import UsageError
 
-    engine.refuse_for_server(context)
-    settings = LoadFlags(scenario=search.scenario, burstiness=search.burstiness, warmup=search.warmup)
+    if searching.by not in ("rate", "concurrency"):
+        raise UsageError(f"--by is rate or concurrency, not {searching.by!r}")
+    limits = parse_limits(searching.goodput or (), searching.attainment)
+    arrivals = searching.scenario or ("gamma" if "burstiness" in settings else "poisson")
+    settings |= {"workload": workload, "scenario": arrivals, "vllm_options": vllm_options}
+    series = series_of(settings)
+    goodput = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
     search_all(
-        CapacityQuestion(
-            workload=workload,
-            limits=limits.goodput or (),
-            attainment=limits.attainment,
-            by=search.by,
-            scenario=search.scenario or ("gamma" if search.burstiness is not None else "poisson"),
-            precision=search.precision,
-            max_probes=search.max_probes,
-            max_time_s=search.max_time,
-            seed=requests.seed,
-            plan_settings=plan_settings(requests, settings, engine.max_model_len),
-            engine=engine,
-            warmup=search.warmup,
-            client=client,
-            cluster=cluster,
-            output_dir=output.output_dir,
-            quiet=output.quiet,
-            vllm_options=tuple(vllm_options or ()),
-            arrivals_given=search.scenario is not None or search.burstiness is not None,
+        CapacitySearch(
+            replace(series, spec=series.spec.changed(redraw=True, goodput=goodput)),
+            limits,
+            by_concurrency=searching.by == "concurrency",
+            precision=searching.precision,
+            max_probes=searching.max_probes,
+            max_time_s=searching.max_time,
+            arrivals_given=searching.scenario is not None or "burstiness" in settings,
         ),
-        plot=output.plot,
-        as_json=output.as_json,
+        CapacityOutput(output.output_dir, output.plot, output.as_json, output.quiet),
     )
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli import load_flags as load
-from ebbench.cli.cluster_flags import Link, Tp, check_tp
 from ebbench.cli.options import Command
+from ebbench.cli.run_settings import Tp, check_tp, setting
 from ebbench.config.defaults import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def show(
     model: Annotated[
         str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL,
-    assume_decoder: load.AssumeDecoder = False,
+    assume_decoder: Annotated[bool, setting("assume_decoder")] = False,
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
     context: Annotated[int, typer.Option(help="KV tokens per decode.")] = 512,
     max_num_seqs: Annotated[int | None, typer.Option(help="Affects the KV cache size.")] = None,
@@ -63,11 +62,11 @@ def show(
     async_scheduling: Annotated[bool, typer.Option(help="Whether host work overlaps with the GPU's.")] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False,
     tp: Tp = 1,
-    link: Link = None,
-    quantization: load.Quantization = None,
-    kv_cache_dtype: load.KvCacheDtype = "auto",
-    gpu_memory_utilization: load.GpuMemoryUtilization = None,
-    vllm_version: load.VllmVersion = None,
+    link: Annotated[str | None, setting("link")] = None,
+    quantization: Annotated[str | None, setting("quantization")] = None,
+    kv_cache_dtype: Annotated[str, setting("kv_cache_dtype")] = "auto",
+    gpu_memory_utilization: Annotated[float | None, setting("gpu_memory_utilization")] = None,
+    vllm_version: Annotated[str | None, setting("vllm_version")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from ebbench.papers.fidelity.scores import PublishedFigure
-    from ebbench.runs.cell import Cell
+    from ebbench.spec.run import RunSpec
 
 REPEATED = "table 3"  # single runs vary more than its differences, and its runs are short
 GROUPS = (
@@ -70,15 +70,13 @@ def fidelity(
         return
     from ebbench.errors import UsageError
     from ebbench.papers.fidelity import scoreboard
-    from ebbench.papers.fidelity.report import BOARD, all_scores, read_cells, write_report
+    from ebbench.papers.fidelity.report import BOARD, all_scores, merged_cells, read_cells, write_report
 
     before = scoreboard.load(against / BOARD)
     if keep and not only:
         raise UsageError("--keep needs --only: without it all groups run")
     kept = read_cells(against) if keep else []
-    cells = _collect(_chosen(only), seed, repeats, runs, workers)
-    made = {cell.source for cell in cells}
-    cells = [cell for cell in kept if cell.source not in made] + cells
+    cells = merged_cells(kept, _collect(_chosen(only), seed, repeats, runs, workers))
     files = write_report(cells, out, repeats, before)
     found = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
@@ -131,7 +129,7 @@ def _collect(
     say = _progress(len(cases) + len(compared))
     store = RunStore(runs)
 
-    def figures(run: Cell) -> Mapping[str, Any]:
+    def figures(run: RunSpec) -> Mapping[str, Any]:
         found = store.get(run)
         assert found is not None  # it has just been made
         return found.figures

@@ -21,9 +21,7 @@ _CHOICES = ("device", "model", "workload", "num_prompts", "seeds", "outputs", "s
 
 def figures(
     context: typer.Context,
-    name: Annotated[
-        str, typer.Argument(help="list, figure1, 3, 4, 5, 6, 11, 12; timeline or slo for your own runs.")
-    ] = "list",
+    name: Annotated[str, typer.Argument(help="list, figure1 to figure12; timeline or slo for your own runs.")] = "list",
     paths: Annotated[list[Path] | None, typer.Argument(help="Runs, for timeline and slo.")] = None,
     run: paper.Run = False,
     runs: paper.Runs = Path("runs/papers"),
@@ -120,9 +118,10 @@ def _draw(
         raise DataError(
             f"{missing} of {len(set(cells))} runs of {figure.name} are not stored in {store.root}; add --run"
         )
-    for path in save(figure.chart(options, store), folder / figure.name, formats):
+    chart, caption = figure.drawn(options, store)
+    for path in save(chart, folder / figure.name, formats):
         typer.echo(str(path))
-    typer.echo(figure.caption, err=True)
+    typer.echo(caption, err=True)
 
 
 def _of_runs(name: str, paths: list[Path], folder: Path, formats: list[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli import load_flags as load
+from ebbench.cli.run_settings import setting
 from ebbench.cli.unused_options import refuse_unused
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 
@@ -33,18 +33,18 @@ def hazard(
     what: Annotated[
         str, typer.Argument(help="A workload, log:FILE, a run directory, or a file with one output length per line.")
     ] = "",
-    source: load.Source = "auto",
+    source: Annotated[str, setting("source")] = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sample.")] = 0,
-    output_len: load.OutputLen = None,
-    length_distribution: load.LengthDistribution = None,
+    output_len: Annotated[int | None, setting("output_len")] = None,
+    length_distribution: Annotated[str | None, setting("length_distribution")] = None,
     device: Annotated[
         str, typer.Option("--device", help="Device whose costs give the threshold.", autocompletion=completion.devices)
     ] = DEFAULT_DEVICE,
     model: Annotated[
         str, typer.Option("--model", help="Model whose costs give the threshold.", autocompletion=completion.models)
     ] = DEFAULT_MODEL,
-    max_num_seqs: load.MaxNumSeqs = 1024,
+    max_num_seqs: Annotated[int, setting("max_num_seqs")] = 1024,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.pdf, .svg or .png.")] = None,
     experiment: Annotated[
         str, typer.Option("--experiment", help="ifr (appendix E.3) or sensitivity (E.5), instead of a workload.")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ebbench.papers.figure import PaperFigure
     from ebbench.papers.table import PaperOptions, PaperTable
-    from ebbench.runs.cell import Cell
     from ebbench.runs.store import RunStore
+    from ebbench.spec.run import RunSpec
 
 
 def make_runs(
@@ -20,7 +20,7 @@ def make_runs(
 
 
 def with_progress(
-    label: str, cells: Sequence[Cell], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
+    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
 ) -> None:
     """Execute the cells that the store lacks, with a progress line on stderr."""
     missing = store.missing(cells, whole=whole)
@@ -33,7 +33,7 @@ def with_progress(
 
     with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
 
-        def done(_cell: Cell) -> None:
+        def done(_cell: RunSpec) -> None:
             work.done += 1
 
         try:

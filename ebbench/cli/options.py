@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -28,24 +28,32 @@ AllPercentiles = Annotated[bool, typer.Option("--all-percentiles", help=ALL_PERC
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters are dataclasses of options, converted to one parameter per field for typer.
+    """A command whose parameters are groups of options, converted to one parameter per option for typer.
 
-    Fields are declared like typer's parameters, ``name: Annotated[type, opt(...)] = default``, and keep their order.
+    A group is a dataclass whose fields are declared like typer's parameters, ``name: Annotated[type, opt(...)] =
+    default``, or a dictionary annotated with an :class:`OptionSource`.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
-    parameters = [
-        parameter
-        for own in inspect.signature(command).parameters.values()
-        for parameter in (
-            _parameters(groups[own.name]) if own.name in groups else [own.replace(annotation=hints[own.name])]
-        )
-    ]
+    of_runs = {
+        name: marker
+        for name, kind in hints.items()
+        for marker in getattr(kind, "__metadata__", ())
+        if hasattr(marker, "take")
+    }
+
+    def options(own: inspect.Parameter) -> list[inspect.Parameter]:
+        if own.name in of_runs:
+            source: OptionSource = of_runs[own.name]
+            return source.parameters()
+        return _parameters(groups[own.name]) if own.name in groups else [own.replace(annotation=hints[own.name])]
+
+    parameters = [option for own in inspect.signature(command).parameters.values() for option in options(own)]
 
     def call(**given: Any) -> None:
-        made = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
+        made: dict[str, Any] = {name: marker.take(given["context"], given) for name, marker in of_runs.items()}
+        made |= {
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)}) for name, group in groups.items()
         }
         command(**made, **given)
 
@@ -69,6 +77,18 @@ def _parameters(group: type) -> list[inspect.Parameter]:
         )
         for field in fields(group)
     ]
+
+
+class OptionSource(Protocol):
+    """Marks a command's parameter, a dictionary made of several options; ``context`` must be one, too."""
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One parameter per option."""
+        ...
+
+    def take(self, context: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
+        """Remove the options' values from ``given``; returns what the command gets. Raises UsageError."""
+        ...
 
 
 class ShownWhole:

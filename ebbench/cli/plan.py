@@ -4,38 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from ebbench.cli import load_flags as load
+import typer
+
 from ebbench.cli.options import GoodputCommand, grouped, opt
-from ebbench.cli.run_flags import RequestFlags
+from ebbench.cli.run_settings import LIMITS, OUTPUT, Attainment, Goodput, RunSettings, WorkloadArgument, setting
 from ebbench.config.defaults import DEFAULT_MODEL
 
-_CHOICE, _OUTPUT = "Candidates", "Output"
+_CHOICE = "Candidates"
 
 
 @dataclass(frozen=True)
 class TargetFlags:
     """The load to serve and its limits."""
 
-    request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to serve.", panel=load.LIMITS)]
-    goodput: load.Goodput = None
-    attainment: load.Attainment = 0.95
+    request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to serve.", panel=LIMITS)]
+    goodput: Goodput = None
+    attainment: Attainment = 0.95
     scenario: Annotated[
         str | None,
         opt(
             "--scenario",
             "-s",
             help="Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled.",
-            panel=load.LIMITS,
+            panel=LIMITS,
         ),
     ] = None
     headroom: Annotated[
-        float, opt("--headroom", help="Carry this share more than the rate, too: 0.2 is 120 %.", panel=load.LIMITS)
+        float, opt("--headroom", help="Carry this share more than the rate, too: 0.2 is 120 %.", panel=LIMITS)
     ] = 0.0
-    spare: Annotated[
-        int, opt("--spare", help="Replicas that may be lost at the rate; 1 is N+1.", panel=load.LIMITS)
-    ] = 0
+    spare: Annotated[int, opt("--spare", help="Replicas that may be lost at the rate; 1 is N+1.", panel=LIMITS)] = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class CandidateFlags:
         list[str] | None, opt("--device", help="GPUs to choose from; repeat. Default: all with data.", panel=_CHOICE)
     ] = None
     model: Annotated[str, opt("--model", help="Name, or path of a config.json.", panel=_CHOICE)] = DEFAULT_MODEL
-    assume_decoder: load.AssumeDecoder = False
+    assume_decoder: Annotated[bool, setting("assume_decoder")] = False
     tp: Annotated[list[int] | None, opt("--tp", help="GPUs per instance; repeat. Default: 1 2 4 8.", panel=_CHOICE)] = (
         None
     )
@@ -67,13 +66,13 @@ class CandidateFlags:
     max_num_seqs: Annotated[
         list[int] | None, opt("--max-num-seqs", help="N; repeat. Default: 1024.", panel=_CHOICE)
     ] = None
-    max_model_len: load.MaxModelLen = None
-    gpu_memory_utilization: load.GpuMemoryUtilization = None
-    vllm_version: load.VllmVersion = None
-    quantization: load.Quantization = None
-    kv_cache_dtype: load.KvCacheDtype = "auto"
-    api_server: load.ApiServer = "auto"
-    api_server_count: load.ApiServerCount = None
+    max_model_len: Annotated[int | None, setting("max_model_len")] = None
+    gpu_memory_utilization: Annotated[float | None, setting("gpu_memory_utilization")] = None
+    vllm_version: Annotated[str | None, setting("vllm_version")] = None
+    quantization: Annotated[str | None, setting("quantization")] = None
+    kv_cache_dtype: Annotated[str, setting("kv_cache_dtype")] = "auto"
+    api_server: Annotated[str, setting("api_server")] = "auto"
+    api_server_count: Annotated[int | None, setting("api_server_count")] = None
     price: Annotated[
         list[str] | None,
         opt("--price", help="Per GPU-hour: h200=3.5, or a TOML file. Default: the fewest GPUs.", panel=_CHOICE),
@@ -84,19 +83,25 @@ class CandidateFlags:
 class PlanOutput:
     """Where the result goes, and in which form."""
 
-    workers: Annotated[int | None, opt("--workers", help="Processes. Default: one per core.", panel=_OUTPUT)] = None
-    plot: Annotated[Path | None, opt("--plot", help="Write cost over TPOT to .svg, .png or .pdf.", panel=_OUTPUT)] = (
-        None
-    )
-    as_json: Annotated[bool, opt("--json", help="One JSON object on stdout, nothing else.", panel=_OUTPUT)] = False
-    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
+    workers: Annotated[int | None, opt("--workers", help="Processes. Default: one per core.", panel=OUTPUT)] = None
+    plot: Annotated[Path | None, opt("--plot", help="Write cost over TPOT to .svg, .png or .pdf.", panel=OUTPUT)] = None
+    as_json: Annotated[bool, opt("--json", help="One JSON object on stdout, nothing else.", panel=OUTPUT)] = False
+    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)] = False
+
+
+REQUESTS = (
+    "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
+    "input_len", "output_len", "length_distribution", "drop_too_long",
+)  # fmt: skip
+"""Settings that say which requests are sent."""
 
 
 @grouped
 def plan(
-    workload: load.WorkloadArgument,
+    context: typer.Context,
+    workload: WorkloadArgument,
     target: TargetFlags,
-    requests: RequestFlags,
+    requests: Annotated[dict[str, Any], RunSettings(only=REQUESTS)],
     choice: CandidateFlags,
     output: PlanOutput,
 ) -> None:
@@ -115,11 +120,11 @@ def plan(
     from ebbench.capacity.deployments import MISSED_ALONE, plan_notes
     from ebbench.capacity.prices import check_prices, sources
     from ebbench.cli.plan_tasks import arrivals_note, tasks_of, with_api_server
-    from ebbench.devices.apiserver import only_if_busy
     from ebbench.errors import UsageError
     from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
     from ebbench.runs.pool import pool_of
+    from ebbench.spec.server import only_if_busy
 
     if output.plot is not None:
         chart.check_suffix(output.plot)

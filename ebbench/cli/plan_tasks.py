@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
 from ebbench.config.topology import parse_topology
-from ebbench.devices.apiserver import DEFAULT_CLASS, chosen_api_server, first_choice
+from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.profiles import as_decoder, find_model, find_profile, list_devices
 from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
-from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
+from ebbench.spec.server import DEFAULT_CLASS, EngineOptions, first_choice
 from ebbench.workloads.options import is_recorded
 from ebbench.workloads.own_arrivals import poisson_instead
 
 if TYPE_CHECKING:
     from ebbench.cli.plan import CandidateFlags, TargetFlags
-    from ebbench.cli.run_flags import RequestFlags
 
 DEFAULT_TP = (1, 2, 4, 8)
 DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
@@ -31,11 +30,7 @@ MOST_HEADROOM = 10.0
 """More is a percentage by mistake."""
 
 
-def _model(choice: CandidateFlags) -> str:
-    return as_decoder(choice.model) if choice.assume_decoder else choice.model
-
-
-def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: CandidateFlags) -> list[PlanTask]:
+def tasks_of(workload: str, target: TargetFlags, requests: Mapping[str, Any], choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     check_counts(request_rate=target.request_rate)
     if not 0 <= target.headroom <= MOST_HEADROOM:
@@ -43,7 +38,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     if target.spare < 0:
         raise UsageError(f"--spare must be 0 or more replicas, not {target.spare}")
     limits = parse_limits(target.goodput or (), target.attainment)
-    quantised(find_model(_model(choice)), choice.quantization, choice.kv_cache_dtype)
+    model = as_decoder(choice.model) if choice.assume_decoder else choice.model
+    quantised(find_model(model), choice.quantization, choice.kv_cache_dtype)
     api_server = first_choice(choice.api_server, choice.api_server_count)
     chosen_api_server(api_server, choice.api_server_count)
     if choice.vllm_version is not None:
@@ -53,7 +49,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     devices = choice.device or list_devices()
     for device in devices:
         find_profile(device)
-    settings = {name: value for name, value in vars(requests).items() if name != "seed"}
+    settings = {name: value for name, value in requests.items() if name != "seed"}
     if is_recorded(workload):
         settings |= {"source": "auto"}
     longest = EngineOptions.max_model_len if choice.max_model_len is None else choice.max_model_len
@@ -61,14 +57,14 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     return [
         PlanTask(
             candidate=Candidate(device, tp, policy, budget, most, dp, ep),
-            model=_model(choice),
+            model=model,
             workload=workload,
             scenario=target.scenario or "poisson",
             plan=settings,
             limits=limits,
             rate=target.request_rate,
             sessions=_SESSIONS,
-            seed=requests.seed,
+            seed=requests.get("seed", 0),
             max_model_len=longest,
             api_server=api_server,
             api_server_count=choice.api_server_count,
@@ -83,9 +79,9 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     ]
 
 
-def arrivals_note(workload: str, target: TargetFlags, requests: RequestFlags) -> list[str]:
+def arrivals_note(workload: str, target: TargetFlags, requests: Mapping[str, Any]) -> list[str]:
     """That arrivals are Poisson instead of the workload's own, where nobody asked for others."""
-    note = "" if target.scenario else poisson_instead(workload, vars(requests))
+    note = "" if target.scenario else poisson_instead(workload, requests)
     return [note] if note else []
 
 

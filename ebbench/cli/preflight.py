@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_counts, check_fits, check_options
-from ebbench.engines.setup import is_server
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.spec.server import is_server
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
 __all__ = ["check_counts", "check_fits", "check_options", "default_policies", "is_server", "parse_policies"]

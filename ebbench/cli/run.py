@@ -2,63 +2,115 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
-from ebbench.cli.client_flags import ClientFlags
-from ebbench.cli.cluster_flags import ClusterOptions
-from ebbench.cli.load_flags import VllmOptions, WorkloadArgument
-from ebbench.cli.options import GoodputCommand, grouped
-from ebbench.cli.run_flags import EngineFlags, LoadFlags, OutputFlags, WorkloadFlags, plan_settings
+from ebbench.cli.options import ALL_PERCENTILES, GoodputCommand, grouped, opt
+from ebbench.cli.run_settings import DEFAULTS, OUTPUT, RunSettings, VllmOptions, WorkloadArgument, is_given
+from ebbench.config.declare import LOAD
+
+
+@dataclass(frozen=True)
+class Repeating:
+    """How often each policy runs."""
+
+    repeats: Annotated[
+        str,
+        opt(
+            "--repeats",
+            help="Runs per policy, seeds S, S+1, ...; auto: until one policy is clearly better, at most --max-repeats.",
+            panel=LOAD,
+        ),
+    ] = "1"
+    max_repeats: Annotated[int, opt("--max-repeats", help="Most repeats with --repeats auto.", panel=LOAD)] = 30
+
+
+@dataclass(frozen=True)
+class RunOutput:
+    """Where results go, and in which form."""
+
+    goodput: Annotated[
+        list[str] | None,
+        opt("--goodput", help="Limits in ms: ttft:500 tpot:50 e2el:5000.", panel=OUTPUT),
+    ] = None
+    price_per_hour: Annotated[
+        float | None,
+        opt("--price-per-hour", help="Price of everything that serves; gives cost per million tokens.", panel=OUTPUT),
+    ] = None
+    output_dir: Annotated[
+        Path | None, opt("--output-dir", "-o", help="Directory to create for the results.", panel=OUTPUT)
+    ] = None
+    save_as_vllm: Annotated[
+        Path | None,
+        opt("--save-as-vllm", help="Write the result also as `vllm bench serve` does (JSON).", panel=OUTPUT),
+    ] = None
+    all_percentiles: Annotated[bool, opt("--all-percentiles", help=ALL_PERCENTILES, panel=OUTPUT)] = False
+    as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=OUTPUT)] = False
+    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)] = False
+    dry_run: Annotated[
+        bool,
+        opt("--dry-run", help="Run nothing: print all settings as a file for `ebbench run FILE.toml`.", panel=OUTPUT),
+    ] = False
 
 
 @grouped
 def run(
     context: typer.Context,
     workload: WorkloadArgument,
-    engine: EngineFlags,
-    load: LoadFlags,
-    requests: WorkloadFlags,
-    output: OutputFlags,
-    client: ClientFlags,
-    cluster: ClusterOptions,
+    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS)],
+    repeating: Repeating,
+    output: RunOutput,
     vllm_options: VllmOptions = None,
 ) -> None:
     """Run a workload under one or more scheduling policies and show which is best, by how much and why.
 
     Every policy gets the same requests at the same intended times. Results are stored in run directories.
 
+    A TOML file with these settings may stand for the workload; options replace what it says. --dry-run writes one.
+
     Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """
-    from ebbench.analysis.slo import parse_slo
-    from ebbench.cli.preflight import default_policies, parse_policies
     from ebbench.cli.repeats import parse_repeats
-    from ebbench.cli.run_policies import RunConfig, run_policies
-    from ebbench.engines.setup import topology_of
+    from ebbench.cli.run_policies import Output, dry_run, run_policies
+    from ebbench.cli.run_settings import series_of
+    from ebbench.runs.file import FURTHER
 
-    engine.refuse_for_server(context)
-    topology = topology_of(cluster.topology, load.scenario_of(workload), None)
-    policies = parse_policies(engine.policy or default_policies(engine.engine, topology))
-    repeats, until_clear = parse_repeats(load.repeats, load.max_repeats, policies=len(policies))
-    config = RunConfig(
-        workload=workload,
-        scenario=load.scenario_of(workload),
-        seed=requests.seed,
-        repeats=repeats,
-        until_clear=until_clear,
-        plan_settings=plan_settings(requests, load, engine.length_limit),
-        policies=policies,
-        **engine.settings(load.warmup),
-        slo=parse_slo(output.goodput or ()),
-        price_per_hour=output.price_per_hour,
-        output_dir=output.output_dir,
-        save_as_vllm=output.save_as_vllm,
-        all_percentiles=output.all_percentiles,
-        quiet=output.quiet,
-        client=client,
-        cluster=cluster,
-        vllm_options=tuple(vllm_options or ()),
-    )
-    run_policies(config, as_json=output.as_json)
+    asked = _asked(context, workload, settings, output, vllm_options)
+    series = series_of({name: value for name, value in asked.items() if name not in FURTHER})
+    words, most = str(asked.get("repeats", "1")), int(asked.get("max_repeats", 30))
+    repeats, until_clear = parse_repeats(words, most, policies=len(series.policies))
+    series = replace(series, repeats=repeats, until_clear=until_clear, price_per_hour=asked.get("price_per_hour"))
+    directory, target = (_path(asked.get(name)) for name in ("output_dir", "save_as_vllm"))
+    destination = Output(directory, target, output.all_percentiles, output.as_json, output.quiet)
+    if output.dry_run:
+        dry_run(series, destination, {name: asked[name] for name in FURTHER if name in asked})
+    else:
+        run_policies(series, destination)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as a file has it."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def _asked(
+    context: typer.Context, workload: str, settings: dict[str, Any], output: RunOutput, vllm_options: list[str] | None
+) -> dict[str, Any]:
+    """Settings, and keys of FURTHER, that are given: by the file in place of a workload, and by options."""
+    from ebbench.runs.file import FURTHER, is_run_file, read_run_file
+
+    given = {name for name in context.params if is_given(context, name)}
+    asked = read_run_file(Path(workload).expanduser()) if is_run_file(workload) else {"workload": workload}
+    asked |= settings | {name: _plain(context.params[name]) for name in FURTHER if name in given}
+    asked |= {"goodput": " ".join(output.goodput)} if output.goodput else {}
+    return asked | ({"vllm_options": vllm_options} if vllm_options else {})
 
 
 run.command_class = GoodputCommand  # type: ignore[attr-defined]

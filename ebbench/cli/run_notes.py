@@ -5,34 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ebbench.cli.repeats import beforehand
-from ebbench.engines.setup import is_server
+from ebbench.spec.server import is_server
 
 if TYPE_CHECKING:
-    from ebbench.cli.run_policies import RunConfig
     from ebbench.engines.base import Engine
     from ebbench.records.plan import Plan
     from ebbench.render.console import Console
+    from ebbench.runs.series import Series
 
 
-def announce(config: RunConfig, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
-    """Print these lines, unless ``--quiet``."""
-    from ebbench.engines.base import VIRTUAL_TIME
+def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
+    """Print these lines."""
+    from ebbench.spec.server import VIRTUAL_TIME
     from ebbench.workloads.trace import time_note
 
-    if config.quiet:
-        return
     messages.print(sentence, markup=False, soft_wrap=True)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
         messages.print(note, markup=False, soft_wrap=True)
     virtual = engine.name in VIRTUAL_TIME
     repeats_note = beforehand(
-        plan.facts, config.repeats, policies=len(config.policies), until_clear=config.until_clear, virtual=virtual
+        plan.facts, series.repeats, policies=len(series.policies), until_clear=series.until_clear, virtual=virtual
     )
     if repeats_note:
         messages.print(repeats_note, markup=False, soft_wrap=True)
     if note := _power_note(engine):
         messages.print(note, markup=False, soft_wrap=True)
-    if config.default_policies and not is_server(config.engine):
+    if not series.policies_stated and not is_server(series.spec.engine):
         messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
 
 

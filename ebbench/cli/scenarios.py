@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli import load_flags as load
 from ebbench.cli.options import Command
+from ebbench.cli.run_settings import setting
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def show(
     request_rate: Annotated[
         float | None, typer.Option("--request-rate", help="Sessions/s; shows the arrivals of an open loop.")
     ] = None,
-    saturation_rate: load.SaturationRate = None,
+    saturation_rate: Annotated[float | None, setting("saturation_rate")] = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Number of sessions.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the arrivals.")] = 0,
     as_json: Annotated[bool, _JSON] = False,

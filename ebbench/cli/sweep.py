@@ -12,6 +12,7 @@ import typer
 
 from ebbench.cli.options import grouped
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
+from ebbench.runs.key import key_of
 
 if TYPE_CHECKING:
     from ebbench.render.console import Console
@@ -141,7 +142,7 @@ def _dry_run(grid: Sweep, store: SweepStore, output: Console, *, as_json: bool) 
         return
     left = set(todo)
     cells = [
-        {"key": cell.key(), "finished": cell not in left, "problem": problem_of(cell) or None} for cell in grid.cells
+        {"key": key_of(cell), "finished": cell not in left, "problem": problem_of(cell) or None} for cell in grid.cells
     ]
     sys.stdout.write(json.dumps({"name": grid.name, "cells": cells, "axes": list(grid.axes)}, indent=2) + "\n")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from ebbench.cli import completion
 from ebbench.cli.calibrate import Contexts, Seqs, Tokens, grid_of
-from ebbench.cli.load_flags import VllmOptions
 from ebbench.cli.options import Command, grouped, opt
+from ebbench.cli.run_settings import VllmOptions
 
 if TYPE_CHECKING:
     from ebbench.validation.question import ValidationQuestion
@@ -139,10 +139,10 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
     """The question that the options ask. Raises UsageError for invalid options."""
     from ebbench.cli.preflight import check_counts
     from ebbench.config.defaults import DEFAULT_DEVICE
-    from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
     from ebbench.engines.model_folder import random_weight_options
     from ebbench.engines.vllm_command import check_vllm_options
     from ebbench.errors import UsageError
+    from ebbench.spec.server import DEFAULT_CLASS, OFF
     from ebbench.validation.question import POLICIES, ValidationQuestion
 
     if how.max_time <= 0:

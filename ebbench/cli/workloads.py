@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli import load_flags as load
 from ebbench.cli.options import Command
+from ebbench.cli.run_settings import setting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,15 +54,15 @@ def show(
         str,
         typer.Argument(help="A workload, log:FILE or the path of a TOML file.", autocompletion=completion.workloads),
     ],
-    source: load.Source = "auto",
+    source: Annotated[str, setting("source")] = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sample.")] = 0,
-    input_len: load.InputLen = None,
-    output_len: load.OutputLen = None,
-    length_distribution: load.LengthDistribution = None,
-    tokenizer: load.Tokenizer = None,
-    time_unit: load.TimeUnit = None,
-    columns: load.Columns = None,
+    input_len: Annotated[int | None, setting("input_len")] = None,
+    output_len: Annotated[int | None, setting("output_len")] = None,
+    length_distribution: Annotated[str | None, setting("length_distribution")] = None,
+    tokenizer: Annotated[str | None, setting("tokenizer")] = None,
+    time_unit: Annotated[str | None, setting("time_unit")] = None,
+    columns: Annotated[str | None, setting("columns")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Sample a workload and show its lengths, its decode share r and their source.
@@ -95,9 +95,9 @@ def show(
 def fit(
     log: Annotated[str, typer.Argument(help="log:FILE, the log to fit a workload to.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The workload's TOML file to write.")],
-    columns: load.Columns = None,
-    tokenizer: load.Tokenizer = None,
-    time_unit: load.TimeUnit = None,
+    columns: Annotated[str | None, setting("columns")] = None,
+    tokenizer: Annotated[str | None, setting("tokenizer")] = None,
+    time_unit: Annotated[str | None, setting("time_unit")] = None,
 ) -> None:
     """Fit a workload to a log: arrivals, lengths, turns, pauses and shared prefixes, without any record of it.
 

@@ -1,6 +1,6 @@
 """Load generator: sends the requests of a plan to an OpenAI-compatible server and measures the responses."""
 
 from ebbench.client.drive import DriveResult, drive
-from ebbench.client.options import ClientOptions
+from ebbench.spec.client import ClientOptions
 
 __all__ = ["ClientOptions", "DriveResult", "drive"]

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from ebbench.client.images import image_url
-from ebbench.client.options import ClientOptions
 from ebbench.client.prompt_json import PromptTable
 from ebbench.records.content import CHUNK_TOKENS, token_ids
+from ebbench.spec.client import ClientOptions
 
 # Short common words, one token each in the usual vocabularies. Chat requests take no token ids, so a synthetic chat
 # prompt has about the planned length; the run records the server's count.

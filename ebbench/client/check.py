@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.client.drive import DriveResult, drive
-from ebbench.client.options import ClientOptions
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.records.lateness import LAG_FLOOR_MS
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
+from ebbench.spec.client import ClientOptions
 
 LEVELS = (32, 64, 128, 256, 512, 1024, 2048)
 _TTFT_MS = 50.0

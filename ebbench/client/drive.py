@@ -24,7 +24,6 @@ from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.node_senders import node_senders
 from ebbench.client.nodes import ClientNode, client_nodes, wants_nodes
-from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.plan_parts import PlanPart, whole
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.progress import SnapshotObserver, Tally
@@ -49,6 +48,7 @@ from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
+from ebbench.spec.client import ClientOptions, spacing_ns
 from ebbench.termination import held
 
 

@@ -19,8 +19,8 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
-from ebbench.client.options import Connecting
 from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections
+from ebbench.spec.client import Connecting
 
 _CONNECTS_AT_ONCE = 64
 _OVERHEAD_BYTES = 256 << 10  # of headers, or of framing between two pieces of a body; servers send a few kB

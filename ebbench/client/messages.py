@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from ebbench.client.options import ClientOptions
 from ebbench.config.server_url import ServerUrl
 from ebbench.records.plan import ClosedPhase
+from ebbench.spec.client import ClientOptions
 
 
 class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):

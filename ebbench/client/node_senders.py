@@ -20,12 +20,12 @@ import pyarrow as pa
 from ebbench.client.messages import FromParent, NodeReport, NodeTask, RequestRecord, Stop, WorkerDone
 from ebbench.client.node_clock import ClockOffset, alignment_error_ns, measured_offset
 from ebbench.client.nodes import CallFailedError, ClientNode, result_of
-from ebbench.client.options import ClientOptions
 from ebbench.client.plan_parts import PlanPart, split
 from ebbench.client.senders import Findings, OnBatch, Seen, missing_records
 from ebbench.config.server_url import ServerUrl
 from ebbench.credentials import KEY_VARIABLES
 from ebbench.errors import RunError
+from ebbench.spec.client import ClientOptions
 
 NODE_LOST = "node_lost"
 """Error class of requests whose client node was lost before it reported them."""

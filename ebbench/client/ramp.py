@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.client.options import ClientOptions
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
 
 
 def ramped(plan: Plan, options: ClientOptions, ramp_up_s: float) -> tuple[Plan, ClientOptions]:

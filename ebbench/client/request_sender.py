@@ -12,11 +12,11 @@ import httpx
 from ebbench.client.classify import HUNG_UP, transport_failure
 from ebbench.client.http_streams import BODY_BYTES, BODY_S, ConnectionPool, is_event_stream
 from ebbench.client.messages import ConnectionCounts
-from ebbench.client.options import ClientOptions
 from ebbench.client.response import StreamedResponse
 from ebbench.config.server_url import ServerUrl
 from ebbench.connections import IDLE_LIMIT_S, tls_context
 from ebbench.credentials import api_key
+from ebbench.spec.client import ClientOptions
 
 _HEADER_CHARACTERS = 200  # of a header that is kept with an error
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.client.messages import Assignment, Batch, FromParent, RequestRecord, WorkerDone, plan_path, schedule_path
-from ebbench.client.options import ClientOptions
 from ebbench.client.plan_parts import PlanPart
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.session_plan import SessionPlan
@@ -22,6 +21,7 @@ from ebbench.client.worker_pool import WorkerPool, worker_pool, workers_for
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.open_files import OTHER_FILES, allow_open_files
+from ebbench.spec.client import ClientOptions
 
 LEAD_NS = 100_000_000
 """Time between "all workers are ready" and the start: the message must reach every worker in time."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from ebbench.client.options import ClientOptions, secrets
 from ebbench.client.server_numbers import whole_number
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
@@ -19,6 +18,7 @@ from ebbench.connections import tls_context
 from ebbench.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.errors import RunError, UsageError
 from ebbench.queries import Answer, AnswerTooLargeError, ask, one_off_limits
+from ebbench.spec.client import ClientOptions, secrets
 
 _ASK_TIMEOUT_S = 10.0
 _SHORTEST_ASK_S = 1.0  # for a server that is asked when the time to be ready is nearly over

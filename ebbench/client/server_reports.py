@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from ebbench.client.blocking import run_to_end
-from ebbench.client.options import ClientOptions
 from ebbench.client.scrape import parse
 from ebbench.client.server_numbers import finite_number, whole_number
 from ebbench.client.server_queries import ServerQueries
 from ebbench.config.server_url import ServerUrl
+from ebbench.spec.client import ClientOptions
 
 POLICY = "policy"
 _POLICY_INFO, _CACHE_INFO = "vllm_eb_info", "vllm:cache_config_info"

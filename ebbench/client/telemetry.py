@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from ebbench.client.options import ClientOptions
 from ebbench.errors import RunError, UsageError
 from ebbench.extras import need
 from ebbench.records.token_gaps import tokens_after_first_of
+from ebbench.spec.client import ClientOptions
 
 Sink = Callable[[pa.Table], None]
 """Takes finished requests in the REQUESTS schema."""

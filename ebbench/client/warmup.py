@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Mapping
 
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.options import ClientOptions, secrets
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
 from ebbench.config.server_url import ServerUrl
 from ebbench.credentials import redacted
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions, secrets
 
 _AT_ONCE = 64
 

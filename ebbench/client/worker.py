@@ -23,13 +23,13 @@ from ebbench.client.messages import (
     send,
 )
 from ebbench.client.open_session import OpenSession
-from ebbench.client.options import secrets
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
 from ebbench.credentials import redacted
+from ebbench.spec.client import secrets
 
 _ODD_CHARACTERS = 40  # of a value that is no number, as a warning repeats it
 _REPORT_EVERY_S, _REPORT_AT = 0.2, 64

@@ -23,13 +23,13 @@ from ebbench.client.messages import (
     schedule_path,
     send,
 )
-from ebbench.client.options import spacing_ns
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.session_plan import plan_sessions
 from ebbench.client.shared import FileLock, SharedMemory
 from ebbench.client.worker import Worker, WorkerSockets
 from ebbench.collector import no_full_collections
+from ebbench.spec.client import spacing_ns
 
 
 async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:

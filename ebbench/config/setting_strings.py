@@ -27,6 +27,7 @@ __all__ = [
     "POSITIVE",
     "Setting",
     "check_fields",
+    "check_range",
     "named_settings",
     "option_name",
     "pairs_of",
@@ -53,6 +54,8 @@ def _usage_errors() -> Iterator[None]:
 
 named_settings = _usage_errors()(read_settings)
 """:func:`vllm_eb.settings.read_settings`, but raises UnknownNameError for an unknown key, UsageError for a value."""
+check_range = _usage_errors()(check_value)
+""":func:`vllm_eb.settings.check_value`, but raises UsageError."""
 value_of = _usage_errors()(read_value)
 """:func:`vllm_eb.settings.read_value`, but raises UsageError."""
 

@@ -16,12 +16,7 @@ import msgspec
 from ebbench.config.strict_toml import load_toml
 from ebbench.devices.profiles import DATA
 from ebbench.errors import UnknownNameError, UsageError
-
-OFF = "off"
-DEFAULT_CLASS = "datacenter"
-"""The class that commands take unless the user names one."""
-AUTO = "auto"
-"""Commands simulate without the API server first, and all again with it if one of their runs would keep it busy."""
+from ebbench.spec.server import OFF
 
 
 class ApiServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,18 +56,6 @@ def find_api_server(name: str) -> ApiServerCosts:
     if name not in list_api_servers():
         raise UnknownNameError("API server", name, (*list_api_servers(), OFF, "FILE.toml"))
     return load_toml(DATA / "api_servers" / f"{name}.toml", ApiServerCosts)
-
-
-def only_if_busy(name: str, count: int | None) -> bool:
-    """Whether a command with these options simulates without the API server first, and with it where it is busy."""
-    return name == AUTO and count is None
-
-
-def first_choice(name: str, count: int | None) -> str:
-    """What a command simulates first: for ``auto`` no API server, or the default class if its processes are given."""
-    if name != AUTO:
-        return name
-    return OFF if only_if_busy(name, count) else DEFAULT_CLASS
 
 
 def chosen_api_server(name: str, count: int | None) -> ApiServerCosts | None:

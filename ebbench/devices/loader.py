@@ -16,11 +16,12 @@ from ebbench.devices.identity import has_bundled_shape, has_other_shape, identit
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, published_calibration
 from ebbench.devices.parallel import SINGLE, Parallel
-from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, measured_name
+from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, measured_name
 from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import roofline_cost
 from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.spec.host import HostCosts
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")

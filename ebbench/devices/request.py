@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, ModelGeometry
 from ebbench.devices.parallel import SINGLE, Parallel
-from ebbench.devices.profiles import HostCosts
 from ebbench.devices.startup import start_up
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.spec.host import HostCosts
 
 QUANTIZATIONS = ("fp8",)
 

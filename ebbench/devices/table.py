@@ -13,8 +13,9 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
 from ebbench.devices.parallel import SINGLE, Parallel
-from ebbench.devices.profiles import DeviceProfile, HostCosts
+from ebbench.devices.profiles import DeviceProfile
 from ebbench.devices.surfaces import has_joint_tables, surfaces
+from ebbench.spec.host import HostCosts
 
 # Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
 # times published for Qwen3-4B in eager mode (9.8 ms for 36 layers; eb-vllm, cost_model/linear_model).

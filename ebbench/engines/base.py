@@ -8,62 +8,12 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from ebbench.devices.apiserver import OFF
 from ebbench.devices.base import Device
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import PolicySpec
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Scheduler settings, named as in vLLM.
-
-    ``max_num_active_seqs``: requests that may run at most, where fewer than ``max_num_seqs``; None: as many.
-    ``num_kv_blocks``: None uses the device's KV capacity. ``long_prefill_token_threshold``: 0 is off; with
-    ``_adaptive`` it is raised to each request's share of the budget. ``max_num_queued_reqs``,
-    ``max_num_queued_tokens``: open requests, and tokens of prompts without a first token, from which on the API server
-    refuses requests; None: no limit.
-    ``scheduler_reserve_full_isl``: admit a prompt only if all of it fits into the KV cache, not just its first chunk.
-    ``enforce_eager``: no CUDA graphs. ``warmup``: number of requests with the plan's lengths that are sent first and
-    not recorded. ``quantization`` and ``kv_cache_dtype``: data types of weights and KV cache that differ from the
-    model's. ``api_server``: class of the machine whose API server is simulated, or ``off``; ``api_server_count``:
-    its processes per engine instance, None is one per data-parallel unit. ``gpu_memory_utilization``: the share of the
-    GPU's memory for the server, None: vLLM's default. ``vllm_version``: the version by whose rules a simulated server
-    sizes its KV cache, None: ``config.defaults.DEFAULT_VLLM``.
-    """
-
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
-    max_model_len: int = 40960
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    enable_prefix_caching: bool = True
-    async_scheduling: bool = True
-    long_prefill_token_threshold: int = 0
-    enforce_eager: bool = False
-    warmup: int = 0
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    api_server: str = OFF
-    api_server_count: int | None = None
-    max_num_active_seqs: int | None = None
-    long_prefill_token_threshold_adaptive: bool = False
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    scheduler_reserve_full_isl: bool = True
-    gpu_memory_utilization: float | None = None
-    vllm_version: str | None = None
-
-    @property
-    def running_limit(self) -> int:
-        """Requests that may run at a time."""
-        return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
-
-
-VIRTUAL_TIME = frozenset({"sim", "emulated"})
-"""Names of the engines in virtual time, in which equal plans give equal runs."""
 
 
 @dataclass(frozen=True)

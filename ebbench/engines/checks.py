@@ -11,12 +11,12 @@ import pyarrow.compute as pc
 
 from ebbench.config.setting_strings import option_name
 from ebbench.config.topology import TopologySpec
-from ebbench.devices.apiserver import OFF, chosen_api_server
+from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 

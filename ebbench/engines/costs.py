@@ -13,10 +13,10 @@ from typing import Any
 
 from ebbench.devices.base import Device
 from ebbench.devices.request import QUANTIZATIONS
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.opening import read_text
+from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
 from vllm_eb.policy import PolicySpec

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.devices.base import Device
-from ebbench.engines.base import VIRTUAL_TIME, Engine, EngineOptions, EngineResult, Observer
+from ebbench.engines.base import Engine, EngineResult, Observer
 from ebbench.records.plan import Plan
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions
 from vllm_eb.policy import PolicySpec
 
 

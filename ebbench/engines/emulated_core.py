@@ -23,9 +23,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from ebbench.devices.base import CostModel
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.errors import UsageError
+from ebbench.spec.server import EngineOptions
 
 VOCAB = 32000
 SMALL_VOCAB = 256  # Python caches integers up to 256, which makes token streams small and fast

@@ -8,10 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ebbench.client import ClientOptions
 from ebbench.devices.base import Device
 from ebbench.dispatch import DEFAULT_DISPATCH
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.machine import visible_gpus
 from ebbench.engines.vllm import VllmEngine, known_costs
 from ebbench.engines.vllm_command import Serving
@@ -19,6 +17,8 @@ from ebbench.engines.vllm_server import free_port
 from ebbench.errors import UsageError
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import PolicySpec
 
 

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ebbench.config.server_url import is_server_url
 from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
+from ebbench.spec.server import is_server
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
-    from ebbench.client import ClientOptions
     from ebbench.config.topology import TopologySpec
     from ebbench.dispatch import DispatchSpec
     from ebbench.engines.label import PolicyLabel
     from ebbench.records.plan import Plan
     from ebbench.records.run import RunWriter
+    from ebbench.spec.client import ClientOptions
+    from ebbench.spec.cluster import ClusterOptions
+    from ebbench.spec.run import RunSpec
     from vllm_eb.policy import PolicySpec
-
-
-def is_server(engine: str) -> bool:
-    """Whether the engine is a server that ebbench does not start: it is only measured, and policies are labels."""
-    return is_server_url(engine)
 
 
 class _NoCost:
@@ -52,81 +49,49 @@ def unknown_device(device: str | None, model: str | None) -> Device:
     )
 
 
-@dataclass(frozen=True)
-class EngineSetup:
-    """Settings of an engine besides the scheduler's options; None if not given.
-
-    ``engine``: auto, sim, emulated, vllm or a server's URL. ``model``: the model that a server serves. ``client``: load
-    generator options that were set, by the field names of ClientOptions. ``scenario``: may also contain a topology.
-    ``drop_too_long``: leave out requests longer than ``max_model_len`` tokens. ``vllm_options``: arguments for ``vllm
-    serve`` that ebbench does not know. The others are those of :func:`with_cluster`.
-    """
-
-    engine: str = "auto"
-    model: str | None = None
-    client: Mapping[str, Any] = field(default_factory=dict)
-    scenario: str | None = None
-    topology: TopologySpec | str | None = None
-    link: str | None = None
-    dispatch: str | None = None
-    decode_dispatch: str | None = None
-    replicas: int | None = None
-    max_model_len: int | None = None
-    drop_too_long: bool = False
-    vllm_options: tuple[str, ...] = ()
-
-
-def make_engine(setup: EngineSetup) -> tuple[Engine, str]:
-    """The engine with its settings, and a sentence that names it.
+def make_engine(spec: RunSpec) -> tuple[Engine, str]:
+    """The engine of a run with its settings, and a sentence that names it.
 
     Raises UsageError for a setting that the engine does not support.
     """
     from ebbench import engines
 
-    engine, sentence = engines.select_engine(setup.engine)
-    if is_server(setup.engine):
-        engine = _for_server(engine, setup)
-    engine = _serving(engine, setup)
-    engine, several = with_cluster(
-        engine,
-        setup.scenario,
-        topology=setup.topology,
-        link=setup.link,
-        dispatch=setup.dispatch,
-        decode_dispatch=setup.decode_dispatch,
-        replicas=setup.replicas,
-    )
-    if setup.client and (client := client_of(engine, setup.client)) is not None:
-        _check_tls(engine, setup.client)
-        engine = with_client(engine, replace(client, **setup.client))
+    engine, sentence = engines.select_engine(spec.engine)
+    if is_server(spec.engine):
+        engine = _for_server(engine, spec)
+    engine = _serving(engine, spec)
+    engine, several = with_cluster(engine, spec.cluster, spec.plan.scenario)
+    if (given := spec.client.given()) and (client := client_of(engine, given)) is not None:
+        _check_tls(engine, given)
+        engine = with_client(engine, replace(client, **given))
     return engine, f"{sentence}; {several}" if several else sentence
 
 
-def _for_server(engine: Engine, setup: EngineSetup) -> Engine:
+def _for_server(engine: Engine, spec: RunSpec) -> Engine:
     from ebbench.engines.endpoint import EndpointEngine
 
     if not isinstance(engine, EndpointEngine):
         return engine
+    plan = spec.plan
     client = replace(
-        engine.client, model=setup.model, max_model_len=setup.max_model_len, drop_too_long=setup.drop_too_long
+        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long
     )
     return replace(engine, client=client)
 
 
-def _serving(engine: Engine, setup: EngineSetup) -> Engine:
+def _serving(engine: Engine, spec: RunSpec) -> Engine:
     """A vLLM engine with its model and vLLM's own options; other engines unchanged."""
-    if engine.name != "vllm" and not setup.vllm_options:
+    if engine.name != "vllm" and not spec.vllm_options:
         return engine
     from ebbench.engines.vllm import VllmEngine
     from ebbench.engines.vllm_command import check_vllm_options
 
+    check_vllm_options(spec.vllm_options)
     if engine.name != "vllm":
-        check_vllm_options(setup.vllm_options)
-        given = " ".join(setup.vllm_options)
+        given = " ".join(spec.vllm_options)
         raise UsageError(f"arguments after -- are for `vllm serve`, which engine {engine.name} does not start: {given}")
     assert isinstance(engine, VllmEngine)
-    check_vllm_options(setup.vllm_options)
-    return replace(engine, model=setup.model or engine.model, vllm_options=setup.vllm_options)
+    return replace(engine, model=spec.model or engine.model, vllm_options=spec.vllm_options)
 
 
 def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> PolicyLabel:
@@ -178,8 +143,8 @@ def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan
     """
     if ramp_up_s is None:
         return plan, engine
-    from ebbench.client import ClientOptions
     from ebbench.client.ramp import ramped
+    from ebbench.spec.client import ClientOptions
 
     client = client_of(engine)
     if client is None and plan.closed_loop:
@@ -205,37 +170,28 @@ def with_step_parts(engine: Engine) -> Engine:
     return replace(engine, steps_in_parts=True) if isinstance(engine, SimEngine) else engine
 
 
-def with_cluster(
-    engine: Engine,
-    scenario: str | None,
-    *,
-    topology: TopologySpec | str | None = None,
-    link: str | None = None,
-    dispatch: str | None = None,
-    decode_dispatch: str | None = None,
-    replicas: int | None = None,
-) -> tuple[Engine, str]:
+def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) -> tuple[Engine, str]:
     """The engine for several instances, and a sentence about them; the engine unchanged if no such option was given.
 
-    A scenario file may contain a topology; ``topology`` takes precedence. Raises UsageError.
+    A scenario file may contain a topology; a given one takes precedence. Raises UsageError.
     """
     from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 
-    spec = topology_of(topology, scenario, link)
+    spec, replicas = topology_of(cluster.topology, scenario, cluster.link), cluster.replicas
     if replicas is not None and replicas < 1:
         raise UsageError(f"--replicas must be at least 1, not {replicas}")
     if spec is None and replicas is None:
-        if dispatch or decode_dispatch:
+        if cluster.dispatch or cluster.decode_dispatch:
             raise UsageError(
                 "--dispatch chooses among several instances: give --topology (for example dp=4) or --replicas"
             )
         return engine, ""
-    front = parse_dispatch(dispatch or DEFAULT_DISPATCH)
-    decode = parse_dispatch(decode_dispatch) if decode_dispatch else None
+    front = parse_dispatch(cluster.dispatch or DEFAULT_DISPATCH)
+    decode = parse_dispatch(cluster.decode_dispatch) if cluster.decode_dispatch else None
     if engine.name == "sim":
         return _simulated(spec, replicas, front, decode)
     if engine.name == "vllm":
-        if decode_dispatch is not None:
+        if decode is not None:
             raise UsageError("--decode-dispatch is for simulated decode pools (--engine sim); leave it out")
         return _servers(engine, spec, front, replicas or 1)
     raise UsageError(

@@ -18,7 +18,7 @@ from ebbench.devices.base import Device
 from ebbench.devices.collectives import choose_link
 from ebbench.devices.units import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
-from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.base import EngineResult, Observer
 from ebbench.engines.checks import (
     check_fits,
     notes_of,
@@ -57,6 +57,7 @@ from ebbench.simulation.warmup import (
     with_warmup,
     without_warmup,
 )
+from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions, Observer, Progress
+from ebbench.engines.base import Observer, Progress
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
 from ebbench.simulation.engine import Unit
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import SchedulerLimits
+from ebbench.spec.server import EngineOptions
 from ebbench.termination import interruptible
 from vllm_eb.controller import Controller
 from vllm_eb.lockstep import LONGEST_PERIOD

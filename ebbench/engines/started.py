@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from ebbench.client import DriveResult
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.base import EngineResult, Observer
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
 from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
 from ebbench.engines.vllm_command import Serving, plain_line
@@ -23,6 +23,7 @@ from ebbench.engines.vllm_server import ServerProcess
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
+from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import PolicySpec
 from vllm_eb.recorder import FLUSH_EVERY_S
 

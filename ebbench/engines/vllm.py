@@ -11,9 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ebbench.client import ClientOptions
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
+from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import refuse_simulated
 from ebbench.engines.endpoint import SendingEngine
 from ebbench.engines.model_folder import check_servable, model_config, model_folder, position_limit
@@ -29,6 +28,8 @@ from ebbench.engines.vllm_command import (
 from ebbench.engines.vllm_server import ServerProcess, free_port
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import EngineOptions
 from ebbench.termination import interruptible
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbench.devices.parallel import Parallel
-from ebbench.engines.base import EngineOptions
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.spec.server import EngineOptions
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec, import_root

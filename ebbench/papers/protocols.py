@@ -35,7 +35,7 @@ from typing import Any
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.startup import EB_VLLM
 from ebbench.resources import REFERENCE
-from ebbench.runs.cell import Cell, simulated
+from ebbench.spec.run import RunSpec, simulated
 
 ASYNC_SCHEDULING = False
 VLLM = EB_VLLM
@@ -65,7 +65,7 @@ class Protocol:
     """One published run. ``plan``: arguments of :func:`ebbench.workloads.build_plan`, files as ``reference:PATH``.
 
     ``concurrencies``: if not empty, one run per value, with the mean of their figures. ``shuffle``: change the order of
-    the requests. ``topology`` None is one GPU; ``dispatch`` and ``decode_dispatch`` as in a Cell.
+    the requests. ``topology`` None is one GPU; ``dispatch`` and ``decode_dispatch`` as in a RunSpec.
     """
 
     policy: str
@@ -173,7 +173,7 @@ def fixed_threshold(k: int) -> str:
 
 def protocol_cells(
     protocol: Protocol, device: str, model: str, num_prompts: int | None = None, weight: float = 1.0, seed: int = 0
-) -> tuple[Cell, ...]:
+) -> tuple[RunSpec, ...]:
     """The cells of one published figure; ``num_prompts`` replaces the protocol's number."""
     cells = []
     for plan in protocol.plans():

@@ -13,6 +13,8 @@ from ebbench.resources import bundled_dir
 EB_PAPER = "Zhang et al., Threshold-Based Exclusive Batching for LLM Inference, ICML 2026"
 DEFERRED_PAPER = "Mohanty et al., Deferred prefill for throughput maximization in LLM inference, EuroMLSys 2025"
 
+MAIN_MODEL = "qwen3-8b"
+"""The EB paper's model, where a table or figure of its has one."""
 GPUS: Mapping[str, str] = {name: find_profile(name).short_name for name in ("rtx-pro-6000", "h200")}
 MODELS: Mapping[str, str] = {
     "qwen3-8b": "Qwen3-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B", "gemma-3-1b-it": "Gemma-3-1B-IT",

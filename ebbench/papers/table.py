@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ebbench.analysis.documents import Column, Document
+from ebbench.analysis.documents import Column, Document, Section
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
 
 Outputs = Literal["forced", "profile"]
 
@@ -76,82 +76,119 @@ def _one(option: str, names: Sequence[str], default: str) -> str:
 
 
 @dataclass(frozen=True)
+class Published:
+    """Devices and models that a table's or figure's published values are of."""
+
+    devices: tuple[str, ...]
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was run in place of the published setting, in words, and whether published values may stand beside it."""
+
+    deviations: tuple[str, ...]
+    beside_print: bool
+
+
+def setting_of(options: PaperOptions, reads: Collection[str], published: Published | None) -> Setting:
+    """How the options differ from the published setting of an item that reads ``reads``.
+
+    Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the chosen
+    ones; an item gives none for the others.
+    """
+    said, beside = [], True
+    if options.num_prompts is not None and "num_prompts" in reads:
+        said.append(f"{options.num_prompts:,} requests a run")
+        beside = False
+    if published is not None:
+        chosen = (("device", options.devices, published.devices), ("model", options.models, published.models))
+        for kind, named, printed in chosen:
+            said += [f"{kind} {name}" for name in named if name not in printed]
+            beside = beside and (not named or any(name in printed for name in named))
+    if options.outputs != "forced" and "outputs" in reads:
+        said.append("answers of table 9's lengths")
+    return Setting(tuple(said), beside)
+
+
+@dataclass(frozen=True)
 class PaperTable:
     """One published table. ``whole``: keep the run directories of its cells, not only their figures.
 
     ``reads``: the options of ``ebbench tables`` that its cells or its document depend on, by parameter name.
-    ``workloads``: the only supported ones; empty: any. ``published_on``: device and model of the published figures,
-    where the table takes one of each and would show them beside another's.
+    ``workloads``: the only supported ones; empty: any. ``published_on``: what its values are of by default or in print,
+    for tables that read a device or a model.
     """
 
     name: str
     title: str
-    cells: Callable[[PaperOptions], list[Cell]]
+    cells: Callable[[PaperOptions], list[RunSpec]]
     document: Callable[[PaperOptions, RunStore], Document]
     reads: tuple[str, ...]
     whole: bool = True
     aliases: tuple[str, ...] = field(default=())
     workloads: tuple[str, ...] = ()
-    published_on: tuple[str, str] | None = None
+    published_on: Published | None = None
 
     def filled(self, options: PaperOptions, store: RunStore) -> Document:
-        """The document, which says where the runs are not in the published setting and then leaves that out."""
+        """The document, which says where the runs are not in the published setting and then leaves that out.
+
+        Raises UsageError if the options leave no row.
+        """
         document = self.document(options, store)
-        deviations = self._deviations(options)
-        return _not_as_published(document, deviations) if deviations else document
-
-    def _deviations(self, options: PaperOptions) -> tuple[str, ...]:
-        said = []
-        if options.num_prompts is not None and "num_prompts" in self.reads:
-            said.append(f"{options.num_prompts:,} requests a run")
-        if self.published_on is not None:
-            device, model = self.published_on
-            if options.device(device) != device:
-                said.append(f"device {options.device(device)}")
-            if options.model(model) != model:
-                said.append(f"model {options.model(model)}")
-        return tuple(said)
+        setting = setting_of(options, self.reads, self.published_on)
+        if not any(section.rows for section in document.sections) and not self.cells(options):
+            raise UsageError(f"{self.name} has no row for {', '.join(setting.deviations) or 'these options'}")
+        return _titled(document, setting) if setting.deviations else document
 
 
-def _not_as_published(document: Document, deviations: tuple[str, ...]) -> Document:
-    """Without the columns of published figures and of differences from them; titled and noted with what was run."""
-    sections = []
-    for section in document.sections:
-        kept = [index for index, column in enumerate(section.columns) if not _of_print(column)]
-        rows = tuple(tuple(row[index] for index in kept) for row in section.rows)
-        sections.append(replace(section, columns=tuple(section.columns[index] for index in kept), rows=rows))
-    run = ", ".join(deviations)
-    note = (
-        f"Run with {run}, not in the published setting: published figures are left out, and numbers named below are "
-        "those of the table as it is by default."
+def _titled(document: Document, setting: Setting) -> Document:
+    """Titled and noted with what was run; without published figures and differences from them, where they are of
+    another setting."""
+    sections = document.sections if setting.beside_print else tuple(map(_without_print, document.sections))
+    run = ", ".join(setting.deviations)
+    notes = (said_of(setting, "table"), *document.notes)
+    return replace(document, title=f"{document.title} ({run})", sections=sections, notes=notes)
+
+
+def said_of(setting: Setting, item: str) -> str:
+    """A sentence with what was run in place of the published setting of a table or figure."""
+    beside = "" if setting.beside_print else ", so that no published figures stand beside it"
+    return (
+        f"Run with {', '.join(setting.deviations)} instead of the {item}'s own setting{beside}. Numbers named below "
+        f"are those of the {item} as it is by default."
     )
-    notes = (note, *document.notes)
-    return replace(document, title=f"{document.title} ({run})", sections=tuple(sections), notes=notes)
+
+
+def _without_print(section: Section) -> Section:
+    kept = [index for index, column in enumerate(section.columns) if not _of_print(column)]
+    rows = tuple(tuple(row[index] for index in kept) for row in section.rows)
+    return replace(section, columns=tuple(section.columns[index] for index in kept), rows=rows)
 
 
 def _of_print(column: Column) -> bool:
     return column.name in ("published", "diff") or column.group.startswith("published")
 
 
-def figure(store: RunStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:
+def figure(store: RunStore, cell: RunSpec, key: str, scale: float = 1.0) -> float | None:
     """One figure of a cell; None if it has not been run."""
     found = store.get(cell)
     return None if found is None else found.get(key, scale)
 
 
-def mean_figure(store: RunStore, cells: Sequence[Cell], key: str) -> float | None:
+def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str) -> float | None:
     """Mean over cells that differ in their seed; None unless all have been run."""
     values = [figure(store, cell, key) for cell in cells]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def measured(store: RunStore, cell: Cell) -> Measured | None:
+def measured(store: RunStore, cell: RunSpec) -> Measured | None:
     """The cell's result; None if it has not been run."""
     return store.get(cell)
 
 
-def pending(store: RunStore, cells: Sequence[Cell]) -> tuple[str, ...]:
+def pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
     """A note with the number of cells still to be run; empty if there are none."""
     absent = len(store.missing(cells))
     if not absent:

@@ -24,7 +24,7 @@ import msgspec
 
 from ebbench.resources import bundled_dir
 
-MAKE = ("ebbench.runs.make", "vllm_eb.policies")
+MAKE = ("ebbench.runs.execute", "vllm_eb.policies")
 """Module from which every run starts; policies are loaded by name."""
 ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
     "sim": ("ebbench.engines.sim",),

@@ -8,27 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError
-from ebbench.runs.cell import Cell
-from ebbench.runs.make import Made, Task, device_of, make
+from ebbench.runs.execute import Made, Task, make
+from ebbench.runs.key import with_absolute_paths
 from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
+from ebbench.runs.prepare import device_of
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import is_server
 from ebbench.workloads import load_scenario, load_workload
 from ebbench.workloads.options import is_recorded
 
-Stored = Callable[[Cell, Measured | EbbenchError, Outcome[Made]], None]
+Stored = Callable[[RunSpec, Measured | EbbenchError, Outcome[Made]], None]
 """Called after every cell with its result or its error."""
 Job = Callable[[Task], Made]
 
 
 def run_missing(
-    cells: Sequence[Cell],
+    cells: Sequence[RunSpec],
     store: RunStore,
     *,
     workers: int | None = None,
     whole: bool = True,
-    done: Callable[[Cell], None] | None = None,
+    done: Callable[[RunSpec], None] | None = None,
 ) -> int:
     """Run the cells missing in the store; returns their number. ``whole`` keeps run directories, not only figures.
 
@@ -41,7 +43,7 @@ def run_missing(
         return 0
     check_names(todo)
 
-    def stored(cell: Cell, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
+    def stored(cell: RunSpec, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
         if isinstance(result, EbbenchError):
             raise result
         if done is not None:
@@ -52,7 +54,7 @@ def run_missing(
 
 
 def run_cells(
-    cells: Sequence[Cell], store: RunStore, pool: Pool, *, whole: bool, stored: Stored, job: Job = make
+    cells: Sequence[RunSpec], store: RunStore, pool: Pool, *, whole: bool, stored: Stored, job: Job = make
 ) -> None:
     """Run cells and store each result at once. Stops on an exception of ``stored`` or an interruption.
 
@@ -62,8 +64,10 @@ def run_cells(
     tasks = {}
     for cell in cells:
         directory = store.temporary(cell).resolve() if whole else None
-        tasks[Task(cell.with_absolute_paths(), directory)] = cell
-    under_way: dict[Cell, Path] = {cell: task.directory for task, cell in tasks.items() if task.directory is not None}
+        tasks[Task(with_absolute_paths(cell), directory)] = cell
+    under_way: dict[RunSpec, Path] = {
+        cell: task.directory for task, cell in tasks.items() if task.directory is not None
+    }
     try:
         outcomes: Any = pool.outcomes(job, list(tasks))
         with closing(outcomes):
@@ -82,7 +86,7 @@ def run_cells(
                 store.abandon(directory)
 
 
-def check_names(cells: Sequence[Cell]) -> None:
+def check_names(cells: Sequence[RunSpec]) -> None:
     """Raise UsageError for unknown names before the first run."""
     for cell in {(is_server(cell.engine), cell.device, cell.model, cell.cost): cell for cell in cells}.values():
         device_of(replace(cell, host=None))

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from ebbench.errors import DataError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
-from ebbench.runs.cell import Cell
-from ebbench.runs.make import Made, plan_of
+from ebbench.runs.execute import Made
+from ebbench.runs.key import directory_name, key_of, stored_form
 from ebbench.runs.pool import Outcome
+from ebbench.runs.prepare import plan_of
+from ebbench.spec.run import RunSpec
 
 CELL, UNFINISHED = "cell.json", "unfinished"
 _TEMPORARY, _LEFT_BEHIND_S = ".cell-", 3600.0
@@ -77,18 +79,18 @@ class RunStore:
     def __init__(self, root: Path, adopted: Iterable[Path] = ()) -> None:
         self.root = root
         self._adopted = _adopt(list(adopted))
-        self._known: dict[Cell, Measured] = {}
+        self._known: dict[RunSpec, Measured] = {}
 
-    def get(self, cell: Cell) -> Measured | None:
+    def get(self, cell: RunSpec) -> Measured | None:
         """The result of a cell; None if it was not run with this version of the code."""
         if cell not in self._known:
-            found = self._own_run(cell) or _read(self.root / cell.directory_name())
+            found = self._own_run(cell) or _read(self.root / directory_name(cell))
             if found is None:
                 return None
             self._known[cell] = found
         return self._known[cell]
 
-    def missing(self, cells: Iterable[Cell], *, whole: bool = False) -> list[Cell]:
+    def missing(self, cells: Iterable[RunSpec], *, whole: bool = False) -> list[RunSpec]:
         """Cells without a result, each once, longest first. ``whole``: also those of which only figures were kept.
 
         A real-time run that was INVALID is measured again; a simulated one would give the same result.
@@ -96,15 +98,15 @@ class RunStore:
         absent = [cell for cell in dict.fromkeys(cells) if not self._has(cell, whole)]
         return sorted(absent, key=lambda cell: -cell.weight)
 
-    def _has(self, cell: Cell, whole: bool) -> bool:
+    def _has(self, cell: RunSpec, whole: bool) -> bool:
         found = self.get(cell)
         if found is None or (cell.real_time and not found.valid):
             return False
         return not whole or (found.path / MANIFEST).exists()
 
-    def stored_since(self, cells: Iterable[Cell]) -> float | None:
+    def stored_since(self, cells: Iterable[RunSpec]) -> float | None:
         """When the oldest of these cells was stored, in seconds since 1970; None without any."""
-        files = (self.root / cell.directory_name() / CELL for cell in cells)
+        files = (self.root / directory_name(cell) / CELL for cell in cells)
         return min((path.stat().st_mtime for path in files if path.exists()), default=None)
 
     def open(self) -> None:
@@ -122,9 +124,9 @@ class RunStore:
             if time.time() - _last_written_s(path) > _LEFT_BEHIND_S:
                 self.abandon(path)
 
-    def temporary(self, cell: Cell) -> Path:
+    def temporary(self, cell: RunSpec) -> Path:
         """A path for the directory of a running cell; hidden, not created yet, and used by no other command."""
-        return self.root / f"{_TEMPORARY}{cell.key()}-{secrets.token_hex(4)}"
+        return self.root / f"{_TEMPORARY}{key_of(cell)}-{secrets.token_hex(4)}"
 
     def abandon(self, directory: Path) -> None:
         """Drop the directory of an unfinished run; measurements of real servers are kept."""
@@ -135,17 +137,17 @@ class RunStore:
         else:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def keep(self, cell: Cell, outcome: Outcome[Made], directory: Path | None = None) -> Measured:
+    def keep(self, cell: RunSpec, outcome: Outcome[Made], directory: Path | None = None) -> Measured:
         """Store a result, with the run in ``directory`` if there is one. Raises RunError if the disk is full."""
         made = outcome.value
         assert made is not None
-        final = self.root / cell.directory_name()
+        final = self.root / directory_name(cell)
         figures = dict(made.figures) | ({"run_dir": str(final)} if directory is not None else {})
         found = Measured(figures, made.phases, final, outcome.seconds, outcome.worker, made.caveats)
         try:
             working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
             content = {
-                "key": cell.key(), "cell": _stored(cell), "figures": figures, "phases": list(made.phases),
+                "key": key_of(cell), "cell": stored_form(cell), "figures": figures, "phases": list(made.phases),
                 "caveats": list(made.caveats), "seconds": outcome.seconds, "worker": outcome.worker,
             }  # fmt: skip
             try:
@@ -160,10 +162,10 @@ class RunStore:
         self._known[cell] = found
         return found
 
-    def _own_run(self, cell: Cell) -> Measured | None:
-        if not self._adopted or cell.topology is not None:  # runs of several instances cannot be matched to cells
+    def _own_run(self, cell: RunSpec) -> Measured | None:
+        if not self._adopted or cell.cluster.topology is not None:  # runs of several instances are not matched
             return None
-        options = cell.options
+        options = cell.server
         identity = (plan_hash(plan_of(cell)), cell.policy, cell.device, cell.model)
         how = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
         path = self._adopted.get((*identity, *how, unusual_options(asdict(options))))
@@ -177,12 +179,6 @@ def measured_from_run(path: Path) -> Measured:
     parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
     caveats = of_device(run.manifest.engine, run.manifest.warnings)
     return Measured(summarise(run).to_dict(), tuple(parts), path, caveats=caveats)
-
-
-def _stored(cell: Cell) -> Any:
-    """The stored form of the cell: without values of headers, which may be secret."""
-    shown = tuple((name, list(value) if name == "headers" else value) for name, value in cell.client)
-    return asdict(replace(cell, client=shown, topology=None)) | {"topology": msgspec.to_builtins(cell.topology)}
 
 
 def _settle(working: Path, final: Path, *, replace_it: bool) -> None:

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_options
-from ebbench.engines.setup import is_server, make_engine
+from ebbench.engines.setup import make_engine
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.runs.cell import Cell
-from ebbench.runs.make import setup_of
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import EngineOptions, is_server
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import parse_policy
 
 
-def check_cells(cells: Sequence[Cell]) -> None:
+def check_cells(cells: Sequence[RunSpec]) -> None:
     """Raise UsageError for unknown names, settings that an engine does not support, and a grid without any runnable
     cell."""
     _check_names(cells)
@@ -27,7 +26,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
     _check_engines(cells)
 
 
-def _check_labels(cells: Sequence[Cell]) -> None:
+def _check_labels(cells: Sequence[RunSpec]) -> None:
     """A running server has the one policy it was started with: raise UsageError if the cells have several."""
     policies: dict[str, str] = {}
     for cell in cells:
@@ -37,9 +36,9 @@ def _check_labels(cells: Sequence[Cell]) -> None:
             )
 
 
-def problem_of(cell: Cell) -> str:
+def problem_of(cell: RunSpec) -> str:
     """Why no engine can run a cell's scheduler settings; empty if one can."""
-    return _problem(cell.options, cell.policy)
+    return _problem(cell.server, cell.policy)
 
 
 @lru_cache(maxsize=4096)
@@ -51,19 +50,28 @@ def _problem(options: EngineOptions, policy: str) -> str:
     return ""
 
 
-def _check_engines(cells: Sequence[Cell]) -> None:
+def _check_engines(cells: Sequence[RunSpec]) -> None:
     """Create every engine once, which raises UsageError for unsupported settings."""
-    for setup in {str(setup_of(cell)): setup_of(cell) for cell in cells}.values():
-        make_engine(setup)
+    for cell in {_of_engine(cell): cell for cell in cells}.values():
+        make_engine(cell)
     for cell in cells:
         if cell.ramp_up_s is not None and not cell.real_time and not cell.plan.request_rate:
             raise UsageError("ramp_up_s of a closed loop needs a server; leave it out, or give a request_rate")
 
 
-def _check_names(cells: Sequence[Cell]) -> None:
+def _of_engine(cell: RunSpec) -> str:
+    """What :func:`make_engine` reads of a cell."""
+    plan = cell.plan
+    return repr((
+        cell.engine, cell.model, cell.client, cell.cluster, cell.vllm_options, plan.scenario, plan.max_model_len,
+        plan.drop_too_long,
+    ))  # fmt: skip
+
+
+def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.slo import parse_slo
     from ebbench.devices import load_device
-    from ebbench.devices.profiles import find_model, find_profile
+    from ebbench.devices.profiles import as_decoder, find_model, find_profile
     from ebbench.engines import ENGINES
     from ebbench.traffic.spec import load_scenario
     from ebbench.workloads.spec import load_workload
@@ -90,10 +98,10 @@ def _check_names(cells: Sequence[Cell]) -> None:
         else:
             find_profile(device)
     for model in _values(own, "model"):
-        find_model(model)
+        find_model(as_decoder(model) if own.get("assume_decoder") else model)
 
 
-def trace_notes(cells: Sequence[Cell]) -> list[str]:
+def trace_notes(cells: Sequence[RunSpec]) -> list[str]:
     """How the times of each replayed trace are read. Raises UsageError if that is ambiguous."""
     from ebbench.traffic.spec import load_scenario
 

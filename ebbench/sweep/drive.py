@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ebbench.devices.apiserver import OFF
-from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError
 from ebbench.records.lock import sole_use
 from ebbench.runs.api_server import as_answered
-from ebbench.runs.cell import Cell
 from ebbench.runs.drive import Job, run_cells
-from ebbench.runs.make import Made, make
+from ebbench.runs.execute import Made, make
 from ebbench.runs.pool import InProcess, Outcome, Pool
 from ebbench.runs.store import Measured
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import OFF, is_server
 from ebbench.sweep.spec import Sweep
 from ebbench.sweep.store import Finished, SweepStore, header_values
 
@@ -51,7 +50,7 @@ class SweepProgress:
 class Failed:
     """A cell that could not be run, with the error."""
 
-    cell: Cell
+    cell: RunSpec
     error: EbbenchError
 
 
@@ -122,7 +121,7 @@ def _run_sweep(
     kept_since = store.runs.stored_since(set(sweep.cells).difference(todo))
     counts, interrupted = _CellCounts(sweep, len(todo)), False
 
-    def stored(cell: Cell, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
+    def stored(cell: RunSpec, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
         if isinstance(result, EbbenchError):
             store.failed(cell, result, outcome.seconds)
             counts.failed.append(Failed(cell, result))
@@ -131,7 +130,7 @@ def _run_sweep(
             counts.done += 1
         report(counts.progress())
 
-    def run(cells: Sequence[Cell], chosen: Pool) -> None:
+    def run(cells: Sequence[RunSpec], chosen: Pool) -> None:
         if cells:
             run_cells(cells, store.runs, chosen, whole=sweep.keep_runs, stored=stored, job=job)
 
@@ -142,7 +141,7 @@ def _run_sweep(
         if sweep.api_server_if_busy:
             sweep = behind_api_servers(sweep, store)
             more = missing(sweep, store)
-            again = [cell for cell in more if cell.options.api_server != OFF]
+            again = [cell for cell in more if cell.server.api_server != OFF]
             counts.repeated(len(again))
             run(again, pool)
     except KeyboardInterrupt:
@@ -158,7 +157,7 @@ def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:
     Cells that are not finished stay as they are, unless one that they are compared with is.
     """
 
-    def figures(cell: Cell) -> Mapping[str, Any] | None:
+    def figures(cell: RunSpec) -> Mapping[str, Any] | None:
         found = store.runs.get(cell)
         return None if found is None else found.figures
 
@@ -166,7 +165,7 @@ def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:
     return replace(sweep, cells=tuple(answered[cell] for cell in sweep.cells))
 
 
-def missing(sweep: Sweep, store: SweepStore) -> list[Cell]:
+def missing(sweep: Sweep, store: SweepStore) -> list[RunSpec]:
     """Cells without a stored result, in the order of the grid."""
     absent = set(store.runs.missing(sweep.cells, whole=sweep.keep_runs))
     return [cell for cell in sweep.cells if cell in absent]
@@ -180,7 +179,8 @@ def summary_lines(errors: Iterable[str], limit: int = 5) -> list[str]:
 
 def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str]]:
     """Names of finished cells, each with the reasons why it is INVALID."""
-    from ebbench.runs.settings import plain, settings_of
+    from ebbench.runs.settings import plain
+    from ebbench.spec.run import settings_of
 
     found = []
     for entry in cells:

@@ -11,9 +11,9 @@ from typing import Any
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.noise import least_difference
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
-from ebbench.engines.setup import is_server
-from ebbench.runs.cell import Cell
-from ebbench.runs.settings import plain, settings_of
+from ebbench.runs.settings import plain
+from ebbench.spec.run import RunSpec, settings_of
+from ebbench.spec.server import is_server
 from ebbench.sweep.store import Finished
 
 METRIC, GOODPUT = "request_throughput", "request_goodput"
@@ -41,7 +41,7 @@ class Finding:
     gain_shown: bool = True
 
 
-def metric_of(cells: Sequence[Cell]) -> str:
+def metric_of(cells: Sequence[RunSpec]) -> str:
     """The figure that ranks if none was chosen: goodput if all cells have limits, else requests/s."""
     return GOODPUT if all(cell.goodput for cell in cells) else METRIC
 
@@ -118,5 +118,5 @@ def baseline_of(found: Sequence[Finding]) -> str:
     return policies[0] if policies and _BASELINE not in policies else _BASELINE
 
 
-def _configuration(cell: Cell) -> Configuration:
-    return cell.options.max_num_batched_tokens, cell.options.max_num_seqs
+def _configuration(cell: RunSpec) -> Configuration:
+    return cell.server.max_num_batched_tokens, cell.server.max_num_seqs

@@ -16,13 +16,14 @@ from rich.text import Text
 
 from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.analysis.compare.policies import TIE
-from ebbench.devices.apiserver import DEFAULT_CLASS, OFF
 from ebbench.render import numbers
 from ebbench.render.console import Console
 from ebbench.render.live import Work, shown
 from ebbench.render.report import notes
-from ebbench.runs.cell import Cell
-from ebbench.runs.settings import plain, settings_of
+from ebbench.runs.key import key_of
+from ebbench.runs.settings import plain
+from ebbench.spec.run import RunSpec, settings_of
+from ebbench.spec.server import DEFAULT_CLASS, OFF
 from ebbench.sweep.checks import problem_of
 from ebbench.sweep.drive import Result, SweepProgress, named, summary_lines
 from ebbench.sweep.findings import Finding, baseline_of
@@ -50,7 +51,7 @@ def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
         yield report
 
 
-def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
+def dry_run(sweep: Sweep, todo: Sequence[RunSpec]) -> RenderableType:
     """The cells that would run, without running them."""
     lines = [f"{sweep.name}: {len(sweep.cells)} cells, {len(todo)} to run, {len(sweep.cells) - len(todo)} finished"]
     for name in sweep.axes:
@@ -76,7 +77,7 @@ def _values(sweep: Sweep, name: str) -> str:
 
 def behind_api_server(sweep: Sweep) -> int:
     """Number of cells with a simulated API server."""
-    return sum(cell.options.api_server != OFF for cell in sweep.cells)
+    return sum(cell.server.api_server != OFF for cell in sweep.cells)
 
 
 def _api_server_note(sweep: Sweep) -> str:
@@ -248,9 +249,9 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
         "finished": len(result.finished),
         "from_before": result.progress.kept,
         "kept_since_unix_s": result.kept_since_unix_s,
-        "failed": [{"key": e.cell.key(), "error": str(e.error)} for e in result.failed],
+        "failed": [{"key": key_of(e.cell), "error": str(e.error)} for e in result.failed],
         "invalid": [
-            {"key": entry.cell.key(), "cell": where, "reasons": why}
+            {"key": key_of(entry.cell), "cell": where, "reasons": why}
             for entry, (where, why) in zip(result.invalid, named(result.invalid, result.sweep.axes), strict=True)
         ],
         "warnings": caveats(result),

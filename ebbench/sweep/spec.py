@@ -12,22 +12,18 @@ from typing import Any
 import msgspec
 
 from ebbench.config.strict_toml import load_toml
-from ebbench.devices.apiserver import AUTO, DEFAULT_CLASS
 from ebbench.errors import InputFileError, UnknownNameError
-from ebbench.runs.cell import Cell
-from ebbench.runs.settings import cell_of, known_settings
+from ebbench.runs.settings import settings_table, spec_of_file
+from ebbench.spec.run import RunSpec, known_settings
+from ebbench.spec.server import AUTO, DEFAULT_CLASS
 from ebbench.sweep.checks import check_cells
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
 MAX_CELLS = 1_000_000
 _SETTINGS = known_settings()
 
-# The file's two tables accept exactly the settings of a cell: single values, and lists of them.
-_Common: Any = msgspec.defstruct(
-    "Common",
-    [(one.name, one.kind | msgspec.UnsetType, msgspec.UNSET) for one in _SETTINGS.values()],
-    forbid_unknown_fields=True,
-)
+# The file's two tables accept exactly the settings of a run: single values, and lists of them.
+_Common = settings_table("Common")
 _Grid: Any = msgspec.defstruct(
     "Grid",
     [(one.name, GenericAlias(list, (one.kind,)) | msgspec.UnsetType, msgspec.UNSET) for one in _SETTINGS.values()],
@@ -60,7 +56,7 @@ class Sweep:
     name: str
     description: str
     axes: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    cells: tuple[RunSpec, ...]
     keep_runs: bool
     api_server_if_busy: bool = False
 
@@ -168,7 +164,9 @@ def _overridden(path: Path, grid: list[dict[str, Any]], overrides: _Overrides) -
     return grid
 
 
-def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], overrides: _Overrides) -> tuple[Cell, ...]:
+def _cells(
+    path: Path, lists: dict[str, list[Any]], common: dict[str, Any], overrides: _Overrides
+) -> tuple[RunSpec, ...]:
     """All combinations; the last axes vary fastest, so that cells of one plan are adjacent."""
     order = sorted(lists, key=lambda name: name not in _SLOW)
     count = 1
@@ -179,7 +177,7 @@ def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], over
     grid = [
         common | dict(zip(order, values, strict=True)) for values in itertools.product(*(lists[name] for name in order))
     ]
-    cells = map(cell_of, _overridden(path, grid, overrides))
+    cells = map(spec_of_file, _overridden(path, grid, overrides))
     return tuple(dict.fromkeys(cells))
 
 

@@ -23,13 +23,14 @@ import msgspec
 import pyarrow as pa
 
 from ebbench.credentials import HIDDEN, LONG, api_key, forms_of, redacted
-from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError, RunError
 from ebbench.records import files
 from ebbench.records.run import unused
-from ebbench.runs.cell import Cell
-from ebbench.runs.settings import known_settings, plain, plain_type, settings_of
+from ebbench.runs.key import key_of
+from ebbench.runs.settings import plain, plain_type
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec, known_settings, settings_of
+from ebbench.spec.server import is_server
 
 RESULTS, SPEC = "results.parquet", "sweep.toml"
 FIGURES = (
@@ -53,7 +54,7 @@ SCHEMA = pa.schema(
 class Finished:
     """A cell of a sweep with its result."""
 
-    cell: Cell
+    cell: RunSpec
     measured: Measured
 
 
@@ -94,26 +95,26 @@ class SweepStore:
             raise RunError(f"cannot move {self.directory} to {kept}: {error.strerror or error}") from error
         return kept
 
-    def failed(self, cell: Cell, error: EbbenchError, seconds: float) -> None:
+    def failed(self, cell: RunSpec, error: EbbenchError, seconds: float) -> None:
         """Store why a cell failed. Raises RunError if the disk is full."""
         content = {
-            "key": cell.key(),
+            "key": key_of(cell),
             "settings": _shown(cell),
             "error": self._redacted(cell, error),
             "seconds": seconds,
         }
-        files.write_bytes(msgspec.json.encode(content), self._failed / f"{cell.key()}.json")
+        files.write_bytes(msgspec.json.encode(content), self._failed / f"{key_of(cell)}.json")
 
-    def _redacted(self, cell: Cell, error: EbbenchError) -> str:
+    def _redacted(self, cell: RunSpec, error: EbbenchError) -> str:
         key = api_key()
         return redacted(str(error), forms_of([*header_values([cell]), *([key] if key else [])]))
 
-    def succeeded(self, cell: Cell) -> None:
+    def succeeded(self, cell: RunSpec) -> None:
         """Remove the stored error of an earlier attempt."""
         with suppress(OSError):
-            (self._failed / f"{cell.key()}.json").unlink(missing_ok=True)
+            (self._failed / f"{key_of(cell)}.json").unlink(missing_ok=True)
 
-    def load(self, cells: Sequence[Cell]) -> list[Finished]:
+    def load(self, cells: Sequence[RunSpec]) -> list[Finished]:
         """Finished cells among ``cells``, in their order. Raises DataError naming a damaged file."""
         return [Finished(cell, found) for cell in cells if (found := self.runs.get(cell)) is not None]
 
@@ -148,15 +149,15 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def header_values(cells: Iterable[Cell]) -> set[str]:
+def header_values(cells: Iterable[RunSpec]) -> set[str]:
     """The values of the headers of all cells."""
     return {value for cell in cells for value in dict(settings_of(cell)["headers"]).values()}
 
 
-def _shown(cell: Cell) -> dict[str, Any]:
+def _shown(cell: RunSpec) -> dict[str, Any]:
     """The stored settings: only the names of headers, whose values may be secret; None for what a server decides."""
     found = settings_of(cell)
-    own = [name for name, one in known_settings().items() if one.part == "options" and name != "warmup"]
+    own = [name for name, one in known_settings().items() if one.part == "server" and name != "warmup"]
     decided = dict.fromkeys(own) if is_server(cell.engine) else {}
     return found | decided | {"headers": dict.fromkeys(found["headers"], "")}
 
@@ -165,7 +166,7 @@ def row_of(entry: Finished) -> dict[str, Any]:
     """A finished cell as a row of SCHEMA."""
     figures: Mapping[str, Any] = entry.measured.figures
     return (
-        {"key": entry.cell.key(), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
+        {"key": key_of(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
         | {name: plain(value) for name, value in _shown(entry.cell).items()}
         | {name: _real(figures.get(name)) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}

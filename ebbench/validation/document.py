@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, labels
-from ebbench.devices.apiserver import OFF
+from ebbench.spec.server import OFF
 from ebbench.validation.drive import Outcomes
 from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict
 from ebbench.validation.question import StepTimes, ValidationQuestion

@@ -19,11 +19,12 @@ from ebbench.devices.gridcost import GridCost
 from ebbench.engines.setup import make_engine
 from ebbench.engines.vllm import VllmEngine
 from ebbench.errors import EbbenchError, RunError
-from ebbench.runs.cell import Cell
 from ebbench.runs.drive import run_cells, run_missing
-from ebbench.runs.make import Made, device_of, make, setup_of
+from ebbench.runs.execute import Made, make
 from ebbench.runs.pool import InProcess, Outcome
+from ebbench.runs.prepare import device_of
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
 from ebbench.validation.cpu_server import move_api_servers, server_processors, starting_as_measured
 from ebbench.validation.judge import METRICS, Observation
 from ebbench.validation.question import (
@@ -115,7 +116,7 @@ def _settings(question: ValidationQuestion, number: int) -> list[PlannedRun]:
     return [PlannedRun(policy, load_index, number) for policy in question.order(number) for load_index in loads]
 
 
-def _check_device(cell: Cell) -> None:
+def _check_device(cell: RunSpec) -> None:
     """Raise RunError unless the device predicts from the measured step times."""
     device = device_of(cell)
     if not isinstance(device.cost, GridCost):
@@ -177,7 +178,7 @@ class _Rounds:
         predicted, measured = ({key: one.get(key) for key in METRICS} for one in (expected, found))
         return Observation(setting.policy, load, setting.round, predicted, measured, found.valid)
 
-    def _cell(self, kind: Callable[..., Cell], setting: PlannedRun) -> Cell:
+    def _cell(self, kind: Callable[..., RunSpec], setting: PlannedRun) -> RunSpec:
         return kind(self.question, self.steps[setting.round], setting, self.schedule)
 
     def _too_late(self, needed_s: float) -> bool:
@@ -207,23 +208,23 @@ class _Rounds:
 
 
 def _measure_policy(
-    question: ValidationQuestion, cells: Sequence[Cell], store: RunStore, tell: Callable[[Cell, Measured], None]
+    question: ValidationQuestion, cells: Sequence[RunSpec], store: RunStore, tell: Callable[[RunSpec, Measured], None]
 ) -> None:
     """Measure cells that differ only in load; with vLLM, one server serves all of them."""
 
-    def stored(cell: Cell, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
+    def stored(cell: RunSpec, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
         if isinstance(result, EbbenchError):
             raise result
         tell(cell, result)
 
     first = cells[0]
-    engine, _ = make_engine(setup_of(first))
+    engine, _ = make_engine(first)
     if not isinstance(engine, VllmEngine):
         run_cells(cells, store, InProcess(), whole=True, stored=stored)
         return
     with ExitStack() as stack:
         with starting_as_measured(question):
-            start = engine.started(parse_policy(first.policy), device_of(first), first.options, _no_progress)
+            start = engine.started(parse_policy(first.policy), device_of(first), first.server, _no_progress)
             server = stack.enter_context(start)
         move_api_servers([process.group for process in server.processes], server_processors(question))
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
@@ -233,7 +234,7 @@ def _no_progress(_log: Path) -> Callable[[float], None]:
     return lambda _waited_s: None
 
 
-def _tell(say: Say, where: str, cell: Cell, found: Measured) -> None:
+def _tell(say: Say, where: str, cell: RunSpec, found: Measured) -> None:
     load, rate = cell.plan.max_concurrency, found.get("output_throughput")
     figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
     invalid = "" if found.valid else f"; INVALID: {'; '.join(found.figures.get('reasons', ()))}"

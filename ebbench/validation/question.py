@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from ebbench.calibration.measure import ProbeGrid
-from ebbench.devices.apiserver import OFF, chosen_api_server
-from ebbench.engines.base import EngineOptions
+from ebbench.devices.apiserver import chosen_api_server
 from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import UsageError
-from ebbench.runs.cell import Cell
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import OFF, EngineOptions
 from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import parse_policy
 
@@ -158,7 +159,7 @@ class PlannedRun:
 
 def predicted_cell(
     question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, schedule: MeasuringSchedule
-) -> Cell:
+) -> RunSpec:
     """The run in the simulator, on the device that was just measured and behind the question's API server.
 
     One server of a real vLLM serves the loads one after the other, and adaptive policies keep what they have learned:
@@ -167,19 +168,19 @@ def predicted_cell(
     options = replace(_options(question, steps), api_server=question.api_server)
     if question.engine == "vllm":
         options = replace(options, warmup=schedule.served_before(setting.load_index))
-    return Cell(
+    return RunSpec(
         _plan(question, setting, schedule),
         setting.policy,
         engine="sim",
         device=str(steps.profile),
         model=question.model,
-        options=options,
+        server=options,
     )
 
 
 def measured_cell(
     question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, schedule: MeasuringSchedule
-) -> Cell:
+) -> RunSpec:
     """The same run on the engine itself; policies compute from the costs that were just measured."""
     real = question.engine == "vllm"
     how: dict[str, Any] = (
@@ -187,20 +188,19 @@ def measured_cell(
         if real
         else {"device": question.device}
     )
-    return Cell(
+    return RunSpec(
         _plan(question, setting, schedule),
         setting.policy,
         engine=question.engine,
         model=question.model,
         # Steps of the CPU build are measured without torch.compile; those of a GPU with all that vLLM does by default.
-        options=replace(_options(question, steps), enforce_eager=real and cpu_build()),
+        server=replace(_options(question, steps), enforce_eager=real and cpu_build()),
         **how,
     )
 
 
-def _client(question: ValidationQuestion) -> tuple[tuple[str, Any], ...]:
-    """Options of the load generator that differ from the defaults."""
-    return () if question.lag_limit_ms is None else (("lag_limit_ms", question.lag_limit_ms),)
+def _client(question: ValidationQuestion) -> ClientOptions:
+    return ClientOptions(lag_limit_ms=question.lag_limit_ms)
 
 
 def _plan(question: ValidationQuestion, setting: PlannedRun, schedule: MeasuringSchedule) -> PlanOptions:

@@ -12,7 +12,7 @@ import msgspec
 
 from ebbench.errors import DataError, RunError
 from ebbench.records import files
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
 from ebbench.validation.question import MeasuringSchedule, PlannedRun, StepTimes, ValidationQuestion, predicted_cell
 
 SCHEDULE = "schedule.json"

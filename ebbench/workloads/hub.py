@@ -34,6 +34,8 @@ def why_unreachable(hub: Hub, environ: Mapping[str, str] = os.environ, deadline_
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         if environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return f"{name} is set"
+    import httpx  # noqa: F401 - before the deadline begins: it may take a second
+
     address = endpoint(environ)
     answer: list[str | None] = []
     # In a thread, since no client limits resolving, connecting and reading by one deadline.

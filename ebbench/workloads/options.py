@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.config.strict_toml import not_positive
+from ebbench.config.declare import LOAD, SESSIONS, WORKLOAD, check_ranges, declare
 from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
@@ -41,72 +40,88 @@ def is_recorded(workload: str) -> bool:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Everything a plan depends on: equal options give byte-identical plans.
-
-    ``workload``: a bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a
-    published run) or the path of a TOML file. ``scenario``: likewise; None is ``trace`` for traces and
-    ``saturated`` otherwise. ``num_prompts``: number of sessions (a conversation is one session); None uses the
-    scenario's or the workload's. ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``:
-    open sessions. Rates are in sessions/s (shares in a scenario refer to ``saturation_rate``; an infinite
-    ``request_rate`` opens all sessions of a closed loop at once), lengths in tokens. ``burstiness``: shape of gamma
-    gaps; 1 is Poisson, less is burstier. ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us
-    or ns; None: by the rule of :mod:`ebbench.workloads.trace_times`). ``rate_scale`` multiplies the rates that a
-    scenario or a fitted workload gives. ``prefix_share``, ``prefix_groups``, ``cache_hit_rate``: see
-    :mod:`ebbench.workloads.shared_prefix`. ``duration_s``: time during which sessions are released.
-    ``max_model_len``: longest prompt plus output in tokens (None: no limit); longer requests are refused, or left
-    out with ``drop_too_long``. ``tokenizer`` (name or folder) counts the tokens of text; None estimates them from
-    bytes. ``with_text`` False leaves out the prompts' text, which simulated engines do not read. ``columns`` names
-    the columns of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own
-    prompts, which are otherwise never kept. ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``,
-    ``abandon_after``, ``thinking_len``: see :mod:`ebbench.workloads.sessions`; they replace what the workload's
-    file says. ``lora_assignment``, ``images``: see :mod:`ebbench.workloads.attachments`. ``redraw``: recorded requests
-    are a supply to draw from: a part of a log begins where the seed says, and a data set that holds too few sessions is
-    read again (a log always is, where ``num_prompts`` or the scenario asks for more).
+    """Everything a plan depends on: equal options give byte-identical plans. None: what scenario or workload say.
 
     Raises UsageError for an invalid value.
     """
 
-    workload: str
-    scenario: str | None = None
-    num_prompts: int | None = None
-    seed: int = 0
-    source: str = "auto"
-    max_concurrency: int | None = None
-    request_rate: float | None = None
-    saturation_rate: float | None = None
-    burstiness: float | None = None
-    input_len: int | None = None
-    output_len: int | None = None
-    length_distribution: str | None = None
-    speed: float | None = None
-    time_unit: str | None = None
-    duration_s: float | None = None
-    max_model_len: int | None = None
-    drop_too_long: bool = False
-    tokenizer: str | None = None
+    workload: str = declare()
+    """A bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a published
+    run) or the path of a TOML file."""
+    scenario: str | None = declare(
+        None, "When requests arrive: a name or a TOML file.", LOAD, names=("--scenario", "-s"), complete="scenarios"
+    )
+    """None is ``trace`` for recorded requests and ``saturated`` otherwise."""
+    num_prompts: int | None = declare(
+        None, "Sessions to plan: single requests or conversations. Default: what scenario, workload or trace hold.",
+        WORKLOAD, names=("--num-prompts", "-n"), at_least=1,
+    )  # fmt: skip
+    seed: int = declare(0, "Seed of the plan; equal seeds give byte-identical plans.", WORKLOAD)
+    source: str = declare("auto", "auto, hub, profile or file:PATH.", WORKLOAD)
+    max_concurrency: int | None = declare(
+        None, "Most sessions open at a time.", LOAD, names=("--max-concurrency", "-c"), at_least=1
+    )
+    request_rate: float | None = declare(
+        None, "Sessions/s, open loop; inf: all at once, up to --max-concurrency.", LOAD, above=0, infinite=True
+    )
+    saturation_rate: float | None = declare(
+        None, "Measured saturation in sessions/s, for phases given as a share.", LOAD, above=0
+    )
+    burstiness: float | None = declare(None, "Shape of gamma gaps: 1 is Poisson, less is burstier.", LOAD, above=0)
+    input_len: int | None = declare(None, "Mean prompt tokens.", WORKLOAD, at_least=1)
+    output_len: int | None = declare(None, "Mean output tokens.", WORKLOAD, at_least=1)
+    length_distribution: str | None = declare(None, "uniform, geometric, gamma:SHAPE or fixed.", WORKLOAD)
+    speed: float | None = declare(None, "Time factor of a trace: 2 is twice as fast.", LOAD, above=0)
+    time_unit: str | None = declare(
+        None, "Unit of a trace's times: s, ms, us or ns. Default: derived from the file; required if ambiguous.", LOAD
+    )
+    duration_s: float | None = declare(
+        None, "Seconds after which no session is released; open ones run to their end.", LOAD, names=("--duration",),
+        above=0,
+    )  # fmt: skip
+    max_model_len: int | None = declare(None, at_least=1)
+    """Longest prompt plus output in tokens; None: no limit. In files and on the command line the server's setting."""
+    drop_too_long: bool = declare(
+        False, "Drop requests longer than --max-model-len.", WORKLOAD, names=("--drop-too-long",)
+    )
+    """Without it they are refused."""
+    tokenizer: str | None = declare(None, "Tokenizer that counts the tokens of texts; default: estimate.", WORKLOAD)
+    """Name or folder."""
     with_text: bool = True
-    rate_scale: float | None = None
-    prefix_share: float | None = None
-    prefix_groups: int | None = None
-    cache_hit_rate: float | None = None
-    columns: str | None = None
-    keep_text: bool = False
-    think_time: str | None = None
-    tool_time: str | None = None
-    tool_share: float | None = None
-    sub_agents: str | None = None
-    abandon_after: str | None = None
-    thinking_len: int | None = None
-    lora_assignment: str | None = None
-    images: str | None = None
+    """False leaves out the prompts' text, which simulated engines do not read."""
+    rate_scale: float | None = declare(None, "Factor of the rates in a scenario or a fitted workload.", LOAD, above=0)
+    prefix_share: float | None = declare(
+        None, "Share of synthetic prompts that is their group's common prefix.", WORKLOAD
+    )
+    prefix_groups: int | None = declare(None, "Groups with a common prefix each; default: 1.", WORKLOAD)
+    cache_hit_rate: float | None = declare(None, "Choose the common prefixes for this prefix cache hit rate.", WORKLOAD)
+    columns: str | None = declare(
+        None, "A log's columns: input=A,output=B,time=C,session=D; default: by their names.", WORKLOAD
+    )
+    keep_text: bool = declare(
+        False, "Send a log's own prompts; default: only their lengths are read.", WORKLOAD, names=("--keep-text",)
+    )
+    think_time: str | None = declare(None, "Pause before each later turn: seconds, or exponential:mean=20.", SESSIONS)
+    tool_time: str | None = declare(None, "The same where the client runs a tool; see --tool-share.", SESSIONS)
+    tool_share: float | None = declare(None, "Share of the later turns that follow a tool call.", SESSIONS)
+    sub_agents: str | None = declare(
+        None, "Parallel requests between turns: 3, or count=3,share=0.5,turns=2, with input= and output= tokens.",
+        SESSIONS,
+    )  # fmt: skip
+    abandon_after: str | None = declare(None, "Clients hang up on an incomplete answer after this time.", SESSIONS)
+    thinking_len: int | None = declare(
+        None, "Mean thinking tokens before each answer, in addition to it.", SESSIONS, at_least=1
+    )
+    lora_assignment: str | None = declare(
+        None, "Adapters by name, one per session, over HTTP: sql=3,chat=1,base.", WORKLOAD
+    )
+    images: str | None = declare(None, "Images in every prompt: tokens=256,count=2,side=448.", WORKLOAD)
     redraw: bool = False
+    """Recorded requests are a supply to draw from: a part of a log begins where the seed says, and a data set that
+    holds too few sessions is read again (a log always is, where ``num_prompts`` or the scenario asks for more)."""
 
     def __post_init__(self) -> None:
-        for key in _POSITIVE:
-            if key == "request_rate" and self.request_rate == inf:
-                continue
-            if problem := not_positive(key.removesuffix("_s").replace("_", " "), getattr(self, key)):
-                raise UsageError(problem)
+        check_ranges(self)
         _ = self.prefixes  # raises UsageError for values that cannot be used
         _require_storable(self.seed, self.num_prompts)
         if self.time_unit is not None and self.time_unit not in TIME_UNITS:
@@ -157,9 +172,3 @@ def _require_storable(seed: int, sessions: int | None) -> None:
         raise UsageError(f"seed must be at most {MOST_SEED}, not {seed}")
     if sessions is not None and sessions > MOST_SESSIONS:
         raise UsageError(f"num prompts must be at most {MOST_SESSIONS:,}, not {sessions:,}")
-
-
-_POSITIVE = (
-    "num_prompts", "max_concurrency", "request_rate", "saturation_rate", "burstiness", "input_len", "output_len",
-    "thinking_len", "speed", "duration_s", "max_model_len", "rate_scale",
-)  # fmt: skip

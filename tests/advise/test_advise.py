@@ -331,7 +331,7 @@ def test_a_small_batch_still_has_two_points_to_compare() -> None:
 
 def test_tuning_leaves_out_batches_the_threshold_does_not_fit() -> None:
     question = AdviceQuestion("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 1024, 8192, 1, Slo(), ("v1",))
-    assert {cell.options.max_num_seqs for cell in tuning_cells(question, "eb:k=600")} == {1024, 2048}
+    assert {cell.server.max_num_seqs for cell in tuning_cells(question, "eb:k=600")} == {1024, 2048}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from ebbench.advice import bound as bounds
 from ebbench.advice.bound import bound, fair_prices, plan_work, work_of
 from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.simulation.worlds import World, device, plan, worlds
 from vllm_eb.policy import parse_policy

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ebbench.advice.halving import FACTOR, FEWEST, pairs_of, rounds_of, search
 from ebbench.advice.results import AdviceQuestion, BudgetedPolicy
 from ebbench.analysis.slo import Slo
-from ebbench.runs.cell import Cell
+from ebbench.spec.run import RunSpec
 
 POLICIES = ("v1", "eb", "ebplus", "marginal", "delayer", "ppas", "cadence:every=16", "batchwait:iters=32,ratio=0.5",
             "eb:k=64", "eb:theta=0.5")  # fmt: skip
@@ -23,8 +23,8 @@ def question(seeds: int, policies: tuple[str, ...] = POLICIES) -> AdviceQuestion
     return AdviceQuestion("balanced", "h200", "qwen3-8b", None, plan, 64, 8192, seeds, Slo(), policies, budgets=BUDGETS)
 
 
-def pair_of(cell: Cell) -> BudgetedPolicy:
-    return BudgetedPolicy(cell.policy, cell.options.max_num_batched_tokens)
+def pair_of(cell: RunSpec) -> BudgetedPolicy:
+    return BudgetedPolicy(cell.policy, cell.server.max_num_batched_tokens)
 
 
 @settings(max_examples=40, deadline=None)
@@ -33,9 +33,9 @@ def test_the_best_the_reference_and_the_best_budget_of_v1_run_on_all_seeds(seeds
     """Seeds change every candidate's figure by the same factor, so one seed gives the same order as all seeds."""
     asked = question(seeds)
     truth = {pair: random.uniform(50, 100) for pair in pairs_of(asked)}
-    made: set[Cell] = set()
+    made: set[RunSpec] = set()
 
-    def make(_name: str, cells: Sequence[Cell]) -> None:
+    def make(_name: str, cells: Sequence[RunSpec]) -> None:
         made.update(cells)
 
     found = search(asked, make, lambda cell: truth[pair_of(cell)] * (1 + cell.plan.seed))

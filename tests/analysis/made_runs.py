@@ -9,9 +9,10 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
+from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
+from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec
 

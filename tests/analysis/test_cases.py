@@ -19,8 +19,8 @@ from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.load import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.cli.main import app
-from ebbench.engines.base import EngineOptions
 from ebbench.records.run import RunWriter
+from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 

@@ -15,9 +15,10 @@ from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import Summary, summarise
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.schema import DECISIONS, STEPS
+from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 

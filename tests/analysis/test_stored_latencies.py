@@ -16,8 +16,8 @@ from ebbench.analysis.metrics import latency_columns, limited_ns, meets
 from ebbench.analysis.slo import parse_slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
-from ebbench.runs.cell import simulated
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
+from ebbench.spec.run import simulated
 
 
 @pytest.fixture(scope="module")

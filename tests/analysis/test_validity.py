@@ -16,10 +16,11 @@ from ebbench.analysis.metrics import measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
 from ebbench.analysis.validity import Conditions, invalid_reasons
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
 from vllm_eb.policy import parse_policy
 

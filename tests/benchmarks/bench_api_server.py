@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.machine import machine_name
 from ebbench.engines.vllm import server_environment
 from ebbench.engines.vllm_command import Emulation, Serving, executable_line
 from ebbench.engines.vllm_server import ServerProcess, free_port
+from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")

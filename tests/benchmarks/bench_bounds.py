@@ -23,7 +23,7 @@ import numpy as np
 
 from ebbench.devices import load_device
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineOptions
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.benchmarks.policy_cells import LARGE, LENGTHS, MIDDLE, TPOT_S, TTFT_S
 

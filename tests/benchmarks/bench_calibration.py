@@ -29,10 +29,10 @@ from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import measure_steps
 from ebbench.calibration.vllm_steps import start
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.vllm import small_model
 from vllm_eb.policy import parse_policy

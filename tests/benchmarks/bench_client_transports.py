@@ -20,9 +20,9 @@ import uvloop
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.http_streams import ConnectionPool
-from ebbench.client.options import ClientOptions
 from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
+from ebbench.spec.client import ClientOptions
 
 Ask = Callable[[str, bytes, StreamedResponse], Awaitable[None]]
 Maker = Callable[[str], contextlib.AbstractAsyncContextManager[Ask]]

@@ -15,8 +15,8 @@ import time
 from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

@@ -37,9 +37,9 @@ import pyarrow as pa
 from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from ebbench.traffic.stretches import centres_of, order_centred
 from ebbench.workloads import build_plan
 from ebbench.workloads.fit_log import as_toml, fit_workload

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from ebbench.workloads.fit_log import as_toml, fit_workload
 from ebbench.workloads.trace import read_trace

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.client import ClientOptions, drive
+from ebbench.client import drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 
 

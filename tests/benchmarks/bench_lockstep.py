@@ -15,9 +15,9 @@ from itertools import product
 
 from ebbench.papers.eb.disaggregation import BALANCED
 from ebbench.resources import REFERENCE
-from ebbench.runs.cell import Cell, simulated
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
 from ebbench.runs.pool import pool_of, values
+from ebbench.spec.run import RunSpec, simulated
 
 ONE_LENGTH = {
     f"{mix}, one prompt length": f"{REFERENCE}workloads/disaggregation-{mix}.toml"
@@ -39,7 +39,7 @@ OTHERS = ("v1", "cadence:every=16,escape=off", "delayer", "ebplus")
 BEHIND = 0.02
 
 
-def rate(job: tuple[Cell, int]) -> tuple[int, float]:
+def rate(job: tuple[RunSpec, int]) -> tuple[int, float]:
     """The job's number and its tokens/s."""
     cell, number = job
     return number, float(make(Task(cell, None)).figures["total_token_throughput"])

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ebbench.client import ClientOptions, DriveResult, drive
+from ebbench.client import DriveResult, drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
+from ebbench.spec.client import ClientOptions
 
 CONTROL_TOKENS = 16
 

@@ -42,9 +42,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from ebbench.collector import collector_paused
 from ebbench.devices import load_device
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

@@ -14,7 +14,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
+from ebbench.runs.key import directory_name
 from ebbench.runs.pool import attempt
 from ebbench.sweep.spec import load_sweep
 
@@ -31,7 +32,7 @@ def main() -> None:
         start_s = time.process_time()
         outcome = attempt(make, Task(cell))
         if outcome.error:
-            sys.exit(f"{cell.directory_name()}: {outcome.error}")
+            sys.exit(f"{directory_name(cell)}: {outcome.error}")
         spent[cell.plan.workload].append(time.process_time() - start_s)
     print(f"{'workload':14} {'cells':>6} {'CPU s/cell':>11} {'max':>7}")
     for workload, seconds in spent.items():

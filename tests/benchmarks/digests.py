@@ -28,9 +28,10 @@ import pyarrow as pa
 from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.papers.protocols import VLLM
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from ebbench.devices import load_device
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.staggered.deployment import deployed
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

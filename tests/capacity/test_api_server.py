@@ -11,8 +11,8 @@ from ebbench.advice.simulate import api_server_left_out
 from ebbench.analysis.slo import Slo
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured
+from ebbench.spec.run import RunSpec
 
 LEFT_OUT = "They are left out here"
 AGAIN = "Everything is simulated again with --api-server datacenter"
@@ -103,7 +103,7 @@ def test_the_candidate_that_keeps_the_api_server_busy_need_not_be_v1() -> None:
         def __init__(self, figures: dict[str, dict[str, float]]) -> None:
             self.figures = figures
 
-        def get(self, cell: Cell) -> Measured:
+        def get(self, cell: RunSpec) -> Measured:
             return Measured(self.figures[cell.policy], (), Path())
 
     def left_out(v1: dict[str, float], eb: dict[str, float]) -> bool:

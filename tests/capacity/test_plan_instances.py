@@ -16,8 +16,8 @@ from ebbench.capacity.deployments import Candidate, Deployment, PlanTask, bound,
 from ebbench.capacity.plan_sentences import parts
 from ebbench.cli import plan_tasks
 from ebbench.cli.main import app
-from ebbench.runs.cell import simulated
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
+from ebbench.spec.run import simulated
 from tests.capacity.test_plan import READING, task
 
 LOAD = [

@@ -14,10 +14,10 @@ from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
 from ebbench.capacity.search_types import Estimate, MetCounts, Probe
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.manifest import PhaseFact, phase_facts
 from ebbench.records.schema import STEPS
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.analysis.made_runs import MS, request, requests_table
 from vllm_eb.policy import parse_policy

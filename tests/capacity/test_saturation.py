@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import replace
 from math import inf
@@ -12,20 +11,19 @@ from typing import NoReturn
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.slo import Slo
 from ebbench.capacity.drive import SearchOutcome
+from ebbench.capacity.saturation import saturation_of, with_saturation
 from ebbench.capacity.search_types import Estimate, Probe
-from ebbench.cli.client_flags import ClientFlags
-from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.main import app
-from ebbench.cli.run_policies import RunConfig, device_of
-from ebbench.cli.saturation import saturation_of, with_saturation
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.render.console import Console
+from ebbench.runs.prepare import device_of
+from ebbench.runs.series import Series
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads.options import PlanOptions
 from tests.capacity.test_plan import READING
 from vllm_eb.policy import parse_policy
@@ -65,19 +63,19 @@ def test_a_log_of_fewer_requests_than_a_batch_holds_is_read_again(tmp_path: Path
 
 def test_the_emulated_engine_takes_the_rate_that_the_simulator_measures(tmp_path: Path) -> None:
     """Both make the same steps, and the simulator takes seconds."""
-    config = configured(tmp_path, "sim")
-    device, silent = device_of(config), Console(quiet=True)
-    simulated = with_saturation(config, SimEngine(), device, silent)
+    series, silent = configured("sim"), Console(quiet=True)
+    device = device_of(series.spec)
+    simulated = with_saturation(series, SimEngine(), device, silent, beside=tmp_path / "run", quiet=True)
 
     class Emulated(EmulatedEngine):
         def run(self, *_arguments: object, **_further: object) -> NoReturn:
             raise AssertionError("the emulated engine is not run")
 
-    emulated = with_saturation(config, Emulated(), device, silent)
-    rate = emulated.plan_settings["saturation_rate"]
+    emulated = with_saturation(series, Emulated(), device, silent, beside=tmp_path / "run", quiet=True)
+    rate = emulated.spec.plan.saturation_rate
     assert isinstance(rate, float)
     assert rate > 0
-    assert rate == simulated.plan_settings["saturation_rate"]
+    assert rate == simulated.spec.plan.saturation_rate
 
 
 def test_a_server_that_does_not_answer_is_an_error_of_one_line(tmp_path: Path) -> None:
@@ -139,12 +137,8 @@ def probes(folder: Path) -> list[Run]:
     return [Run.load(manifest.parent) for manifest in folder.glob("*/manifest.json")]
 
 
-def configured(folder: Path, engine: str) -> RunConfig:
-    plan = dataclasses.asdict(PlanOptions("sharegpt", "bursts-on-off", num_prompts=100, source="profile"))
-    settings = {name: value for name, value in plan.items() if name not in ("workload", "scenario", "seed")}
-    return RunConfig(
-        workload="sharegpt", scenario="bursts-on-off", seed=0, repeats=1, plan_settings=settings,
-        policies=[parse_policy("v1")], engine=engine, device="h200", model="qwen3-8b",
-        options=EngineOptions(max_num_seqs=32), slo=Slo(), output_dir=folder / "run", quiet=True,
-        default_policies=False, save_as_vllm=None, client=ClientFlags(), cluster=ClusterOptions(),
-    )  # fmt: skip
+def configured(engine: str) -> Series:
+    plan = PlanOptions("sharegpt", "bursts-on-off", num_prompts=100, source="profile")
+    server = EngineOptions(max_num_seqs=32)
+    spec = RunSpec(plan, engine=engine, device="h200", model="qwen3-8b", server=server)
+    return Series(spec, (parse_policy("v1"),))

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.cli import capacity_search
+from ebbench.capacity import command
 from ebbench.cli.main import app
-from ebbench.cli.run_policies import RunConfig, engine_of
+from ebbench.engines.setup import make_engine
 from ebbench.engines.vllm import VllmEngine
 from ebbench.errors import UsageError
+from ebbench.spec.run import RunSpec
 
 
 def invoke(tmp_path: Path, *words: str) -> Result:
@@ -22,13 +23,13 @@ def invoke(tmp_path: Path, *words: str) -> Result:
 def test_vllm_options_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[VllmEngine] = []
 
-    def engine(config: RunConfig) -> tuple[object, str]:
-        made, _ = engine_of(config)
+    def engine(spec: RunSpec) -> tuple[object, str]:
+        made, _ = make_engine(spec)
         assert isinstance(made, VllmEngine)
         seen.append(made)
         raise UsageError("seen")
 
-    monkeypatch.setattr(capacity_search, "engine_of", engine)
+    monkeypatch.setattr(command, "make_engine", engine)
     invoke(tmp_path, "--engine", "vllm", "--model", "a/b", "--", "--load-format", "dummy")
     assert [made.vllm_options for made in seen] == [("--load-format", "dummy")]
 

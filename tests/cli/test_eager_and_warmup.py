@@ -13,9 +13,9 @@ from ebbench.analysis.load import machine_of_run
 from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.vllm_command import Serving, serve_arguments
 from ebbench.records.run import Run
+from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy
 
 DECODES = StepShape((), 32, 32 * 512, 32)

@@ -73,5 +73,5 @@ def test_help_says_sessions_where_options_count_sessions() -> None:
     """A conversation is one session of several requests; how many there are by default depends on the workload."""
     page = re.sub(r"[│\s]+", " ", shown(("run",)))
     assert re.search(r"--num-prompts -n (<int>|INTEGER) Sessions to plan", page)
-    assert re.search(r"--request-rate <float> Sessions/s", page)
+    assert re.search(r"--request-rate (<float>|FLOAT) Sessions/s", page)
     assert "4,000" not in page

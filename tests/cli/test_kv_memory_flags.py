@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import refuse_simulated
 from ebbench.engines.vllm_command import EMULATED_KEY, Emulation, Serving, serve_arguments
 from ebbench.errors import UsageError
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
+from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy
 
 RUN = ["run", "balanced", "--source", "profile", "-n", "20", "-c", "8", "--input-len", "64", "--output-len", "16",

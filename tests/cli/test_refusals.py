@@ -30,7 +30,7 @@ OF_A_START = (
     ("options", "message"),
     [
         (("--request-rate", "1e-9"), "the last request would come after 355 years; give a higher rate"),
-        (("--request-rate", "nan"), "--request-rate must be more than 0, not nan"),
+        (("--request-rate", "nan"), "--request-rate must be a finite number, not nan"),
         (("--policy", "marginal:tpot=50"), "for 50 ms write tpot=0.05"),
         (("--policy", "marginal:ttft=10000"), "for 10000 ms write ttft=10"),
         (("--policy", "v1,eb"), "give each policy its own --policy"),

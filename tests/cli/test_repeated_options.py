@@ -10,9 +10,9 @@ import typer
 from typer.core import TyperOption
 from typer.testing import CliRunner
 
-from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.main import COMMANDS, app, load_command
 from ebbench.errors import UsageError
+from ebbench.spec.client import read_headers
 
 
 def leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -67,4 +67,4 @@ def test_options_of_vllm_after_two_dashes_are_not_judged() -> None:
 
 def test_a_header_is_given_once() -> None:
     with pytest.raises(UsageError, match="x-team is given twice"):
-        ClientFlags(header=["X-Team=a", "x-team=b"]).settings()
+        read_headers(["X-Team=a", "x-team=b"])

@@ -18,7 +18,7 @@ from ebbench.cli.main import app
 from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, find_runs
-from ebbench.runs import make
+from ebbench.runs import prepare
 from ebbench.workloads import planner
 from ebbench.workloads.options import PlanOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
@@ -54,7 +54,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NoisyEngine:
     monkeypatch.setattr(ebbench.engines, "select_engine", lambda *_, **__: (made, "engine: made up"))
     # Not build_plan: a module that is first imported in one of these tests would keep the replacement.
     monkeypatch.setattr(planner, "make_plan", build)
-    monkeypatch.setattr(make, "device_of", lambda *_: device_of())
+    monkeypatch.setattr(prepare, "device_of", lambda *_: device_of())
     return made
 
 

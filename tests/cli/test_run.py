@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 
 import ebbench.engines
 from ebbench.cli.main import app
-from ebbench.engines.setup import is_server
 from ebbench.errors import RunError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run
-from ebbench.runs import make
+from ebbench.runs import prepare
+from ebbench.spec.server import is_server
 from ebbench.workloads import planner
 from ebbench.workloads.options import PlanOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
@@ -34,8 +34,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeEngine:
     made = MadeEngine()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ebbench.engines, "select_engine", lambda name: (made, f"engine: made up, asked for {name}"))
-    of_cell = make.device_of
-    monkeypatch.setattr(make, "device_of", lambda cell, *_: of_cell(cell) if is_server(cell.engine) else device_of())
+    of_cell = prepare.device_of
+    monkeypatch.setattr(prepare, "device_of", lambda cell, *_: of_cell(cell) if is_server(cell.engine) else device_of())
 
     def build(asked: PlanOptions) -> Plan:
         shifts = asked.scenario == "concurrency-shift"
@@ -247,7 +247,7 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
         (["--max-num-batched-tokens", "512"], "below --max-num-seqs 1024, which vLLM refuses; raise it to 1024"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
         (["--max-concurrency", "-3"], "--max-concurrency must be at least 1, not -3"),
-        (["--request-rate", "0"], "--request-rate must be more than 0, not 0"),
+        (["--request-rate", "0"], "--request-rate must be above 0, not 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--num-kv-blocks", "5"], "needs 120 KV tokens but --num-kv-blocks holds 80, so it cannot run"),
         (["--goodput", "tftt:500"], "unknown metric of --goodput 'tftt'; did you mean 'ttft'?"),
@@ -333,7 +333,7 @@ def test_markup_in_names_is_printed_as_text(engine: MadeEngine, monkeypatch: pyt
     from dataclasses import replace
 
     hostile = replace(device_of(), model="[red]../x[/red]</script>")
-    monkeypatch.setattr(make, "device_of", lambda *_: hostile)
+    monkeypatch.setattr(prepare, "device_of", lambda *_: hostile)
     assert "[red]../x[/red]</script>" in invoke("run", "made-up").stdout
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from ebbench.client import ClientOptions, DriveResult, drive
+from ebbench.client import DriveResult, drive
 from ebbench.engines.base import EngineResult
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
+from ebbench.spec.client import ClientOptions
 
 
 def plan_of(

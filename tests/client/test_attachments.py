@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.client import ClientOptions, drive
+from ebbench.client import drive
 from ebbench.client.bodies import RequestBodies
 from ebbench.client.images import png
 from ebbench.client.session_plan import plan_sessions
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import IMAGES_AS_TOKENS
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.simulation.worlds import device
 from vllm_eb.policy import parse_policy

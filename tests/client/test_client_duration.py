@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.client import ClientOptions
 from ebbench.devices import load_device
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.duration import run_plan
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.setup import unknown_device
@@ -21,6 +19,8 @@ from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.manifest import plan_hash
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.client.client_runs import column
 from vllm_eb.policy import parse_policy

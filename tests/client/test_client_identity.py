@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ebbench.client.options import ClientOptions
 from ebbench.client.response import LONGEST_MODEL, MOST_MODELS, StreamedResponse
 from ebbench.client.sent_before import MOST_LINES, note_prompts, prompts_of, record_path
 from ebbench.client.verdict import other_models_warning
 from ebbench.engines.endpoint import drive
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 
 

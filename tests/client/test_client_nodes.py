@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from ebbench.client import ClientOptions, drive
+from ebbench.client import drive
 from ebbench.client.progress import Snapshot
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.duration import run_plan
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.setup import unknown_device
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.client.client_runs import column, plan_of
 from tests.processes.process_tree import wait_until

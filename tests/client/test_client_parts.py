@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.cli.client_flags import ClientFlags
-from ebbench.client import ClientOptions
 from ebbench.client.messages import Place, RequestRecord
 from ebbench.client.node_clock import ClockOffset, alignment_error_ns, measured_offset, offset_of
 from ebbench.client.node_senders import NodeSenders, Sending
@@ -23,6 +21,7 @@ from ebbench.client.ray_node import this_place
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.spec.client import ClientOptions, read_senders
 from tests.client.client_runs import plan_of
 
 
@@ -196,10 +195,10 @@ def test_in_a_closed_loop_what_a_lost_node_had_released_is_what_it_reported() ->
 
 @pytest.mark.parametrize("text", ["ray:", "ray:x", "dask:2", "-1", "1.5"])
 def test_workers_are_a_number_of_processes_or_of_nodes(text: str) -> None:
-    assert ClientFlags(workers="3").settings() == {"workers": 3}
-    assert ClientFlags(workers="ray:3").settings() == {"client_nodes": 3}
+    assert read_senders("3") == {"workers": 3}
+    assert read_senders("ray:3") == {"client_nodes": 3}
     with pytest.raises(UsageError, match="number of processes"):
-        ClientFlags(workers=text).settings()
+        read_senders(text)
 
 
 def test_nodes_without_a_cluster_or_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

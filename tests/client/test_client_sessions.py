@@ -13,12 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ebbench.client import ClientOptions, drive
+from ebbench.client import drive
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.progress import Snapshot
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN_EXTRAS
+from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import column, plan_of, run
 
 QUICK = FakeConfig(ttft_ms=5, itl_ms=2)

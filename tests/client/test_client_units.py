@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.classify import FirstMessage, classify, token_times
 from ebbench.client.lag import lag_percentile_ns
-from ebbench.client.options import ClientOptions
 from ebbench.client.pacing import NEVER, Arrivals, Slots
 from ebbench.client.ramp import ramped, slow_start_ns
 from ebbench.client.release_schedule import ReleaseSchedule
@@ -28,6 +27,7 @@ from ebbench.errors import UsageError
 from ebbench.fakeserver.http_messages import Messages
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 from ebbench.records.plan import ClosedPhase
+from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import plan_of
 
 TEXT = "größe 漢字 🙂"

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.client import ClientOptions, bodies_ahead
+from ebbench.client import bodies_ahead
 from ebbench.client.bodies import _WORDS, RequestBodies, Turn
 from ebbench.client.bodies_ahead import BodiesAhead
 from ebbench.client.prompt_json import PromptTable
 from ebbench.client.session_plan import plan_sessions
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.content import token_ids
+from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import column, plan_of, run
 
 LONG = bodies_ahead.LONG_PROMPT_TOKENS

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.client import drive, power, server_queries
-from ebbench.client.options import ClientOptions
 from ebbench.client.power import (
     NvmlGpus,
     PowerReading,
@@ -34,6 +33,7 @@ from ebbench.errors import UsageError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 
 NS = 1_000_000_000

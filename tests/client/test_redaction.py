@@ -6,8 +6,8 @@ import base64
 
 import pytest
 
-from ebbench.client.options import ClientOptions, secrets
 from ebbench.credentials import redacted
+from ebbench.spec.client import ClientOptions, secrets
 
 KEY = "sk-4f/3a+1c2b9d0e8f"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from ebbench.client.blocking import run_to_end
-from ebbench.client.options import ClientOptions
 from ebbench.client.server_queries import Served, ServerQueries
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
+from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import column, plan_of, run
 from tests.client.odd_server import Answer, OddServer, models, reply, running
 from tests.client.test_client_tls import certificates

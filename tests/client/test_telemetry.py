@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from ebbench.client import ClientOptions, drive
+from ebbench.client import drive
 from ebbench.client.progress import Snapshot
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
+from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import plan_of, run
 
 QUICK = FakeConfig(ttft_ms=5, itl_ms=2)

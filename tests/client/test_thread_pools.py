@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import threading
@@ -18,7 +19,7 @@ from ebbench.client.connection_use import slow_first_uses
 from ebbench.client.drive import DriveResult
 from ebbench.errors import UsageError
 from tests.client.client_runs import column, plan_of, run
-from tests.client.odd_server import OddServer, completion, models, reply, running
+from tests.client.odd_server import OddServer, completion, models, reply, running, streamed
 
 SECONDS = 1_000_000_000
 
@@ -93,6 +94,22 @@ def test_no_request_waits_for_an_idle_connection(threads: int) -> None:
     assert set(column(result, "status")) == {"ok"}
     # Kept connections would hold threads for up to 5 s, and requests behind them for as long as others come.
     assert waits_s(result)[-1] < (4.0 if threads == 1 else 2.0)
+
+
+def test_connections_are_kept_although_some_answers_take_long() -> None:
+    """Quick answers overtake the slow ones, as short prompts overtake long ones."""
+    asked = itertools.count()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.7 if next(asked) % 8 == 0 else 0.02)
+        writer.write(streamed(2))
+
+    plan = plan_of(160, concurrency=None, arrivals_ms=poisson_ms(40, 160), output_tokens=2)
+    with running(OddServer(post=answer)) as server:
+        result = run(server.url, plan)
+    assert set(column(result, "status")) == {"ok"}
+    counts = result.facts["client_connections"]
+    assert counts["opened"] < 80, counts
 
 
 def test_a_connection_per_request_serves_a_single_thread() -> None:

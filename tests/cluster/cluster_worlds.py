@@ -12,10 +12,11 @@ import pyarrow as pa
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.devices.base import Device, StepShape
 from ebbench.dispatch import parse_dispatch
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
+from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import parse_policy
 

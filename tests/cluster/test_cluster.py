@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.simulation import coasting
 from ebbench.simulation.gate import OpenGate
 from ebbench.simulation.step import Step
+from ebbench.spec.server import EngineOptions
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 from vllm_eb.policy import parse_policy
 

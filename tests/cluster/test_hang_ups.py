@@ -16,11 +16,12 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.config.topology import TopologySpec, parse_topology
 from ebbench.engines import sim
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.turn_graph import turn_graph
 from ebbench.simulation.loop import EventLoop
+from ebbench.spec.server import EngineOptions
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 from tests.vllm.emulation import Traffic, as_agents, make_plan
 from vllm_eb.policy import parse_policy

@@ -30,8 +30,9 @@ from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
 from ebbench.papers.fidelity.runs import as_answered, calibration_cells, case_runs, cells_of, replay_cells, run_cases
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
-from ebbench.runs.cell import Cell
-from ebbench.runs.make import Task, make, plan_of
+from ebbench.runs.execute import Task, make
+from ebbench.runs.prepare import plan_of
+from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import MixedCost
 
 
@@ -123,7 +124,7 @@ def test_fitted_cases_are_those_that_docs_accuracy_names() -> None:
 def test_a_case_that_set_the_api_server_is_fitted_only_with_it(tokens_per_s: float, busy: bool) -> None:
     rates = {"request_throughput": 1.0, "output_throughput": tokens_per_s, "total_token_throughput": tokens_per_s}
 
-    def figures(_: Cell) -> dict[str, float]:
+    def figures(_: RunSpec) -> dict[str, float]:
         return rates
 
     chosen = [c for c in real_workloads() if (c.device, c.name, c.model) == ("h200", "ShareGPT", "qwen3-8b")]

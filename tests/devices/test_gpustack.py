@@ -62,7 +62,7 @@ def test_every_row_is_repeated_but_the_pipeline_and_static_scales() -> None:
 def test_the_server_has_the_defaults_of_its_version_and_the_arguments_of_its_row() -> None:
     for case in gpustack():
         for run in case_runs(case, 0):
-            options = run.options
+            options = run.server
             assert not options.scheduler_reserve_full_isl
             assert options.async_scheduling is ("async" in case.name)
             budget = 16_384 if "B=16384" in case.name else 8192

@@ -13,9 +13,10 @@ from ebbench.devices import load_device
 from ebbench.devices.base import Device
 from ebbench.devices.identity import has_bundled_shape
 from ebbench.devices.profiles import find_model, list_models
-from ebbench.engines.base import EngineOptions
-from ebbench.runs.cell import Cell
+from ebbench.runs.key import key_of
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads.options import PlanOptions
 from tests.gate.gate_data import SMALL, invoke
 
@@ -131,7 +132,7 @@ def test_a_cell_is_keyed_by_the_model_in_the_folder_and_the_measured_step_times(
     file = device(tmp_path / "d.toml", more='[measured]\nm = "costs.json"\n')
 
     def key() -> str:
-        return Cell(PlanOptions("balanced"), device=file, model=str(folder)).key()
+        return key_of(RunSpec(PlanOptions("balanced"), device=file, model=str(folder)))
 
     keys = [key()]
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 30}))
@@ -165,6 +166,6 @@ def test_a_run_of_an_own_device_does_not_stand_for_the_bundled_one_of_its_name(t
         "balanced", source="profile", num_prompts=64, max_concurrency=16, input_len=64, output_len=16, with_text=False
     )
     limits = EngineOptions(max_num_seqs=1024, max_num_batched_tokens=8192)
-    cell = Cell(plan, device="h200", model="qwen3-8b", options=limits)
+    cell = RunSpec(plan, device="h200", model="qwen3-8b", server=limits)
     assert RunStore(tmp_path / "a", [tmp_path / "bundled"]).get(cell) is not None
     assert RunStore(tmp_path / "b", [tmp_path / "own"]).get(cell) is None

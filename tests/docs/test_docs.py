@@ -200,7 +200,7 @@ def test_every_page_is_listed() -> None:
 
 
 def test_every_setting_of_a_sweep_is_named() -> None:
-    from ebbench.runs.settings import known_settings
+    from ebbench.spec.run import known_settings
 
     text = (DOCS / "sweeps.md").read_text(encoding="utf-8")
     assert [name for name in known_settings() if f"`{name}`" not in text] == []

@@ -14,13 +14,13 @@ from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.devices.parallel import Parallel
 from ebbench.engines import machine
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
 from ebbench.engines.sim import SimEngine
 from ebbench.engines.vllm_command import hub_name, parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.run import RunWriter
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import Calibration, calibration_to_json
 from vllm_eb.policy import parse_policy

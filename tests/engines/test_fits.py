@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_fits
 from ebbench.engines.setup import unknown_device
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 
 PLAN = build_plan("balanced", seed=0, num_prompts=20, input_len=600, output_len=100)

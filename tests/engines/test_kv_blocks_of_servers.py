@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbench.engines import vllm_command
-from ebbench.engines.base import EngineOptions
+from ebbench.spec.server import EngineOptions
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,23 @@ import pytest
 
 from ebbench.analysis.environment import differences, environment_of
 from ebbench.cli.main import app
-from ebbench.engines.base import EngineOptions
-from ebbench.engines.setup import EngineSetup, make_engine
+from ebbench.engines.setup import make_engine
 from ebbench.engines.started import server_facts
 from ebbench.engines.vllm import VllmEngine
 from ebbench.engines.vllm_command import check_vllm_options, plain_line
 from ebbench.errors import UsageError
 from ebbench.records.manifest import Manifest
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import EngineOptions
+from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import parse_policy
 
 OPTIONS = ("--quantization", "fp8", "--kv-cache-dtype=fp8")
+SPEC = RunSpec(PlanOptions("balanced"), engine="vllm", model="org/model", vllm_options=OPTIONS)
 
 
 def test_vllm_options_reach_the_command_line_and_the_run() -> None:
-    engine, _ = make_engine(EngineSetup("vllm", "org/model", vllm_options=OPTIONS))
+    engine, _ = make_engine(SPEC)
     assert isinstance(engine, VllmEngine)
     serving = engine.serving(parse_policy("v1"), None, EngineOptions(), None, "qwen3-8b")
     assert plain_line(serving).endswith("--quantization fp8 --kv-cache-dtype=fp8")
@@ -29,7 +32,7 @@ def test_vllm_options_reach_the_command_line_and_the_run() -> None:
 
 
 def test_several_servers_have_them_too() -> None:
-    engine, _ = make_engine(EngineSetup("vllm", "org/model", replicas=2, vllm_options=OPTIONS))
+    engine, _ = make_engine(SPEC.changed(replicas=2))
     assert isinstance(engine, VllmEngine)
     assert engine.vllm_options == OPTIONS
 

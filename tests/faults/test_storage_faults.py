@@ -23,13 +23,14 @@ from ebbench.analysis.rebuild import NOT_RECORDED, cut_off_runs, rebuild
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, RunError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records import files
 from ebbench.records.journal import Journal
 from ebbench.records.run import MANIFEST, NotStoredError, Run, RunWriter, TableName
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

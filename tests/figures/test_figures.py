@@ -12,11 +12,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
-from ebbench.errors import DataError, UnknownNameError
+from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.hazard.trend import analyse_lengths
+from ebbench.papers import published
 from ebbench.papers.eb.figure01 import step_ms
+from ebbench.papers.eb.figure04_06 import MODELS6
 from ebbench.papers.eb.figure11 import hazard_panels
 from ebbench.papers.eb.figure12 import sweep12
+from ebbench.papers.figure import PaperFigure
 from ebbench.papers.figures import FIGURES, find_figure
 from ebbench.papers.table import PaperOptions
 from ebbench.records.run import Run
@@ -25,9 +28,9 @@ from ebbench.render.figures import save
 from ebbench.render.figures_slo import surface_chart
 from ebbench.render.timeline import BINS, timeline_chart, timeline_of
 from ebbench.report.charts import specs
-from ebbench.runs.cell import simulated
 from ebbench.runs.drive import run_missing
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import simulated
 from vllm_eb.policy import policy_types
 
 
@@ -158,8 +161,9 @@ def test_a_figure_is_found_by_several_spellings() -> None:
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_every_figure_can_be_drawn_from_nothing(figure, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Without stored runs the chart holds the published values alone; its structure must be sound all the same."""
-    chart = figure.chart(PaperOptions(num_prompts=300), RunStore(tmp_path))
-    assert chart.to_dict()["$schema"].startswith("https://vega.github.io/schema/vega-lite")
+    options, store = PaperOptions(num_prompts=300), RunStore(tmp_path)
+    for chart in (figure.chart(options, store, True), figure.drawn(options, store)[0]):
+        assert chart.to_dict()["$schema"].startswith("https://vega.github.io/schema/vega-lite")
 
 
 def test_bars_of_figure_4_hold_published_values_and_ours(tmp_path: Path) -> None:
@@ -167,12 +171,57 @@ def test_bars_of_figure_4_hold_published_values_and_ours(tmp_path: Path) -> None
     store = RunStore(tmp_path)
     cells = [cell for cell in figure.cells(options) if cell.plan.workload == "balanced"]
     run_missing(cells, store, workers=1, whole=False)
-    spec = figure.chart(options, store).to_dict()
+    spec = figure.chart(options, store, True).to_dict()
     rows = [row for data in spec["datasets"].values() for row in data] if "datasets" in spec else _inline(spec)
     ours = [row for row in rows if row.get("source") == "ours"]
     published = [row for row in rows if row.get("source") == "published"]
     assert len(ours) == 9, "three policies, three metrics, one workload"
     assert {row["value"] for row in published} >= {20.26}, "v1's published rate on H200, balanced"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (PaperOptions(num_prompts=50), "50 requests a run"),
+        (PaperOptions(devices=("h100",)), "device h100"),
+        (PaperOptions(models=("qwen2.5-7b",)), "model qwen2.5-7b"),
+    ],
+    ids=["requests", "device", "model"],
+)
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_a_caption_says_what_was_run(figure: PaperFigure, options: PaperOptions, said: str, tmp_path: Path) -> None:
+    """Where the setting is not the published one, published marks are left out as well."""
+    if said.split()[0] not in figure.reads and "num_prompts" not in (figure.reads if options.num_prompts else ()):
+        return
+    if figure.name == "figure7" and options.models:
+        with pytest.raises(UsageError, match="figure7 has none of qwen2"):
+            figure.drawn(options, RunStore(tmp_path))
+        return
+    chart, caption = figure.drawn(options, RunStore(tmp_path))
+    assert caption.startswith(f"Run with {said} instead of the figure's own setting")
+    rows = _inline(chart.to_dict()) or [row for data in chart.to_dict().get("datasets", {}).values() for row in data]
+    assert not [row for row in rows if "published" in (row.get("source"), row.get("mark"))]
+
+
+def test_a_caption_of_the_published_setting_adds_nothing(tmp_path: Path) -> None:
+    figure = find_figure("8")
+    assert figure.drawn(PaperOptions(), RunStore(tmp_path))[1] == figure.caption
+
+
+def test_the_bars_of_figure_6_stand_beside_print(tmp_path: Path) -> None:
+    """The text's ranges: 8 to 17 % more requests/s than v1, 17 to 47 % less TPOT."""
+    chart, _ = find_figure("6").drawn(PaperOptions(), RunStore(tmp_path))
+    rows = [row for row in _inline(chart.to_dict()) if row.get("source") == "published"]
+    assert {row["series"] for row in rows} == {"v0", "v1", "EB(k*)"}
+    assert len({(row["x"], row["series"], row["value"]) for row in rows}) == 36
+    rates = {
+        (row["model"], row["method"]): (float(row["rps"]), float(row["tpot_ms"]))
+        for row in published.rows("figure6_models", "eb_vllm")
+    }
+    gains = [rates[model, "Ours"][0] / rates[model, "v1"][0] - 1 for model in MODELS6]
+    assert (min(gains), max(gains)) == pytest.approx((0.08, 0.17), abs=0.006)
+    falls = [1 - rates[model, "Ours"][1] / rates[model, "v1"][1] for model in MODELS6]
+    assert (min(falls), max(falls)) == pytest.approx((0.17, 0.47), abs=0.006)
 
 
 def _inline(node: object) -> list[dict]:  # type: ignore[type-arg]

@@ -397,7 +397,8 @@ def _import_all() -> None:
 
     for name in ("run", "show", "compare", "gate", "report", "query", "workloads", "devices", "sweep"):
         load_command(name)
-    for name in ("ebbench.runs.make", "ebbench.engines.sim", "ebbench.workloads", "ebbench.devices", "ebbench.analysis",
+    for name in ("ebbench.runs.execute", "ebbench.engines.sim", "ebbench.workloads", "ebbench.devices",
+                 "ebbench.analysis",
                  "ebbench.cli.run_policies", "ebbench.workloads.trace", "ebbench.render.tables", "rich.table",
                  "ebbench.analysis.compare", "ebbench.capacity.drive", "ebbench.workloads.fit_log"):  # fmt: skip
         importlib.import_module(name)

@@ -19,13 +19,13 @@ from ebbench.config.strict_toml import load_toml
 from ebbench.devices import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import read_profile
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError
 from ebbench.foreign import opening, tables
 from ebbench.hazard.lengths import read_lengths
 from ebbench.records.manifest import decode_manifest
 from ebbench.records.run import Run
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from ebbench.workloads.files import read_file
 from ebbench.workloads.spec import WorkloadSpec

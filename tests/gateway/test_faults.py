@@ -11,11 +11,12 @@ from collections import Counter
 import httpx
 import pytest
 
-from ebbench.client import ClientOptions, drive
+from ebbench.client import drive
 from ebbench.errors import RunError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
+from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 
 pytest.importorskip("starlette")

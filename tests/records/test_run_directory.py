@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ebbench.analysis.rebuild import cut_off_runs
 from ebbench.analysis.slo import METRICS
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.journal import Journal
@@ -32,6 +32,8 @@ from ebbench.records.manifest import (
 )
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from ebbench.spec.server import EngineOptions
+from ebbench.untrusted import visible
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 
@@ -238,7 +240,10 @@ def test_a_manifest_with_an_added_field_still_reads(tmp_path: Path) -> None:
     assert decode_manifest(json.dumps(content).encode(), tmp_path) == manifest()
 
 
-@given(st.builds(RunWarning, st.text(), st.text(), st.text()), st.text(), st.integers(0, 2**60))
+SHOWN = st.text().map(visible)  # of what a manifest holds, the characters that a terminal would obey are made visible
+
+
+@given(st.builds(RunWarning, SHOWN, SHOWN, SHOWN), SHOWN, st.integers(0, 2**60))
 def test_manifests_round_trip(warning: RunWarning, name: str, seed: int) -> None:
     made = msgspec.structs.replace(manifest(), warnings=(warning,), policy=name, seed=seed, facts={name: [seed]})
     assert decode_manifest(encode_manifest(made), Path("m")) == made

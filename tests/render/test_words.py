@@ -19,13 +19,13 @@ from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation,
 from ebbench.analysis.metrics import SteadyRates
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
-from ebbench.engines.base import EngineOptions
 from ebbench.records.run import RunWriter
 from ebbench.render import conditions, sentences, tables
 from ebbench.render.console import Console
 from ebbench.render.documents import as_csv
 from ebbench.render.doubts import doubts
 from ebbench.render.report import print_report
+from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 

@@ -30,8 +30,8 @@ import json, sys
 from pathlib import Path
 opened = set()
 sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" and isinstance(args[0], str) else None)
-from ebbench.runs.make import Task, make
-from ebbench.runs.cell import simulated
+from ebbench.runs.execute import Task, make
+from ebbench.spec.run import simulated
 for policy, more in (("marginal", {}), ("v1", {"topology": "1p1d"}), ("v1", {"topology": "dp=2", "dispatch": "sbs"})):
     make(Task(simulated("sharegpt", policy, "h200", "qwen3-8b", 64, 2048, num_prompts=40, max_concurrency=8, **more)))
 modules = {str(Path(m.__file__).resolve()) for m in list(sys.modules.values()) if getattr(m, "__file__", None)}

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from ebbench.config.topology import TopologySpec, parse_topology
 from ebbench.devices.apiserver import ApiServerCosts, chosen_api_server, find_api_server, list_api_servers
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.coasting import Coasting
 from ebbench.simulation.state import RequestState
+from ebbench.spec.server import EngineOptions
 from tests.cluster import cluster_worlds as cluster
 from tests.simulation.worlds import World, plan, worlds
 from vllm_eb.policy import parse_policy

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 
 from ebbench.engines import sim
-from ebbench.engines.base import EngineOptions
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import CachingKv, CountingKv
 from ebbench.simulation.loop import EventLoop
@@ -21,6 +20,7 @@ from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.step_log import StepLog
 from ebbench.simulation.streams import StreamKv
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import MARGINAL, World, device, plan, worlds
 
 

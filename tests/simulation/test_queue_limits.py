@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.config.topology import parse_topology
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import World, device, plan, worlds
 from vllm_eb.policy import parse_policy
 

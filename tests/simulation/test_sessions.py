@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.config.topology import parse_topology
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.turn_graph import turn_graph
 from ebbench.simulation.events import TURNAROUND_NS
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import device, plan
 from tests.vllm.emulation import Traffic, as_agents, make_plan
 from vllm_eb.policy import parse_policy

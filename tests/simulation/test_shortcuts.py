@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 
 from ebbench.engines import sim
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.simulation import coasting
 from ebbench.simulation.gate import OpenGate, PolicyGate
 from ebbench.simulation.kv import CachingKv
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.step import Step
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import World, plan, worlds
 
 NEVER = 1 << 60

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
 from ebbench.records import files
 from ebbench.records.run import NotStoredError, RunWriter
 from ebbench.simulation import step_log, tables
 from ebbench.simulation.step import Step
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.simulation.worlds import World, worlds
 from vllm_eb.policy import parse_policy

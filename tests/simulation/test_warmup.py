@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.warmup import with_warmup
+from ebbench.spec.server import EngineOptions
 from tests.simulation import worlds
 from vllm_eb.policy import parse_policy
 

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from ebbench.runs.make import Made, Task
+from ebbench.runs.execute import Made, Task
 
 FIGURES = {"valid": True, "request_throughput": 1.0, "plan_hash": "p", "git_commit": "c"}
 

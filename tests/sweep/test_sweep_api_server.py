@@ -64,7 +64,7 @@ def test_a_number_of_processes_simulates_them_in_every_cell(tmp_path: Path) -> N
     for line, busy in (("api_server_count = 2", False), ('api_server = "auto"', True), ("", True)):
         sweep = load_sweep(spec_file(tmp_path, f"{GRID}{line}\n"))
         assert sweep.api_server_if_busy is busy
-        assert {cell.options.api_server for cell in sweep.cells} == {"off" if busy else "datacenter"}
+        assert {cell.server.api_server for cell in sweep.cells} == {"off" if busy else "datacenter"}
 
 
 def test_auto_for_some_cells_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.noise import least_difference
-from ebbench.runs.settings import cell_of
+from ebbench.runs.settings import spec_of_file
 from ebbench.runs.store import Measured
 from ebbench.sweep.findings import Finding, findings, metric_of
 from ebbench.sweep.store import Finished
@@ -27,7 +27,7 @@ LIMITED = TINY.replace("[common]", '[common]\ngoodput = "ttft:40 tpot:12"').repl
 def entry(policy: str, budget: int, seed: int, value: float, metric: str = "request_throughput") -> Finished:
     """A finished cell with one figure."""
     settings: dict[str, Any] = {"policy": policy, "max_num_batched_tokens": budget, "seed": seed}
-    cell = cell_of({"workload": "balanced", "max_num_seqs": 16} | settings)
+    cell = spec_of_file({"workload": "balanced", "max_num_seqs": 16} | settings)
     return Finished(cell, Measured({metric: value, "valid": True}, (), Path(), 0.0, ""))
 
 
@@ -101,7 +101,7 @@ def test_limits_rank_by_goodput(tmp_path: Path) -> None:
 
 
 def test_goodput_needs_limits_everywhere(tmp_path: Path) -> None:
-    cells = [cell_of({"workload": "balanced", "goodput": limits}) for limits in ("ttft:1", "")]
+    cells = [spec_of_file({"workload": "balanced", "goodput": limits}) for limits in ("ttft:1", "")]
     assert (metric_of(cells[:1]), metric_of(cells)) == ("request_goodput", "request_throughput")
     done = invoke("sweep", spec_file(tmp_path, TINY), "--metric", "request_goodput", "-o", tmp_path / "out")
     assert done.exit_code == 2

@@ -17,9 +17,11 @@ import pytest
 from ebbench.analysis.summary import summarise
 from ebbench.devices import load_device
 from ebbench.records.run import Run
-from ebbench.runs.make import Task, device_of, make
+from ebbench.runs.execute import Task, make
+from ebbench.runs.key import directory_name, key_of
 from ebbench.runs.pool import ATTEMPTS, Processes, attempt
-from ebbench.runs.settings import cell_of
+from ebbench.runs.prepare import device_of
+from ebbench.runs.settings import spec_of_file
 from ebbench.runs.store import Measured
 from ebbench.sweep.drive import run_sweep
 from ebbench.sweep.findings import baseline_of, findings
@@ -44,7 +46,7 @@ def test_results_are_one_table_in_the_order_of_the_grid(tiny: Path) -> None:
     table = pq.read_table(tiny / "out" / "results.parquet")
     assert table.schema.equals(SCHEMA)
     cells = load_sweep(tiny / "spec.toml").cells
-    assert table["key"].to_pylist() == [cell.key() for cell in cells]
+    assert table["key"].to_pylist() == [key_of(cell) for cell in cells]
     assert table["completed"].to_pylist() == [40.0] * 8
     assert set(table["valid"].to_pylist()) == {True}
     rows = table.to_pylist()
@@ -119,7 +121,7 @@ def test_findings_name_the_policy_they_are_against_and_the_setting(tmp_path: Pat
 
 def test_there_is_one_baseline_and_no_gain_where_it_is_missing() -> None:
     def cell(policy: str, concurrency: int, throughput: float) -> Finished:
-        made = cell_of({"workload": "balanced", "policy": policy, "max_concurrency": concurrency})
+        made = spec_of_file({"workload": "balanced", "policy": policy, "max_concurrency": concurrency})
         return Finished(made, Measured({"valid": True, "request_throughput": throughput}, (), Path()))
 
     cells = [cell("eb", 4, 2.0), cell("ebplus", 4, 3.0), cell("eb", 8, 5.0), cell("v1", 8, 4.0)]
@@ -155,7 +157,7 @@ def test_a_damaged_result_is_named(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_summary_alone_is_the_summary_of_the_run_kept(tmp_path: Path) -> None:
-    cell = cell_of(
+    cell = spec_of_file(
         {"workload": "balanced", "source": "profile", "num_prompts": 700, "input_len": 32, "output_len": 8,
          "max_concurrency": 64, "policy": "ebplus", "goodput": "ttft:500"}
     )  # fmt: skip
@@ -167,15 +169,15 @@ def test_a_summary_alone_is_the_summary_of_the_run_kept(tmp_path: Path) -> None:
 
 
 def test_cells_share_a_devices_tables_but_not_its_memory() -> None:
-    first = cell_of({"workload": "balanced", "max_num_seqs": 64, "gpu_memory_utilization": 0.5})
-    second = cell_of({"workload": "balanced", "max_num_seqs": 2048, "max_num_batched_tokens": 16384})
-    third = cell_of({"workload": "balanced", "num_kv_blocks": 100})
+    first = spec_of_file({"workload": "balanced", "max_num_seqs": 64, "gpu_memory_utilization": 0.5})
+    second = spec_of_file({"workload": "balanced", "max_num_seqs": 2048, "max_num_batched_tokens": 16384})
+    third = spec_of_file({"workload": "balanced", "num_kv_blocks": 100})
     devices = [device_of(cell) for cell in (first, second, third)]
     assert devices[0].cost is devices[1].cost is devices[2].cost
     for cell, device in zip((first, second, third), devices, strict=True):
         fresh = load_device(
-            str(cell.device), str(cell.model), gpu_memory_utilization=cell.options.gpu_memory_utilization,
-            max_num_seqs=cell.options.max_num_seqs, max_num_batched_tokens=cell.options.max_num_batched_tokens,
+            str(cell.device), str(cell.model), gpu_memory_utilization=cell.server.gpu_memory_utilization,
+            max_num_seqs=cell.server.max_num_seqs, max_num_batched_tokens=cell.server.max_num_batched_tokens,
             kv_tokens=1600 if cell is third else None,
         )  # fmt: skip
         assert device == fresh
@@ -198,7 +200,7 @@ def test_an_exception_in_an_engine_fails_only_its_cell(monkeypatch: pytest.Monke
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(ebbench.engines, "select_engine", broken)
-    outcome = attempt(make, Task(cell_of({"workload": "balanced", "source": "profile", "num_prompts": 5})))
+    outcome = attempt(make, Task(spec_of_file({"workload": "balanced", "source": "profile", "num_prompts": 5})))
     assert outcome.value is None
     assert str(outcome.error).startswith("ZeroDivisionError: a bug (test_sweep_runs.py:")
 
@@ -276,7 +278,7 @@ def test_runs_are_kept_on_request(tmp_path: Path) -> None:
     spec, out = spec_file(tmp_path, text), tmp_path / "out"
     assert invoke("sweep", spec, "-o", out, "-q", "--workers", 1).exit_code == 0
     for cell in load_sweep(spec).cells:
-        assert Run.load(out / "cells" / cell.directory_name()).manifest.policy == cell.policy
+        assert Run.load(out / "cells" / directory_name(cell)).manifest.policy == cell.policy
     assert not list((out / "cells").glob(".cell-*"))
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.engines.base import EngineOptions
 from ebbench.errors import EbbenchError, InputFileError
-from ebbench.runs.settings import cell_of
+from ebbench.runs.key import key_of, with_absolute_paths
+from ebbench.runs.settings import spec_of_file
+from ebbench.spec.server import EngineOptions
 from ebbench.sweep.spec import load_sweep
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 
@@ -19,9 +20,9 @@ REPORTS = Path(__file__).resolve().parents[2] / "reports" / "sweeps"
 def test_every_combination_is_a_cell_and_repeats_are_seeds(tmp_path: Path) -> None:
     text = TINY.replace("[common]", "max_num_batched_tokens = [256, 512, 1024]\nseed = [10, 20]\n[common]")
     sweep = load_sweep(spec_file(tmp_path, text))
-    settings = {(c.policy, c.options.max_num_batched_tokens, c.plan.seed) for c in sweep.cells}
+    settings = {(c.policy, c.server.max_num_batched_tokens, c.plan.seed) for c in sweep.cells}
     assert settings == {(p, b, s) for p in ("v1", "eb") for b in (256, 512, 1024) for s in (10, 11, 20, 21)}
-    assert len(sweep.cells) == len({cell.key() for cell in sweep.cells}) == 24
+    assert len(sweep.cells) == len({key_of(cell) for cell in sweep.cells}) == 24
     assert set(sweep.axes) == {"policy", "max_num_batched_tokens", "seed"}
     assert {cell.plan.num_prompts for cell in sweep.cells} == {40}
 
@@ -38,7 +39,7 @@ def test_the_papers_grid_has_1440_cells() -> None:
     assert asked == {(False, 4000), (True, 430)}  # conversations of 9.3 requests
     sample = load_sweep(REPORTS / "paper-grid-sample.toml")
     assert len(sample.cells) == 192
-    assert {cell.key() for cell in sample.cells} < {cell.key() for cell in sweep.cells}
+    assert {key_of(cell) for cell in sample.cells} < {key_of(cell) for cell in sweep.cells}
 
 
 def test_two_spellings_of_a_policy_are_one_cell(tmp_path: Path) -> None:
@@ -47,22 +48,22 @@ def test_two_spellings_of_a_policy_are_one_cell(tmp_path: Path) -> None:
 
 
 def test_a_key_is_the_content_of_settings_and_files(tmp_path: Path) -> None:
-    cell = cell_of({"workload": "balanced"})
-    assert cell.key() == cell_of({"workload": "balanced", "policy": "v1"}).key()
-    assert cell.key() != cell_of({"workload": "balanced", "seed": 1}).key()
+    cell = spec_of_file({"workload": "balanced"})
+    assert key_of(cell) == key_of(spec_of_file({"workload": "balanced", "policy": "v1"}))
+    assert key_of(cell) != key_of(spec_of_file({"workload": "balanced", "seed": 1}))
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n')
-    traced = cell_of({"workload": f"trace:{trace}"})
-    before = traced.key()
-    assert traced.key() == before
+    traced = spec_of_file({"workload": f"trace:{trace}"})
+    before = key_of(traced)
+    assert key_of(traced) == before
     trace.write_text('{"timestamp": 0, "input_length": 6, "output_length": 5}\n')
-    assert traced.key() != before
+    assert key_of(traced) != before
 
 
 def test_files_are_named_absolutely_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    moved = cell_of({"workload": "trace:trace.jsonl", "model": "qwen3-8b"}).with_absolute_paths()
+    moved = with_absolute_paths(spec_of_file({"workload": "trace:trace.jsonl", "model": "qwen3-8b"}))
     assert moved.plan.workload == f"trace:{tmp_path / 'trace.jsonl'}"
     assert moved.model == "qwen3-8b"
 
@@ -70,7 +71,7 @@ def test_files_are_named_absolutely_for_workers(tmp_path: Path, monkeypatch: pyt
 def test_overrides_change_the_cells_they_name(tmp_path: Path) -> None:
     text = TINY + '[[overrides]]\nwhen = { policy = "eb" }\nset = { max_num_seqs = 8, num_prompts = 20 }\n'
     cells = load_sweep(spec_file(tmp_path, text)).cells
-    found = {(c.policy, c.options.max_num_seqs, c.plan.num_prompts) for c in cells}
+    found = {(c.policy, c.server.max_num_seqs, c.plan.num_prompts) for c in cells}
     assert found == {("v1", 16, 40), ("eb", 8, 20)}
 
 
@@ -178,8 +179,8 @@ def test_a_spec_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_length_limit_holds_for_the_plan_and_the_engine() -> None:
     def limits(**settings: object) -> tuple[int | None, int]:
-        cell = cell_of({"workload": "balanced", "max_concurrency": 8, **settings})
-        return cell.plan.max_model_len, cell.options.max_model_len
+        cell = spec_of_file({"workload": "balanced", "max_concurrency": 8, **settings})
+        return cell.plan.max_model_len, cell.server.max_model_len
 
     default = EngineOptions.max_model_len
     assert limits(max_model_len=2048) == (2048, 2048)

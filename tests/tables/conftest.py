@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.drive import run_missing
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 SHIFT = """
 name = "small-shift"
@@ -40,17 +40,17 @@ def shift_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shift_cell(shift_file: Path) -> Cell:
+def shift_cell(shift_file: Path) -> RunSpec:
     return simulated("balanced", "eb", "rtx-pro-6000", "qwen3-8b", 64, 2048, str(shift_file))
 
 
 @pytest.fixture(scope="session")
-def small_cell() -> Cell:
+def small_cell() -> RunSpec:
     return simulated("balanced", "v1", "h200", "qwen3-8b", 64, 2048, num_prompts=40, output_len=20)
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory, shift_cell: Cell, small_cell: Cell) -> RunStore:
+def store(tmp_path_factory: pytest.TempPathFactory, shift_cell: RunSpec, small_cell: RunSpec) -> RunStore:
     """A store that holds both cells."""
     made = RunStore(tmp_path_factory.mktemp("cells"))
     run_missing([shift_cell, small_cell], made, workers=1)
@@ -58,7 +58,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, shift_cell: Cell, small_cell
 
 
 @pytest.fixture(scope="session")
-def shift_run(store: RunStore, shift_cell: Cell) -> Measured:
+def shift_run(store: RunStore, shift_cell: RunSpec) -> Measured:
     found = store.get(shift_cell)
     assert found is not None
     return found

@@ -149,11 +149,11 @@ def test_table_4_asks_what_mixed_attention_would_have_to_cost(store: RunStore) -
 
 def test_the_published_crossover_is_drawn_for_its_own_model_only(store: RunStore) -> None:
     marked = {
-        model: "published crossover" in str(FIGURE1.chart(PaperOptions(models=(model,)), store).to_dict())
+        model: "published crossover" in str(FIGURE1.drawn(PaperOptions(models=(model,)), store)[0].to_dict())
         for model in ("qwen3-4b", "gemma-3-1b-it")
     }
     assert marked == {"qwen3-4b": True, "gemma-3-1b-it": False}
 
 
 def test_figure_2_of_another_gpu_has_no_published_calls(store: RunStore) -> None:
-    assert "published attention" not in str(FIGURE2.chart(PaperOptions(devices=("l40s",)), store).to_dict())
+    assert "published attention" not in str(FIGURE2.drawn(PaperOptions(devices=("l40s",)), store)[0].to_dict())

@@ -11,20 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.devices.profiles import HostCosts
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
 from ebbench.records.run import MANIFEST, Run
-from ebbench.runs import cell as cell_module
-from ebbench.runs.cell import Cell
+from ebbench.runs import key as key_module
 from ebbench.runs.drive import run_missing
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
+from ebbench.runs.key import directory_name, key_of
 from ebbench.runs.pool import Outcome
 from ebbench.runs.store import CELL, RunStore
+from ebbench.spec.host import HostCosts
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import EngineOptions
 
 
-def test_a_second_call_runs_nothing(store: RunStore, small_cell: Cell, shift_cell: Cell) -> None:
+def test_a_second_call_runs_nothing(store: RunStore, small_cell: RunSpec, shift_cell: RunSpec) -> None:
     again = RunStore(store.root)
     assert run_missing([small_cell, shift_cell], again, workers=1) == 0
     assert again.get(small_cell) is not None
@@ -39,49 +41,49 @@ def test_a_second_call_runs_nothing(store: RunStore, small_cell: Cell, shift_cel
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_a_changed_setting_changes_the_key(small_cell: Cell, change: dict[str, object]) -> None:
-    assert small_cell.changed(**change).key() != small_cell.key()
+def test_a_changed_setting_changes_the_key(small_cell: RunSpec, change: dict[str, object]) -> None:
+    assert key_of(small_cell.changed(**change)) != key_of(small_cell)
 
 
-def test_a_length_limit_taken_away_is_the_servers_default_again(small_cell: Cell) -> None:
+def test_a_length_limit_taken_away_is_the_servers_default_again(small_cell: RunSpec) -> None:
     """The plan has no limit without one; a server always has."""
     limited = small_cell.changed(max_model_len=2048)
-    assert (limited.plan.max_model_len, limited.options.max_model_len) == (2048, 2048)
+    assert (limited.plan.max_model_len, limited.server.max_model_len) == (2048, 2048)
     free = limited.changed(max_model_len=None)
-    assert (free.plan.max_model_len, free.options.max_model_len) == (None, EngineOptions.max_model_len)
+    assert (free.plan.max_model_len, free.server.max_model_len) == (None, EngineOptions.max_model_len)
 
 
-def test_the_weight_of_a_cell_does_not_change_the_key(small_cell: Cell) -> None:
-    assert replace(small_cell, weight=99.0).key() == small_cell.key()
+def test_the_weight_of_a_cell_does_not_change_the_key(small_cell: RunSpec) -> None:
+    assert key_of(replace(small_cell, weight=99.0)) == key_of(small_cell)
 
 
-def test_changed_code_changes_the_key(small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = small_cell.key()
-    monkeypatch.setattr(cell_module, "code_fingerprint", lambda engine: "other code")
-    assert small_cell.key() != before
+def test_changed_code_changes_the_key(small_cell: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key_of(small_cell)
+    monkeypatch.setattr(key_module, "code_fingerprint", lambda engine: "other code")
+    assert key_of(small_cell) != before
 
 
-def test_a_changed_scenario_file_changes_the_key(shift_cell: Cell, shift_file: Path) -> None:
-    before, text = shift_cell.key(), shift_file.read_text()
+def test_a_changed_scenario_file_changes_the_key(shift_cell: RunSpec, shift_file: Path) -> None:
+    before, text = key_of(shift_cell), shift_file.read_text()
     try:
         shift_file.write_text(text.replace("mean = 400", "mean = 401"))
-        assert shift_cell.key() != before
+        assert key_of(shift_cell) != before
     finally:
         shift_file.write_text(text)
-    assert shift_cell.key() == before
+    assert key_of(shift_cell) == before
 
 
-def test_a_changed_trace_changes_the_key(tmp_path: Path, small_cell: Cell) -> None:
+def test_a_changed_trace_changes_the_key(tmp_path: Path, small_cell: RunSpec) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("one")
     asked = small_cell.changed(workload=f"trace:{path}"), small_cell.changed(source=f"file:{path}")
-    before = [cell.key() for cell in asked]
+    before = [key_of(cell) for cell in asked]
     path.write_text("two")
-    assert not {cell.key() for cell in asked} & set(before)
+    assert not {key_of(cell) for cell in asked} & set(before)
 
 
 def test_a_changed_module_of_the_users_own_policy_changes_the_key(
-    tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_cell: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "policy_of_a_user" / "first.py"
     module.parent.mkdir()
@@ -89,12 +91,12 @@ def test_a_changed_module_of_the_users_own_policy_changes_the_key(
     module.write_text("steps = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
     cell = small_cell.changed(policy="policy_of_a_user.first:steps=3")
-    before = cell.key()
+    before = key_of(cell)
     module.write_text("steps = 2")
-    assert cell.key() != before
+    assert key_of(cell) != before
 
 
-def test_a_stored_cell_is_a_run_like_any_other(store: RunStore, small_cell: Cell) -> None:
+def test_a_stored_cell_is_a_run_like_any_other(store: RunStore, small_cell: RunSpec) -> None:
     found = store.get(small_cell)
     assert found is not None
     run = Run.load(found.path)
@@ -103,7 +105,7 @@ def test_a_stored_cell_is_a_run_like_any_other(store: RunStore, small_cell: Cell
     assert found.figures["completed"] == 40 == run.requests.num_rows
 
 
-def test_figures_alone_can_be_kept(tmp_path: Path, small_cell: Cell) -> None:
+def test_figures_alone_can_be_kept(tmp_path: Path, small_cell: RunSpec) -> None:
     store = RunStore(tmp_path)
     run_missing([small_cell], store, workers=1, whole=False)
     found = store.get(small_cell)
@@ -117,7 +119,7 @@ def test_figures_alone_can_be_kept(tmp_path: Path, small_cell: Cell) -> None:
     assert found.run.manifest.policy == "v1"
 
 
-def test_a_pool_gives_what_one_process_gives(tmp_path: Path, small_cell: Cell) -> None:
+def test_a_pool_gives_what_one_process_gives(tmp_path: Path, small_cell: RunSpec) -> None:
     cells = [small_cell, small_cell.changed(seed=1)]
     run_missing(cells, RunStore(tmp_path / "one"), workers=1, whole=False)
     run_missing(cells, RunStore(tmp_path / "two"), workers=2, whole=False)
@@ -142,7 +144,7 @@ def test_errors_of_a_worker_keep_class_and_message(kind: type[EbbenchError]) -> 
     assert back.exit_code == error.exit_code
 
 
-def test_a_pool_raises_the_error_that_one_process_raises(tmp_path: Path, small_cell: Cell) -> None:
+def test_a_pool_raises_the_error_that_one_process_raises(tmp_path: Path, small_cell: RunSpec) -> None:
     wrong = small_cell.changed(num_prompts=4, source="profil")
     for workers in (1, 2):
         with pytest.raises(UnknownNameError, match="did you mean 'profile'"):
@@ -153,7 +155,7 @@ def test_a_pool_raises_the_error_that_one_process_raises(tmp_path: Path, small_c
     "wrong", [{"device": "h20"}, {"model": "qwen3"}, {"workload": "balance"}, {"scenario": "poison"}], ids=str
 )
 def test_an_unknown_name_is_refused_before_the_first_run(
-    tmp_path: Path, small_cell: Cell, wrong: dict[str, str]
+    tmp_path: Path, small_cell: RunSpec, wrong: dict[str, str]
 ) -> None:
     cells = [small_cell, small_cell.changed(**wrong, weight=0.1)]
     with pytest.raises(UnknownNameError):
@@ -162,12 +164,12 @@ def test_an_unknown_name_is_refused_before_the_first_run(
 
 
 @pytest.mark.parametrize("workers", [0, -1])
-def test_no_workers_are_refused(tmp_path: Path, small_cell: Cell, workers: int) -> None:
+def test_no_workers_are_refused(tmp_path: Path, small_cell: RunSpec, workers: int) -> None:
     with pytest.raises(UsageError, match=f"--workers must be at least 1, not {workers}"):
         run_missing([small_cell], RunStore(tmp_path), workers=workers)
 
 
-def test_the_error_on_a_request_that_never_fits_names_the_option_to_drop_it(tmp_path: Path, small_cell: Cell) -> None:
+def test_the_error_on_a_request_that_never_fits_names_the_option(tmp_path: Path, small_cell: RunSpec) -> None:
     tiny = replace(small_cell, device="linear:0.001,0.00001,0.001,0.00001,480")
     with pytest.raises(UsageError, match=r"cannot run; drop longer ones with --max-model-len 480 --drop-too-long"):
         run_missing([tiny], RunStore(tmp_path), workers=1)
@@ -175,11 +177,11 @@ def test_the_error_on_a_request_that_never_fits_names_the_option_to_drop_it(tmp_
     assert run_missing([fitting], RunStore(tmp_path), workers=1, whole=False) == 1
 
 
-def test_a_limit_of_the_plan_is_the_servers(small_cell: Cell) -> None:
-    assert small_cell.changed(max_model_len=70_000).options.max_model_len == 70_000
+def test_a_limit_of_the_plan_is_the_servers(small_cell: RunSpec) -> None:
+    assert small_cell.changed(max_model_len=70_000).server.max_model_len == 70_000
 
 
-def test_an_interrupted_run_is_not_stored(tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_not_stored(tmp_path: Path, small_cell: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Ctrl-C the engine returns a partial result, which must not be stored."""
     whole = SimEngine.run
 
@@ -194,7 +196,7 @@ def test_an_interrupted_run_is_not_stored(tmp_path: Path, small_cell: Cell, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_remains_of_killed_workers_are_cleared(tmp_path: Path, small_cell: Cell) -> None:
+def test_remains_of_killed_workers_are_cleared(tmp_path: Path, small_cell: RunSpec) -> None:
     old, new = tmp_path / ".cell-old", tmp_path / ".cell-new"
     for path in (old, new):
         path.mkdir()
@@ -204,7 +206,7 @@ def test_remains_of_killed_workers_are_cleared(tmp_path: Path, small_cell: Cell)
     assert new.exists(), "another process may be at work in it"
 
 
-def test_what_another_command_is_writing_is_left_alone(tmp_path: Path, small_cell: Cell) -> None:
+def test_what_another_command_is_writing_is_left_alone(tmp_path: Path, small_cell: RunSpec) -> None:
     running = tmp_path / ".cell-running"
     running.mkdir()
     (running / "steps.part-0000.parquet").touch()
@@ -213,7 +215,7 @@ def test_what_another_command_is_writing_is_left_alone(tmp_path: Path, small_cel
     assert running.exists()
 
 
-def test_two_commands_can_run_the_same_cell_at_once(tmp_path: Path, small_cell: Cell) -> None:
+def test_two_commands_can_run_the_same_cell_at_once(tmp_path: Path, small_cell: RunSpec) -> None:
     stores = [RunStore(tmp_path), RunStore(tmp_path)]
     tasks = [Task(small_cell, store.temporary(small_cell)) for store in stores]
     outcomes = [Outcome(make(task)) for task in tasks]
@@ -222,18 +224,18 @@ def test_two_commands_can_run_the_same_cell_at_once(tmp_path: Path, small_cell: 
         for store, task, outcome in zip(stores, tasks, outcomes, strict=True)
     ]
     assert found[0].run.requests == found[1].run.requests
-    assert [path.name for path in tmp_path.iterdir()] == [small_cell.directory_name()], "nothing else is left"
+    assert [path.name for path in tmp_path.iterdir()] == [directory_name(small_cell)], "nothing else is left"
 
 
 def test_a_result_stored_at_the_same_moment_is_no_error(
-    tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_cell: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = RunStore(tmp_path), RunStore(tmp_path)
     outcome = Outcome(make(Task(small_cell)))
     rename = Path.rename
 
     def overtaken(self: Path, target: Path) -> Path:
-        if target.name == small_cell.directory_name():
+        if target.name == directory_name(small_cell):
             monkeypatch.setattr(Path, "rename", rename)
             other.keep(small_cell, outcome)
         return rename(self, target)
@@ -243,16 +245,16 @@ def test_a_result_stored_at_the_same_moment_is_no_error(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_damaged_cell_is_named(tmp_path: Path, small_cell: Cell) -> None:
-    directory = tmp_path / small_cell.directory_name()
+def test_a_damaged_cell_is_named(tmp_path: Path, small_cell: RunSpec) -> None:
+    directory = tmp_path / directory_name(small_cell)
     directory.mkdir()
     (directory / CELL).write_text("{")
-    with pytest.raises(DataError, match=small_cell.directory_name()):
+    with pytest.raises(DataError, match=directory_name(small_cell)):
         RunStore(tmp_path).get(small_cell)
 
 
 def test_a_run_of_the_users_own_answers_the_cell_it_shares_a_plan_with(
-    store: RunStore, small_cell: Cell, tmp_path: Path
+    store: RunStore, small_cell: RunSpec, tmp_path: Path
 ) -> None:
     found = store.get(small_cell)
     assert found is not None
@@ -274,7 +276,7 @@ def test_a_run_of_the_users_own_answers_the_cell_it_shares_a_plan_with(
 
 
 def test_an_adopted_run_is_known_by_its_warmup_and_async_scheduling(
-    store: RunStore, small_cell: Cell, tmp_path: Path
+    store: RunStore, small_cell: RunSpec, tmp_path: Path
 ) -> None:
     """Manifests of older runs lack both options: these runs had the defaults."""
     cells = (small_cell, small_cell.changed(warmup=1), small_cell.changed(async_scheduling=False))
@@ -286,7 +288,7 @@ def test_an_adopted_run_is_known_by_its_warmup_and_async_scheduling(
         assert [each and each.path for each in answers] == [run if place == number else None for place in range(3)]
 
 
-def copy_with_options(store: RunStore, cell: Cell, folder: Path, options: dict[str, object]) -> Path:
+def copy_with_options(store: RunStore, cell: RunSpec, folder: Path, options: dict[str, object]) -> Path:
     """The cell's run, its manifest recording of warm-up and async scheduling only these values."""
     found = store.get(cell)
     assert found is not None
@@ -299,9 +301,9 @@ def copy_with_options(store: RunStore, cell: Cell, folder: Path, options: dict[s
     return folder
 
 
-def test_cell_json_holds_cell_and_key(store: RunStore, small_cell: Cell) -> None:
+def test_cell_json_holds_cell_and_key(store: RunStore, small_cell: RunSpec) -> None:
     found = store.get(small_cell)
     assert found is not None
     content = json.loads((found.path / CELL).read_text())
     assert content["cell"]["policy"] == "v1"
-    assert content["key"] == small_cell.key()
+    assert content["key"] == key_of(small_cell)

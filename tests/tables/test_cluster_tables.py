@@ -20,10 +20,11 @@ from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
 from ebbench.papers.table import PaperOptions
 from ebbench.records.manifest import plan_hash
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.drive import run_missing
-from ebbench.runs.make import plan_of
+from ebbench.runs.key import key_of
+from ebbench.runs.prepare import plan_of
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 CELL = simulated(
     "reference:workloads/short-prompts.toml", "v1", UNIT, MODEL, 64, 3072, scenario="poisson", num_prompts=60,
@@ -39,7 +40,7 @@ CELL = simulated(
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_any_other_cluster_has_another_key(change: dict[str, object]) -> None:
-    assert CELL.changed(**change).key() != CELL.key()
+    assert key_of(CELL.changed(**change)) != key_of(CELL)
 
 
 def test_a_single_run_does_not_stand_for_a_cluster(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_figures_of_a_group_are_counted_per_pass() -> None:
 class Made(RunStore):
     """Answers every cell of a curve with TTFT = 1 s times the share of capacity."""
 
-    def get(self, cell: Cell) -> Measured | None:
+    def get(self, cell: RunSpec) -> Measured | None:
         rate = cell.plan.request_rate
         assert rate is not None
         return Measured({"mean_ttft_ms": 1e3 * rate / capacity_rps(SHORT_3K)}, (), self.root)
@@ -127,9 +128,8 @@ def test_curves_are_straight_between_two_loads_and_know_their_peak(tmp_path: Pat
     assert curve.peak(SHARES[-1] + 0.1) is None
     assert curve.at("mean_ttft_ms", 1.5) is None
     assert FiguresOverLoad(PaperOptions(), RunStore(tmp_path / "none"), SHORT_3K, "sbs").peak(0.8) is None
-    assert (
-        prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.5).key()
-        != prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.525).key()
+    assert key_of(prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.5)) != key_of(
+        prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.525)
     )
 
 

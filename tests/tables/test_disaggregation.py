@@ -6,7 +6,8 @@ import pytest
 
 from ebbench.papers.eb.disaggregation import FOUR, MIXES, TWO, PolicyOnTopology, four_gpus, replicas, two_gpus
 from ebbench.papers.protocols import EBPLUS_MARGIN_S_PER_TOKEN, ebplus_as_run, protocol_cells
-from ebbench.runs.make import Task, make, plan_of
+from ebbench.runs.execute import Task, make
+from ebbench.runs.prepare import plan_of
 from vllm_eb.policies.ebplus import EbPlus
 from vllm_eb.policy import parse_policy
 

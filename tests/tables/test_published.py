@@ -13,7 +13,7 @@ from ebbench.papers.protocols import ASYNC_SCHEDULING, protocol_cells
 from ebbench.papers.published import best_config, pick, rows
 from ebbench.papers.registry import TABLES, find_table
 from ebbench.papers.table import PaperOptions
-from ebbench.runs.make import plan_of
+from ebbench.runs.prepare import plan_of
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 
@@ -64,8 +64,8 @@ def test_tables_and_fidelity_make_the_same_runs() -> None:
         else:
             continue
         assert tuple(cells) == protocol_cells(case.protocol, case.device, case.model)
-        assert {cell.options.warmup for cell in cells} == {case.protocol.warmup}
-        assert {cell.options.async_scheduling for cell in cells} == {ASYNC_SCHEDULING}
+        assert {cell.server.warmup for cell in cells} == {case.protocol.warmup}
+        assert {cell.server.async_scheduling for cell in cells} == {ASYNC_SCHEDULING}
 
 
 def test_no_two_tables_share_a_name() -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
-from ebbench.client import ClientOptions
 from ebbench.devices import load_device
 from ebbench.engines import select_engine
-from ebbench.engines.base import Engine, EngineOptions
+from ebbench.engines.base import Engine
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.plan import Plan
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

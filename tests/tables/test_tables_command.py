@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
+from ebbench.errors import UsageError
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.figures import FIGURES
 from ebbench.papers.registry import TABLES, find_table
@@ -54,7 +55,7 @@ def test_published_ours_and_difference_stand_side_by_side(made: Path) -> None:
 def test_another_setting_is_titled_and_has_no_published_columns(made: Path) -> None:
     text = invoke("tables", "3", "--runs", str(made), *SMALL, "-f", "markdown").output
     assert f"({COUNT} requests a run)" in text.splitlines()[0]
-    assert "published figures are left out" in text
+    assert "no published figures stand beside it" in text
     assert "11,584" not in text
     assert "v1 diff" not in text
     assert "v1 ours" in text
@@ -65,6 +66,41 @@ def test_another_device_does_not_stand_beside_published_figures(name: str, devic
     text = invoke("tables", name, "--runs", str(tmp_path), "--device", device, "-f", "markdown").output
     assert f"(device {device})" in text.splitlines()[0]
     assert "published |" not in text
+
+
+REFUSED = {
+    ("table8", "device"), ("adaptation", "device"), ("table8", "model"), ("table5", "model"),
+    ("table6", "model"), ("table7", "model"),
+}  # fmt: skip
+"""Tables that have no costs, no load or no row for it, by option."""
+OTHERS = {"device": PaperOptions(devices=("h100",)), "model": PaperOptions(models=("qwen2.5-7b",))}
+
+
+@pytest.mark.parametrize("option", OTHERS)
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_what_was_not_published_is_titled_or_refused(table: PaperTable, option: str, tmp_path: Path) -> None:
+    """A device or model that print does not have is named in the title, and no published value stands beside it."""
+    if option not in table.reads:
+        return
+    name = {"device": "h100", "model": "qwen2.5-7b"}[option]
+    if (table.name, option) in REFUSED:
+        with pytest.raises(UsageError, match=name):
+            table.filled(OTHERS[option], RunStore(tmp_path))
+        return
+    document = table.filled(OTHERS[option], RunStore(tmp_path))
+    assert f"({option} " in document.title
+    for section in document.sections:
+        for at, column in enumerate(section.columns):
+            of_print = column.name in ("published", "diff") or column.group.startswith("published")
+            assert not of_print or all(row[at] is None for row in section.rows)
+
+
+def test_one_published_device_keeps_its_figures_beside_another(tmp_path: Path) -> None:
+    document = find_table("2").filled(PaperOptions(devices=("h200", "h100")), RunStore(tmp_path))
+    assert document.title.endswith("(device h100)")
+    values = [row[2] for section in document.sections for row in section.rows if isinstance(row[2], float)]
+    assert max(values) == 21.31, "v0 on H200; none for the H100"
+    assert len(values) == 8
 
 
 def test_missing_runs_are_counted_and_their_cells_left_empty(tmp_path: Path) -> None:
@@ -148,7 +184,7 @@ def test_a_table_reads_exactly_the_options_it_declares(table: PaperTable | Paper
     if isinstance(table, PaperTable):
         table.document(options, store)
     else:
-        table.chart(options, store)
+        table.chart(options, store, True)
     read = {FIELDS[name] for name in options.__dict__["seen"] & set(FIELDS)}
     assert set(table.reads) == read
 

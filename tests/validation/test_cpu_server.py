@@ -15,11 +15,11 @@ import pytest
 from ebbench.calibration.measure import ProbeGrid
 from ebbench.child import supervised
 from ebbench.devices import Device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.started import StartedServers
 from ebbench.engines.vllm import VllmEngine, server_environment
 from ebbench.errors import RunError
 from ebbench.runs.store import RunStore
+from ebbench.spec.server import EngineOptions
 from ebbench.validation import cpu_server, drive, question, steps
 from ebbench.validation.cpu_server import move_api_servers, server_processors, starting_on
 from ebbench.validation.question import MeasuringSchedule, PlannedRun, StepTimes, ValidationQuestion, measured_cell

@@ -207,21 +207,21 @@ def test_settings_of_the_measurement_reach_its_runs() -> None:
     steps = StepTimes(Path("p.toml"), Path("c.json"), 10_000, 8, 1.0, 10, 1.0, 1.0, None, 0.0, (0.01,), 5.0, 9.0)
     schedule = MeasuringSchedule(2, (30, 50), (8.0, 8.0))
     real, simulated = (make(asked, steps, PlannedRun("eb", 1, 1), schedule) for make in (measured_cell, predicted_cell))
-    assert dict(real.client) == {"lag_limit_ms": 200.0}
+    assert real.client.given() == {"lag_limit_ms": 200.0}
     assert real.vllm_options == ("--load-format", "dummy")
     assert (real.calibration, simulated.device) == ("c.json", "p.toml")
     assert real.plan == simulated.plan
     # A policy has learned from the load before, which the same server served: its run and both warm-ups.
-    assert (real.options.warmup, simulated.options.warmup) == (WARMUP, WARMUP + 30 + WARMUP)
+    assert (real.server.warmup, simulated.server.warmup) == (WARMUP, WARMUP + 30 + WARMUP)
     # Eager on a CPU: test_cpu_server.py. A real server has its own API server.
-    same = replace(real.options, enforce_eager=False, api_server="datacenter", warmup=simulated.options.warmup)
-    assert same == simulated.options
+    same = replace(real.server, enforce_eager=False, api_server="datacenter", warmup=simulated.server.warmup)
+    assert same == simulated.server
     first = predicted_cell(asked, steps, PlannedRun("eb", 0, 1), schedule)
-    assert (first.options.warmup, first.plan.num_prompts) == (WARMUP, 30)
+    assert (first.server.warmup, first.plan.num_prompts) == (WARMUP, 30)
     rehearsed = replace(asked, engine="sim", device="rtx-pro-6000", vllm_options=(), api_server="off")
     again = predicted_cell(rehearsed, steps, PlannedRun("eb", 1, 1), schedule)
-    assert again.options.warmup == WARMUP  # every run of a rehearsal has an engine of its own
-    assert (real.options.max_num_seqs, real.options.num_kv_blocks, real.options.async_scheduling) == (8, 593, False)
+    assert again.server.warmup == WARMUP  # every run of a rehearsal has an engine of its own
+    assert (real.server.max_num_seqs, real.server.num_kv_blocks, real.server.async_scheduling) == (8, 593, False)
 
 
 def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

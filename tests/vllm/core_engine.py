@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ebbench.engines.base import EngineOptions
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import CALIBRATION, TestCost
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy

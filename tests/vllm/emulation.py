@@ -12,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.devices.base import Device, StepShape
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
+from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec, parse_policy
 

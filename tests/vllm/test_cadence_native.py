@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from ebbench.engines.base import EngineOptions
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import DEVICE, Traffic, make_plan
 from vllm_eb.policy import parse_policy
 

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.errors import UsageError
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import DEVICE, Traffic, differences, make_plan, run_emulated
 from vllm_eb.policy import parse_policy
 

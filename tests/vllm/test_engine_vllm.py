@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.client import ClientOptions
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.machine import machine_name
 from ebbench.engines.vllm import VllmEngine
 from ebbench.engines.vllm_command import Emulation
 from ebbench.errors import RunError
 from ebbench.records.run import Run
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import DEVICE, Traffic, make_plan
 from tests.vllm.whole_command import ebbench
 from vllm_eb.policy import parse_policy

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbench.engines.base import EngineOptions
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import CALIBRATION, TestCost
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy

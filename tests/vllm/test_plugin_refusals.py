@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.engines.base import EngineOptions
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import CALIBRATION
 from vllm_eb import guard
 from vllm_eb.config import SCHEDULER, ConfigError, additional_config

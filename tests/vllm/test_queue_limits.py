@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ebbench.engines.base import EngineOptions
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import DEVICE, Traffic, make_plan, run_sim
 
 pytestmark = pytest.mark.vllm

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
-from ebbench.runs.cell import simulated
-from ebbench.runs.make import plan_of
+from ebbench.runs.prepare import plan_of
+from ebbench.spec.run import simulated
+from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import (
     DEVICE,
     Traffic,

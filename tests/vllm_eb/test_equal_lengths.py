@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ebbench.runs.cell import simulated
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
+from ebbench.spec.run import simulated
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
 from vllm_eb.costs import LinearCosts

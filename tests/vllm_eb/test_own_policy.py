@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.engines.base import EngineOptions
+from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import World, plan
 from tests.vllm_eb import made_policy
 from vllm_eb.policy import PolicyError, known_policy, parse_policy

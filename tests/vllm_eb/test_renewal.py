@@ -81,7 +81,7 @@ def test_the_correction_is_a_setting_of_every_online_threshold() -> None:
 def test_renewal_is_within_2_percent_of_the_best_fixed_theta(shape: str) -> None:
     """In simulation with the linear costs that the controller is told and a refill that costs 14 decode steps."""
     from ebbench.papers.eb.table10_11 import slow_refill, sweep_cell
-    from ebbench.runs.make import Task, make
+    from ebbench.runs.execute import Task, make
 
     def tokens_per_s(policy: str) -> float:
         cell = sweep_cell(

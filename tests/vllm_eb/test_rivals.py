@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
+from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import View

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.content import block_tokens, token_ids
+from ebbench.spec.server import EngineOptions
 from ebbench.traffic.spec import Replay
 from ebbench.workloads import build_plan
 from ebbench.workloads.log_report import repeated_prefixes

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from ebbench.workloads.overlap import draw_order, draw_session, fit_overlap, starts_of
 from ebbench.workloads.requests import Requests

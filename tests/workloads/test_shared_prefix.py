@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from ebbench.client.prefix_cache import repeated_share
 from ebbench.devices import load_device
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.content import block_tokens, token_ids
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

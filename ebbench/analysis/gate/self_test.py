@@ -29,9 +29,9 @@ from ebbench.analysis.metrics import measure
 from ebbench.analysis.sequential import evidence
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

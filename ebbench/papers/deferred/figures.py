@@ -27,8 +27,8 @@ from ebbench.papers.deferred.table01 import (
 )
 from ebbench.papers.published import DEFERRED_PAPER, rows
 from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
 from vllm_eb.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
 
 Row = Mapping[str, str]
@@ -106,7 +106,7 @@ def _costs_section(title: str, batches: Sequence[int], *, prefill: bool) -> Sect
     return Section(title, columns, tuple(lines))
 
 
-def _no_cells(_options: PaperOptions) -> list[Cell]:
+def _no_cells(_options: PaperOptions) -> list[RunSpec]:
     return []
 
 
@@ -138,12 +138,12 @@ def _best_k(row: Row, limit: int) -> int:
     return exact_chain(_model(row, limit)).best_k
 
 
-def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> Cell:
+def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> RunSpec:
     backlog = PaperOptions(num_prompts=options.num_prompts or _BATCHES * limit)
     return deferred_cell(backlog, {**row, "batch_limit": str(limit)}, "geometric", k, implied_constants(row))
 
 
-def _limit_cells(options: PaperOptions) -> list[Cell]:
+def _limit_cells(options: PaperOptions) -> list[RunSpec]:
     return [
         _limit_cell(options, row, limit, k)
         for row in _models()
@@ -192,7 +192,7 @@ def completion_s(found: Measured) -> float:
     return float((done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()).mean() / 1e9)
 
 
-def _k_cells(options: PaperOptions) -> list[Cell]:
+def _k_cells(options: PaperOptions) -> list[RunSpec]:
     return [
         deferred_cell(options, row, distribution, k)
         for row in _models()

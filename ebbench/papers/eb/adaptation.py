@@ -13,11 +13,11 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels,
 from ebbench.analysis.recovery import Recovery, recoveries
 from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
-from ebbench.papers.published import GPUS, gpu_title
-from ebbench.papers.table import PaperOptions, PaperTable, pending
+from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.records.run import Run
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 SCENARIOS: Mapping[str, str] = {
     "load-falls": "1,024 open requests, then 16",
@@ -60,7 +60,7 @@ class Phase(NamedTuple):
         return self.e2el_s if scenario in OPEN_LOOP else self.recovery.mean_tokens_per_s
 
 
-def _cell(options: PaperOptions, device: str, model: str, scenario: str, policy: str) -> Cell:
+def _cell(options: PaperOptions, device: str, model: str, scenario: str, policy: str) -> RunSpec:
     output_len = None if scenario == "prompts-to-answers" else MEAN_OUTPUT
     rate = RATES_PER_S[device] if scenario == "day-and-night" else None
     return simulated(_WORKLOAD, policy, device, model, SEQS, BUDGET, scenario, request_rate=rate, output_len=output_len)
@@ -77,7 +77,7 @@ def _compared(options: PaperOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*COMPARED, *options.policies)))
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell(options, device, options.model(), scenario, policy)
         for device in _devices(options)
@@ -153,5 +153,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 
 ADAPTATION = PaperTable(
-    "adaptation", "adaptation to shifts inside a run (ours)", _cells, _document, ("device", "model", "policy")
-)
+    "adaptation", "adaptation to shifts inside a run (ours)", _cells, _document, ("device", "model", "policy"),
+    published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
+)  # fmt: skip

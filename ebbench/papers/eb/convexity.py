@@ -11,7 +11,7 @@ from ebbench.papers.eb.figure01 import CONTEXT_TOKENS, FIGURE1_MODEL
 from ebbench.papers.eb.kernel_parts import GPUS, composed, step_parts, table_cost_of
 from ebbench.papers.figure import no_cells
 from ebbench.papers.published import EB_PAPER, gpu_title, rows
-from ebbench.papers.table import PaperOptions, PaperTable
+from ebbench.papers.table import PaperOptions, PaperTable, Published
 from ebbench.runs.store import RunStore
 
 TOKENS = 4096
@@ -87,4 +87,7 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
     return Document("kappa", "Convexity index of mixed batches (appendix A.3)", (Section("", columns, table),), _NOTES)
 
 
-KAPPA = PaperTable("kappa", "convexity index of mixed batches", no_cells, _document, ("device", "model"))
+KAPPA = PaperTable(
+    "kappa", "convexity index of mixed batches", no_cells, _document, ("device", "model"),
+    published_on=Published(GPUS, (FIGURE1_MODEL,)),
+)  # fmt: skip

@@ -9,7 +9,7 @@ from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.marginal import marginal_curve
 from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import gpu_title, rows
-from ebbench.papers.table import PaperOptions
+from ebbench.papers.table import PaperOptions, Published
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREY, ORANGE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -23,6 +23,7 @@ _COLOURS = (BLACK, SKY, BLUE, ORANGE, VERMILION)
 FIGURE1_MODEL = "qwen3-4b"
 PUBLISHED_CROSSOVER = {"rtx-pro-6000": 0.20, "h200": 0.80}
 """Of Qwen3-4B; other models have none in figures."""
+DEVICES = tuple(PUBLISHED_CROSSOVER)
 _WIDTH, _HEIGHT = 270, 180
 
 
@@ -144,14 +145,14 @@ def _check_panel(model: str, device: str) -> Any:
     )
 
 
-def _chart(options: PaperOptions, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     model = options.model(FIGURE1_MODEL)
-    devices = options.devices or ("rtx-pro-6000", "h200")
+    devices = options.devices or DEVICES
     times = alt.hconcat(*(time_panel(device, model) for device in devices))
     marginal = alt.hconcat(*(_marginal_panel(device, model) for device in devices))
     panels = [times, marginal]
-    if model == FIGURE1_MODEL:
+    if published and model == FIGURE1_MODEL:
         panels.append(_check_panel(model, "h200"))
     return alt.vconcat(*panels).resolve_scale(color="independent", strokeDash="independent", shape="independent")
 
@@ -166,4 +167,5 @@ FIGURE1 = PaperFigure(
     "127 published step times of Qwen3-4B against ours on H200. Their file names no GPU; the README beside it says "
     "Blackwell, their slope says H200 (0.29 of the RTX PRO 6000's for a model twice the size).",
     ("device", "model"),
+    published_on=Published(DEVICES, (FIGURE1_MODEL,)),
 )

@@ -6,12 +6,12 @@ from typing import Any
 
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold, protocol_cells
-from ebbench.papers.published import SYNTHETIC, gpu_title, rows
-from ebbench.papers.table import PaperOptions, figure
+from ebbench.papers.published import MAIN_MODEL, SYNTHETIC, gpu_title, rows
+from ebbench.papers.table import PaperOptions, Published, figure
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 BATCH = FIGURE3_SEQS
 FRACTIONS = tuple(range(1, 9))
@@ -19,9 +19,11 @@ WORKLOADS = {"decode-heavy": 8.0, "balanced": 4.0, "prefill-heavy": 1.0}  # and 
 _PUBLISHED = {"decode-heavy": "decode_heavy", "balanced": "balanced", "prefill-heavy": "prefill_heavy"}
 _NAMES = ("fixed k", "controller (eb)", "mixed (v1)")
 _COLOURS = (BLACK, VERMILION, BLUE)
+_MARKS: dict[str, tuple[list[int], str]] = {"ours": ([1, 0], "circle"), "published": ([3, 3], "cross")}
+"""Line dash and point shape by source."""
 
 
-def _cell3(options: PaperOptions, workload: str, policy: str) -> Cell:
+def _cell3(options: PaperOptions, workload: str, policy: str) -> RunSpec:
     model, weight = options.model(), WORKLOADS[workload]
     protocol = figure3_protocol(workload, policy)
     return protocol_cells(protocol, options.device("h200"), model, options.num_prompts, weight)[0]
@@ -31,7 +33,7 @@ def _k(step: int) -> int:
     return BATCH * step // len(FRACTIONS)
 
 
-def _cells3(options: PaperOptions) -> list[Cell]:
+def _cells3(options: PaperOptions) -> list[RunSpec]:
     policies = [*(fixed_threshold(_k(step)) for step in FRACTIONS), "eb", "v1"]
     return [_cell3(options, workload, policy) for workload in WORKLOADS for policy in policies]
 
@@ -67,32 +69,31 @@ def _published3(workload: str, column: str) -> list[dict[str, Any]]:
 
 def _panel3(data: list[dict[str, Any]], title: str, y_title: str | None, *, last: bool) -> Any:
     alt = altair()
+    drawn = [name for name in _MARKS if any(row["source"] == name for row in data)]
     axis = alt.Axis(title="threshold k" if last else None, labels=last)
     base = alt.Chart(values(data)).encode(
         x=alt.X("k:Q", scale=alt.Scale(domain=[0, BATCH]), axis=axis),
         y=alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False)),
         color=colour(_NAMES, _COLOURS),
     )
-    sources = alt.StrokeDash(
-        "source:N", scale=alt.Scale(domain=["ours", "published"], range=[[1, 0], [3, 3]]), title=None
-    )
+    dashes, shapes = ([_MARKS[name][at] for name in drawn] for at in (0, 1))
+    sources = alt.StrokeDash("source:N", scale=alt.Scale(domain=drawn, range=dashes), title=None)
     lines = base.mark_line(strokeWidth=1.8).encode(strokeDash=sources)
     fixed = alt.datum.series == "fixed k"
-    shape = alt.Shape("source:N", scale=alt.Scale(domain=["ours", "published"], range=["circle", "cross"]), title=None)
+    shape = alt.Shape("source:N", scale=alt.Scale(domain=drawn, range=shapes), title=None)
     points = base.mark_point(size=36, filled=True).encode(shape=shape).transform_filter(fixed)
     return alt.layer(lines, points).properties(width=190, height=150, title=title)
 
 
-def _chart3(options: PaperOptions, store: RunStore) -> Any:
+def _chart3(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
-    ours_only = options.device("h200") != "h200"
     lines = []
     for key, column, y_title in (
         ("total_token_throughput", "throughput_tok_s", "tokens/s"), ("mean_tpot_ms", "tpot_mean_ms", "mean TPOT, ms"),
     ):  # fmt: skip
         panels = []
         for workload in WORKLOADS:
-            data = _points3(options, store, workload, key) + ([] if ours_only else _published3(workload, column))
+            data = _points3(options, store, workload, key) + (_published3(workload, column) if published else [])
             top = key == "total_token_throughput"
             title = SYNTHETIC[workload] if top else ""
             panels.append(_panel3(data, title, y_title if workload == "decode-heavy" else None, last=not top))
@@ -110,4 +111,5 @@ FIGURE3 = PaperFigure(
     "with crosses: published (eb-vllm); its fixed-k points were read off a figure by the authors.",
     ("device", "model", "num_prompts"),
     whole=False,
+    published_on=Published(("h200",), (MAIN_MODEL,)),
 )

@@ -70,7 +70,7 @@ def _hazard(hazard: Hazard) -> Any:
     return lines.properties(width=_WIDTH, height=_HEIGHT)
 
 
-def _chart(options: PaperOptions, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore, published: bool) -> Any:
     from ebbench.workloads import build_plan
 
     alt = altair()

@@ -6,14 +6,14 @@ from statistics import fmean
 from typing import Any
 
 from ebbench.analysis.statistics import paired_t
-from ebbench.papers.eb.table10_11 import SLOW, both_devices, sweep_cell
+from ebbench.papers.eb.table10_11 import PUBLISHED_E2, SLOW, both_devices, sweep_cell
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.protocols import SYNTHETIC_WARMUP
 from ebbench.papers.table import PaperOptions, figure
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLUE, VERMILION
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 SHAPES = {
     "0.5": "falling hazard (gamma, shape 0.5)",
@@ -22,13 +22,13 @@ SHAPES = {
 }
 MEAN_INPUT, MEAN_OUTPUT, BATCH, E3_BUDGET, COUNT = 1, 128, 256, 16384, 3000
 STEPS = 30
-K_VALUES = tuple(BATCH * i // STEPS for i in range(1, STEPS))
+K_VALUES = tuple(BATCH * i // STEPS for i in range(1, STEPS + 1))
 THETAS = tuple(k / BATCH for k in K_VALUES)
 NEAR = 0.99
 COSTS = ("device's cost model", SLOW)
 
 
-def _cell(options: PaperOptions, device: str, shape: str, theta: float, seed: int) -> Cell:
+def _cell(options: PaperOptions, device: str, shape: str, theta: float, seed: int) -> RunSpec:
     return sweep_cell(
         device, options.model(), f"eb:k={round(theta * BATCH)}", BATCH, seed, budget=E3_BUDGET, warmup=SYNTHETIC_WARMUP,
         workload=f"reference:workloads/hazard-gamma-{shape}.toml", num_prompts=options.num_prompts or COUNT,
@@ -39,7 +39,7 @@ def _seeds(options: PaperOptions) -> range:
     return options.seed_range(3)
 
 
-def figure12_cells(options: PaperOptions) -> list[Cell]:
+def figure12_cells(options: PaperOptions) -> list[RunSpec]:
     """The cells of figure 12: both costs, every shape, theta and seed."""
     devices = both_devices(options, "h200")
     return [
@@ -99,7 +99,7 @@ def _panel(options: PaperOptions, store: RunStore, shape: str) -> Any:
     return alt.layer(*layers).properties(width=290, height=190, title=SHAPES[shape])
 
 
-def _chart(options: PaperOptions, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     return alt.hconcat(*(_panel(options, store, shape) for shape in SHAPES)).resolve_scale(y="shared")
 
@@ -115,4 +115,5 @@ FIGURE12 = PaperFigure(
     "copy; it reports that the optimum moves up under a rising hazard.",
     ("device", "model", "num_prompts", "seeds"),
     whole=False,
+    published_on=PUBLISHED_E2,
 )

@@ -13,7 +13,7 @@ from ebbench.errors import UsageError
 from ebbench.papers.eb.figure01 import CONTEXT_TOKENS, FIGURE1_MODEL, device_cost, time_panel
 from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import gpu_title, rows
-from ebbench.papers.table import PaperOptions
+from ebbench.papers.table import PaperOptions, Published
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -120,14 +120,14 @@ def _attention_panel(device: str) -> Any:
     return alt.layer(diagonal, points).properties(width=_WIDTH, height=_HEIGHT, title=f"{gpu_title(device)}, one layer")
 
 
-def _chart2(options: PaperOptions, store: RunStore) -> Any:
+def _chart2(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     devices = options.devices or GPUS
     parts = alt.hconcat(*(_parts_panel(device, options.model(FIGURE1_MODEL)) for device in devices))
-    published = [device for device in devices if device in GPUS]
-    if not published:
+    printed = [device for device in devices if device in GPUS]
+    if not published or not printed:
         return parts
-    checks = alt.hconcat(*(_attention_panel(device) for device in published))
+    checks = alt.hconcat(*(_attention_panel(device) for device in printed))
     return alt.vconcat(parts, checks).resolve_scale(color="independent", strokeDash="independent", shape="independent")
 
 
@@ -137,14 +137,14 @@ def _crossing_title(device: str, model: str) -> str:
     return f"{gpu_title(device)}, {model}: {said}"
 
 
-def _chart8(options: PaperOptions, store: RunStore) -> Any:
+def _chart8(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     devices, models = options.devices or GPUS, options.models or FURTHER_MODELS
     lines = [alt.hconcat(*(time_panel(d, m, _crossing_title(d, m)) for d in devices)) for m in models]
     return alt.vconcat(*lines)
 
 
-def _chart9(options: PaperOptions, store: RunStore) -> Any:
+def _chart9(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     devices, models = options.devices or GPUS, options.models or FURTHER_MODELS
     return alt.vconcat(*(alt.hconcat(*(_parts_panel(device, model) for device in devices)) for model in models))
@@ -156,7 +156,7 @@ PUBLISHED_ATTENTION_MS = ((0.8, 26.0), (0.8, 10.0))
 _CONTEXT_COLOURS = (SKY, GREEN, ORANGE, PURPLE, BLACK)
 
 
-def _chart10(options: PaperOptions, store: RunStore) -> Any:
+def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     device, model = options.device("h200"), options.model(FIGURE1_MODEL)
     cost = table_cost_of(device, model)
@@ -174,7 +174,7 @@ def _chart10(options: PaperOptions, store: RunStore) -> Any:
         hues = colour(names, _CONTEXT_COLOURS, "context, tokens", legend=legend)
         layers = [layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in _mixed_lines_and_pure_points(found)]
         layers[0] = layers[0].encode(strokeDash=dash(names, "context, tokens"))
-        if title == "attention" and (device, model) == ("h200", FIGURE1_MODEL):
+        if published and title == "attention":
             marks = values([{"r": r, "value": ms} for r, ms in PUBLISHED_ATTENTION_MS])
             cross = alt.Chart(marks).mark_point(shape="cross", filled=True, size=60, color=BLACK)
             layers.append(cross.encode(x="r:Q", y="value:Q"))
@@ -195,6 +195,7 @@ FIGURE2 = PaperFigure(
     "on RTX PRO 6000, 0.4 to 1.1 times on H200, where their prefill calls also take twice as long as the tables' "
     "(FlashAttention 3).",
     ("device", "model"),
+    published_on=Published(GPUS, (FIGURE1_MODEL,)),
 )
 FIGURE8 = PaperFigure(
     "figure8",
@@ -205,6 +206,7 @@ FIGURE8 = PaperFigure(
     "pure decode batch. In print Gemma-3-1B-IT has none on either GPU; here it has. The curves are not published as "
     "numbers.",
     ("device", "model"),
+    published_on=Published(GPUS, FURTHER_MODELS),
 )
 FIGURE9 = PaperFigure(
     "figure9",
@@ -216,6 +218,7 @@ FIGURE9 = PaperFigure(
     "on the composition. Its growing 'Other' of Gemma on the RTX PRO 6000 is host work, which stands outside these "
     "parts.",
     ("device", "model"),
+    published_on=Published(GPUS, FURTHER_MODELS),
 )
 FIGURE10 = PaperFigure(
     "figure10",
@@ -225,4 +228,5 @@ FIGURE10 = PaperFigure(
     "Ours, GPU time without the host. Crosses: attention of the longest and the shortest context at a decode share of "
     "80 % in the text (26 and 10 ms). The paper's five contexts are not legible in our copy: these are assumed.",
     ("device", "model"),
+    published_on=Published(("h200",), (FIGURE1_MODEL,)),
 )

@@ -13,10 +13,11 @@ from ebbench.devices.base import CostModel
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.profiles import find_model
+from ebbench.errors import UsageError
 from ebbench.papers.eb.table06 import MODELS as MODELS_WITH_DEVICE
 from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import EB_PAPER, gpu_title, rows
-from ebbench.papers.table import PaperOptions, PaperTable
+from ebbench.papers.table import PaperOptions, PaperTable, Published
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ebbench.runs.store import RunStore
@@ -120,17 +121,28 @@ def _document7(options: PaperOptions, store: RunStore) -> Document:
     return Document("table7", "Table 7: linearity of prefill times beyond practice", (_fits(options, 7),), notes)
 
 
-TABLE5 = PaperTable("table5", "linearity of prefill times within budgets", no_cells, _document5, ("model",))
-TABLE7 = PaperTable("table7", "linearity of prefill times up to 128K tokens", no_cells, _document7, ("model",))
+_PUBLISHED = Published((DEVICE,), tuple(model for model in MODELS.values() if model))
+TABLE5 = PaperTable(
+    "table5", "linearity of prefill times within budgets", no_cells, _document5, ("model",),
+    published_on=_PUBLISHED,
+)  # fmt: skip
+TABLE7 = PaperTable(
+    "table7", "linearity of prefill times up to 128K tokens", no_cells, _document7, ("model",),
+    published_on=_PUBLISHED,
+)  # fmt: skip
 
 _COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
 _TIMES = tuple(2048 * i for i in range(1, MAX_TOKENS // 2048 + 1))
 _RANGES = (4096, 8192, 16_384, 32_768, 49_152, MAX_TOKENS)
 
 
-def _chart(options: PaperOptions, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     names = {name: model for name, model in MODELS.items() if model and model in (options.models or (model,))}
+    if not names:
+        raise UsageError(
+            f"figure7 has none of {', '.join(options.models)}; it has {', '.join(filter(None, MODELS.values()))}"
+        )
     costs = {name: _cost(model) for name, model in names.items()}
     times = [
         {"x": n, "value": cost.step_s(prefill_shape(n)), "series": name} for name, cost in costs.items() for n in _TIMES
@@ -165,4 +177,5 @@ FIGURE7 = PaperFigure(
     "Lines: ours, up to the 65,536 tokens at which step times end here. Crosses: tables 5 and 7, at assumed ranges "
     "(their labels are not legible in our copy). The measured curves of the left panel are not published as numbers.",
     ("model",),
+    published_on=_PUBLISHED,
 )

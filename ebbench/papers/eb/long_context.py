@@ -11,9 +11,9 @@ from ebbench.errors import UsageError
 from ebbench.papers.eb.table19_20 import value_or_oom
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
 from ebbench.papers.published import GPUS, gpu_title, model_title
-from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.cell import Cell, simulated
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 INPUT, OUTPUT = 131_072, 64
 BUDGET, SEQS = 8192, 256
@@ -52,7 +52,7 @@ def _fits_decode(device: str, model: str) -> bool:
     return unit.device.kv_capacity_tokens >= INPUT + OUTPUT
 
 
-def _cell(options: PaperOptions, device: str, model: str, kind: str) -> Cell | None:
+def _cell(options: PaperOptions, device: str, model: str, kind: str) -> RunSpec | None:
     held = concurrency(device, model)
     if held is None:
         return None
@@ -70,7 +70,7 @@ def _pairs(options: PaperOptions) -> list[tuple[str, str]]:
     return [(device, model) for device in options.devices or tuple(GPUS) for model in options.models or MODELS]
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     found = [_cell(options, device, model, kind) for device, model in _pairs(options) for kind in _KINDS]
     return [cell for cell in found if cell is not None]
 
@@ -131,5 +131,6 @@ def _findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
 
 
 LONG_CONTEXT = PaperTable(
-    "long-context", "128K in, 64 out", _cells, _document, ("device", "model", "num_prompts"), whole=False
-)
+    "long-context", "128K in, 64 out", _cells, _document, ("device", "model", "num_prompts"), whole=False,
+    published_on=Published(tuple(GPUS), MODELS),
+)  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.devices.profiles import find_profile
 from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable
-from ebbench.runs.cell import Cell
+from ebbench.papers.table import PaperOptions, PaperTable, Published
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 DEVICES = ("b300", "h200", "rtx-pro-6000", "l40s")
 _TABLE = "table1_gpus"
@@ -20,7 +20,7 @@ _NOTES = (
 )
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return []
 
 
@@ -50,4 +50,5 @@ TABLE1 = PaperTable(
     _document,
     ("device",),
     aliases=("table1", "1"),
+    published_on=Published(DEVICES, ()),
 )

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
 from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
-from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
-from ebbench.runs.cell import Cell
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 
@@ -59,7 +59,7 @@ def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
     return f"deferred:k={chain.best_k}"
 
 
-def table3_cells(options: PaperOptions, device: str, model: str, name: str, policy: str) -> tuple[Cell, ...]:
+def table3_cells(options: PaperOptions, device: str, model: str, name: str, policy: str) -> tuple[RunSpec, ...]:
     """The cells of one row and policy; the table shows the mean of their figures."""
     protocol = table3_protocol(name, policy, device)
     if policy == "deferred":
@@ -80,7 +80,7 @@ def _further(options: PaperOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("v0", "deferred", *(p for p in options.policies if p not in PUBLISHED_POLICIES))))
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         cell
         for device in _devices(options)
@@ -160,5 +160,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 
 TABLE3 = PaperTable(
-    "table3", "traffic levels and moving traffic", _cells, _document, ("device", "model", "policy", "num_prompts")
-)
+    "table3", "traffic levels and moving traffic", _cells, _document, ("device", "model", "policy", "num_prompts"),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+)  # fmt: skip

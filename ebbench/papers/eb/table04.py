@@ -10,9 +10,9 @@ from ebbench.devices.loader import DEFAULT_HOST
 from ebbench.devices.table import TableCost
 from ebbench.papers.eb.table02 import table2_cell
 from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 DEVICES = ("b300", "l40s")
 POLICIES = ("v0", "v1", "eb")
@@ -24,7 +24,7 @@ _METRICS = (
 )
 _NOTES = (
     f"Published: {EB_PAPER}, table 4: WildChat at concurrency 2048, each scheduler at its best of a grid; v0 does not "
-    "run on B300. The model is not named; Qwen3-8B is assumed.",
+    "run on B300. The model is not named in the paper; the authors' README has Qwen3-8B.",
     "Ours: engine sim at the sizes published for RTX PRO 6000 and Qwen3-8B (tables 14 and 15), settings as in table 2.",
     "The printed L40S cells of v1 and EB equal the prefill-heavy bars of the RTX PRO 6000 in figure 4 (10.36 and 14.7 "
     "requests/s, TTFT 132.5 and 92.2 s), although the lengths and the GPU differ.",
@@ -45,11 +45,11 @@ _MEASURED_MIXED = ("rtx-pro-6000", "rtx-4090")
 _CHUNK, _SEQS, _CONTEXT = 1024, 128, 1024
 
 
-def _cell(options: PaperOptions, device: str, policy: str) -> Cell:
+def _cell(options: PaperOptions, device: str, policy: str) -> RunSpec:
     return table2_cell(options, device, options.model(_MODEL), _WORKLOAD, policy)
 
 
-def _with_factor(options: PaperOptions, policy: str, factor: float) -> Cell:
+def _with_factor(options: PaperOptions, policy: str, factor: float) -> RunSpec:
     """The cell on L40S with ``factor`` times the excess cost of mixed attention."""
     cell = _cell(options, WHAT_IF_DEVICE, policy)
     return cell if factor == 1.0 else replace(cell, host=replace(DEFAULT_HOST, mixed_excess=factor))
@@ -59,7 +59,7 @@ def _factors(options: PaperOptions) -> tuple[float, ...]:
     return FACTORS if WHAT_IF_DEVICE in (options.devices or DEVICES) else ()
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     own = [_cell(options, device, policy) for device in options.devices or DEVICES for policy in POLICIES]
     return list(dict.fromkeys([*own, *(_with_factor(options, p, f) for f in _factors(options) for p in POLICIES[1:])]))
 
@@ -123,5 +123,6 @@ def beside_a_prompt(device: str, model: str, factor: float | None = None) -> flo
 
 
 TABLE4 = PaperTable(
-    "table4", "WildChat on L40S and B300", _cells, _document, ("device", "model", "num_prompts", "outputs")
-)
+    "table4", "WildChat on L40S and B300", _cells, _document, ("device", "model", "num_prompts", "outputs"),
+    published_on=Published(DEVICES, (_MODEL,)),
+)  # fmt: skip

@@ -8,9 +8,9 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compare
 from ebbench.papers.protocols import Protocol, long_context_protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.cell import Cell
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 TABLE = "table6_128k_tokens_per_s"
 DEVICE = "rtx-pro-6000"
@@ -36,12 +36,12 @@ def _policies(options: PaperOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*POLICIES, *options.policies)))
 
 
-def _cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> Cell:
+def _cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> RunSpec:
     protocol = table6_protocol(policy, int(row["concurrency"]))
     return protocol_cells(protocol, device, MODELS[row["model"]], options.num_prompts)[0]
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell(options, device, row, policy)
         for device in options.devices or (DEVICE,)
@@ -83,5 +83,5 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 TABLE6 = PaperTable(
     "table6", "128K tokens in, 64 out, on one GPU", _cells, _document, ("device", "model", "policy", "num_prompts"),
-    whole=False,
+    whole=False, published_on=Published((DEVICE,), tuple(MODELS.values())),
 )  # fmt: skip

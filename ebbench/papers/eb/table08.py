@@ -13,10 +13,10 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
-from ebbench.papers.published import EB_PAPER, GPUS, gpu_title
-from ebbench.papers.table import PaperOptions, PaperTable
-from ebbench.runs.cell import Cell
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title
+from ebbench.papers.table import PaperOptions, PaperTable, Published
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import Calibration
 from vllm_eb.deferred import DeferredModel, exact_chain
 from vllm_eb.theory import base_threshold
@@ -115,7 +115,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return []
 
 
@@ -133,4 +133,7 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
     return Document("table8", "Table 8: errors of the fluid approximation", sections, notes)
 
 
-TABLE8 = PaperTable("table8", "errors of the fluid approximation", _cells, _document, ("device", "model"))
+TABLE8 = PaperTable(
+    "table8", "errors of the fluid approximation", _cells, _document, ("device", "model"),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+)  # fmt: skip

@@ -8,14 +8,14 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compare
 from ebbench.hazard.trend import trend_tests
 from ebbench.papers.published import EB_PAPER, WORKLOADS, pick
 from ebbench.papers.table import PaperOptions, PaperTable
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 _FIELDS = (("samples", "samples"), ("input_mean", "input mean"), ("output_mean", "output mean"),
            ("output_std", "output std"))  # fmt: skip
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return []
 
 

@@ -6,14 +6,14 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.hazard.trend import analyse_lengths
 from ebbench.papers.published import EB_PAPER, WORKLOADS
 from ebbench.papers.table import PaperOptions, PaperTable
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 SAMPLES = {"sharegpt": 4000, "numinamath": 4000, "wildchat": 3000}
 """Printed n by workload; WildChat's counts conversations."""
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return []
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.eb.table10_11 import BUDGET, REFILL_NOTE, SLOW, both_devices, sweep_cell
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM
-from ebbench.papers.published import EB_PAPER
+from ebbench.papers.published import EB_PAPER, MAIN_MODEL
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
-from ebbench.runs.cell import Cell, simulated
+from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 THETAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 GAMMA: Mapping[str, Any] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
@@ -27,7 +27,7 @@ def _named(options: PaperOptions) -> list[tuple[str, str]]:
     return named + [(policy, policy) for policy in options.policies]
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         cell
         for device in both_devices(options, "rtx-pro-6000")
@@ -37,7 +37,7 @@ def _cells(options: PaperOptions) -> list[Cell]:
     ]
 
 
-def _repeats(options: PaperOptions, device: str, name: str, policy: str) -> list[Cell]:
+def _repeats(options: PaperOptions, device: str, name: str, policy: str) -> list[RunSpec]:
     model, count = options.model(), options.num_prompts or 3000
     if name == "Gamma":
         return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in options.seed_range()]
@@ -114,5 +114,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 TABLE13 = PaperTable(
     "table13", "throughput over theta and the online controller", _cells, _document,
-    ("device", "model", "policy", "num_prompts", "seeds"), whole=False, published_on=("rtx-pro-6000", "qwen3-8b"),
+    ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
+    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -18,9 +18,9 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 BUDGETS = (4096, 8192, 10240, 14336, 16384, 18432)
 BATCHES = (256, 512, 1024, 1536, 2048)
@@ -34,7 +34,7 @@ _TITLES = ("B", "N", "CV %", "range", "B-Sens %", "N-Sens %")
 _SENSITIVITY = "table14_15_best_config_and_sensitivity"
 
 
-def grid_cells(cell: Cell) -> list[Cell]:
+def grid_cells(cell: RunSpec) -> list[RunSpec]:
     """The cell at every (B, N) of the published grid."""
     return [cell.changed(max_num_batched_tokens=b, max_num_seqs=n) for b in BUDGETS for n in BATCHES]
 
@@ -47,7 +47,7 @@ def real_cell(
     policy: str,
     sizes: tuple[int, int],
     weight: float = 1.0,
-) -> Cell:
+) -> RunSpec:
     """A cell of tables 2 and 14 to 16 at ``sizes`` (N, B), with the authors' lengths or those of table 9."""
     if workload in SYNTHETIC:
         protocol = synthetic_protocol(workload, policy, sizes)
@@ -58,23 +58,23 @@ def real_cell(
     return protocol_cells(protocol, device, model, options.num_prompts, weight)[0]
 
 
-def grid_rates(store: RunStore, cell: Cell, key: str = "request_throughput") -> dict[tuple[int, int], float]:
+def grid_rates(store: RunStore, cell: RunSpec, key: str = "request_throughput") -> dict[tuple[int, int], float]:
     """Known throughputs over the grid."""
     rates = {}
     for one in grid_cells(cell):
         rate = figure(store, one, key)
         if rate is not None:
-            rates[one.options.max_num_batched_tokens, one.options.max_num_seqs] = rate
+            rates[one.server.max_num_batched_tokens, one.server.max_num_seqs] = rate
     return rates
 
 
-def best_of_grid(store: RunStore, cell: Cell) -> float | None:
+def best_of_grid(store: RunStore, cell: RunSpec) -> float | None:
     """Best throughput over a complete grid; None while cells are missing."""
     rates = grid_rates(store, cell)
     return max(rates.values()) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
 
-def _base(options: PaperOptions, device: str, model: str, workload: str, scheduler: str) -> Cell:
+def _base(options: PaperOptions, device: str, model: str, workload: str, scheduler: str) -> RunSpec:
     return real_cell(options, device, model, workload, scheduler, (256, 4096))
 
 
@@ -83,7 +83,7 @@ def _found(options: PaperOptions, store: RunStore, *key: str) -> Sensitivity | N
     return sensitivity(rates) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
 
-def _real_cells(device: str, options: PaperOptions) -> list[Cell]:
+def _real_cells(device: str, options: PaperOptions) -> list[RunSpec]:
     """The cells of the chosen grids; by default only Qwen3-8B on ShareGPT, since all are 1,080 runs."""
     models, workloads = options.models or ("qwen3-8b",), options.workloads or ("sharegpt",)
     bases = [_base(options, device, m, w, s) for m in models for w in workloads for s in SCHEDULERS]
@@ -124,7 +124,7 @@ def _value(found: Sensitivity | None, name: str, scale: float = 1.0) -> float | 
 _SYNTHETIC_SCHEDULERS = ("v1", "eb")
 
 
-def _synthetic_cells(options: PaperOptions) -> list[Cell]:
+def _synthetic_cells(options: PaperOptions) -> list[RunSpec]:
     devices, workloads = options.devices or ("rtx-pro-6000",), options.workloads or tuple(SYNTHETIC)
     bases = [_base(options, d, "qwen3-8b", w, s) for d in devices for w in workloads for s in _SYNTHETIC_SCHEDULERS]
     return [cell for base in bases for cell in grid_cells(base)]
@@ -159,17 +159,20 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Document:
 
 
 _READS = ("model", "workload", "num_prompts", "outputs")
+_PUBLISHED = Published(tuple(GPUS), tuple(MODELS))
 TABLE14 = PaperTable(
     "table14", "grid search on RTX PRO 6000: best configuration, sensitivity",
     lambda options: _real_cells("rtx-pro-6000", options),
     lambda options, store: _real_document(14, "rtx-pro-6000", options, store), _READS, whole=False,
+    published_on=_PUBLISHED,
 )  # fmt: skip
 TABLE15 = PaperTable(
     "table15", "grid search on H200: best configuration, sensitivity",
     lambda options: _real_cells("h200", options),
     lambda options, store: _real_document(15, "h200", options, store), _READS, whole=False,
+    published_on=_PUBLISHED,
 )  # fmt: skip
 TABLE16 = PaperTable(
     "table16", "grid search on synthetic workloads", _synthetic_cells, _synthetic_document,
-    ("device", "workload", "num_prompts"), whole=False, workloads=tuple(SYNTHETIC),
+    ("device", "workload", "num_prompts"), whole=False, workloads=tuple(SYNTHETIC), published_on=_PUBLISHED,
 )  # fmt: skip

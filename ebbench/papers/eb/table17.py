@@ -13,12 +13,12 @@ from ebbench.analysis.documents import (
     labels,
     relative,
 )  # fmt: skip
-from ebbench.devices.apiserver import DEFAULT_CLASS
 from ebbench.papers.eb.table02 import POLICIES, table2_cell
 from ebbench.papers.published import EB_PAPER, GPUS, WORKLOADS, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import DEFAULT_CLASS
 
 MODEL = "gemma-3-1b-it"
 _NOTES = (
@@ -31,7 +31,7 @@ _NOTES = (
 )
 
 
-def _cell(options: PaperOptions, device: str, workload: str, policy: str) -> Cell:
+def _cell(options: PaperOptions, device: str, workload: str, policy: str) -> RunSpec:
     return table2_cell(options, device, MODEL, workload, policy).changed(api_server=DEFAULT_CLASS)
 
 
@@ -39,7 +39,7 @@ def _workloads(options: PaperOptions) -> tuple[str, ...]:
     return options.workloads or tuple(WORKLOADS)
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     devices = options.devices or tuple(GPUS)
     return [_cell(options, d, w, p) for d in devices for w in _workloads(options) for p in POLICIES]
 
@@ -68,5 +68,6 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 
 TABLE17 = PaperTable(
-    "table17", "requests/s of Gemma-3-1B-IT", _cells, _document, ("device", "workload", "num_prompts", "outputs")
-)
+    "table17", "requests/s of Gemma-3-1B-IT", _cells, _document, ("device", "workload", "num_prompts", "outputs"),
+    published_on=Published(tuple(GPUS), (MODEL,)),
+)  # fmt: skip

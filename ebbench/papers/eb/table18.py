@@ -5,10 +5,10 @@ from __future__ import annotations
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.analysis.slo_surface import Surface, run_surfaces
 from ebbench.papers.eb.table03 import table3_cells
-from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.cell import Cell
+from ebbench.papers.published import EB_PAPER, MAIN_MODEL, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 TTFT_S = (2.0, 5.0, 10.0)
 TPOT_MS = (50.0, 100.0)
@@ -30,7 +30,7 @@ def _policies(options: PaperOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*_POLICIES, *options.policies)))
 
 
-def _cell(options: PaperOptions, device: str, model: str, policy: str) -> Cell:
+def _cell(options: PaperOptions, device: str, model: str, policy: str) -> RunSpec:
     return table3_cells(options, device, model, "c=512", policy)[0]
 
 
@@ -38,11 +38,11 @@ def _models(options: PaperOptions) -> tuple[str, ...]:
     return options.models or ("qwen3-8b",)
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [_cell(options, d, m, p) for d in _devices(options) for m in _models(options) for p in _policies(options)]
 
 
-def _surface(store: RunStore, cell: Cell, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
+def _surface(store: RunStore, cell: RunSpec, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
     found = store.get(cell)
     return None if found is None else run_surfaces(found.run, ttft_ms, tpot_ms)[0]
 
@@ -84,4 +84,5 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 TABLE18 = PaperTable(
     "table18", "SLO attainment over TTFT and TPOT targets", _cells, _document,
     ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip

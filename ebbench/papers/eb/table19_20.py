@@ -20,10 +20,10 @@ from ebbench.papers.eb.disaggregation import (
     two_gpus,
 )
 from ebbench.papers.protocols import SERVER_BUDGET, SERVER_SEQS, Protocol, protocol_cells
-from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, pending
-from ebbench.runs.cell import Cell
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
 
 _RATE = "total_token_throughput"
 _METRICS = (
@@ -48,7 +48,7 @@ _RANKS_NOTE = (
 )
 
 
-def _cell(options: PaperOptions, device: str, protocol: Protocol) -> Cell:
+def _cell(options: PaperOptions, device: str, protocol: Protocol) -> RunSpec:
     weight = float(protocol.plan["max_concurrency"])
     return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
 
@@ -95,11 +95,11 @@ def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
 _ALL_TWO = TWO | {"early": EARLY}
 
 
-def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concurrency: int) -> Cell:
+def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concurrency: int) -> RunSpec:
     return _cell(options, device, two_gpus(choice, device, concurrency))
 
 
-def _cells19(options: PaperOptions) -> list[Cell]:
+def _cells19(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell19(options, device, choice, c)
         for device in _devices(options)
@@ -160,11 +160,11 @@ NEAR = 0.98
 STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time waits for requests
 
 
-def _cell20(options: PaperOptions, device: str, choice: PolicyOnTopology, mix: str, concurrency: int) -> Cell:
+def _cell20(options: PaperOptions, device: str, choice: PolicyOnTopology, mix: str, concurrency: int) -> RunSpec:
     return _cell(options, device, four_gpus(choice, device, mix, concurrency))
 
 
-def _cells20(options: PaperOptions) -> list[Cell]:
+def _cells20(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell20(options, device, choice, mix, c)
         for device in _devices(options)
@@ -323,5 +323,12 @@ def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, 
 
 
 _READS = ("device", "model", "policy", "num_prompts")
-TABLE19 = PaperTable("table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False)
-TABLE20 = PaperTable("table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False)
+_PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
+TABLE19 = PaperTable(
+    "table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False,
+    published_on=_PUBLISHED,
+)  # fmt: skip
+TABLE20 = PaperTable(
+    "table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False,
+    published_on=_PUBLISHED,
+)  # fmt: skip

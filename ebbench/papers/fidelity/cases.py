@@ -9,7 +9,6 @@ import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ebbench.devices.apiserver import OFF
 from ebbench.errors import DataError
 from ebbench.papers.eb.table06 import MODELS as LONG_MODELS
 from ebbench.papers.eb.table06 import TABLE, table6_protocol
@@ -27,6 +26,7 @@ from ebbench.papers.protocols import (
 )
 from ebbench.papers.published import GPUS, best_config
 from ebbench.resources import bundled_dir
+from ebbench.spec.server import OFF
 
 DEVICES = {title: name for name, title in GPUS.items()}
 MODELS = {"Qwen3-8B": "qwen3-8b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}

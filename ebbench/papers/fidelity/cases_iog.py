@@ -23,13 +23,13 @@ import numpy as np
 from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import Device, load_device
 from ebbench.devices.parallel import Parallel
-from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.papers.fidelity.cases import reference_rows
 from ebbench.papers.fidelity.runs import latencies, timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.records.plan import Plan
 from ebbench.resources import REFERENCE
+from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from ebbench.workloads.requests import Floats
 from vllm_eb.policy import parse_policy

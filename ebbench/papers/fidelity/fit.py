@@ -15,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.devices.profiles import HostCosts
 from ebbench.papers.fidelity.cases import FIT_ROWS, Case, table3
 from ebbench.papers.fidelity.runs import Say, run_cases
+from ebbench.spec.host import HostCosts
 
 Array = npt.NDArray[np.float64]
 

@@ -12,11 +12,9 @@ import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import load_device
-from ebbench.devices.apiserver import DEFAULT_CLASS
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.linear import published_calibration
-from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_models
-from ebbench.engines.base import EngineOptions
+from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
 from ebbench.papers.fidelity.cases import Case, reference_rows, sets_api_server
@@ -25,9 +23,11 @@ from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.runs.api_server import left_out_of
-from ebbench.runs.cell import Cell
-from ebbench.runs.make import Task, make
+from ebbench.runs.execute import Task, make
 from ebbench.runs.pool import pool_of
+from ebbench.spec.host import HostCosts
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import DEFAULT_CLASS, EngineOptions
 from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
@@ -42,7 +42,7 @@ def run_cases(
 
     ``host`` replaces the profiles' constants. ``workers``: number of processes, without effect on the results.
     """
-    made: dict[Cell, Mapping[str, Any]] = {}
+    made: dict[RunSpec, Mapping[str, Any]] = {}
 
     def make_missing(chosen: Sequence[Case]) -> None:
         tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host) if run not in made]
@@ -60,7 +60,7 @@ def run_cases(
 
 def as_answered(
     cases: Iterable[Case],
-    figures: Callable[[Cell], Mapping[str, Any]],
+    figures: Callable[[RunSpec], Mapping[str, Any]],
     seed: int,
     repeats: int = 1,
     host: HostCosts | None = None,
@@ -79,12 +79,12 @@ def as_answered(
     return found
 
 
-def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[Cell]:
+def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[RunSpec]:
     """The runs behind cases; ``ebbench tables`` uses the same runs for the same figures."""
     return [run for case in cases for i in range(repeats) for run in case_runs(case, seed + i, host)]
 
 
-def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cell, ...]:
+def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[RunSpec, ...]:
     """One run, or one per concurrency, whose figures are averaged; none for a case that is refused."""
     if case.refused:
         return ()
@@ -100,7 +100,7 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cel
 
 def cells_of(
     cases: Iterable[Case],
-    figures: Callable[[Cell], Mapping[str, Any]],
+    figures: Callable[[RunSpec], Mapping[str, Any]],
     say: Say,
     seed: int,
     repeats: int = 1,

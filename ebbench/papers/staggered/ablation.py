@@ -13,8 +13,8 @@ from ebbench.papers.staggered.curves import (
     prefill_cell,
 )
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 SHARE = 0.76
 """Share of the pool's throughput with full chunks; the peak of figure 6 is at 0.95."""
@@ -26,11 +26,11 @@ _PARTS = (
 _FIGURES = (("mean_ttft_ms", "mean"), ("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
 
 
-def _cell(options: PaperOptions, setup: Setup, dispatch: str) -> Cell:
+def _cell(options: PaperOptions, setup: Setup, dispatch: str) -> RunSpec:
     return prefill_cell(options, setup, dispatch, SHARE)
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [_cell(options, setup, dispatch) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.protocols import VLLM
-from ebbench.papers.published import GPUS, gpu_title
+from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.staggered.deployment import deployed
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell, simulated
+from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 TOPOLOGY, INSTANCES = "dp=4", 4
 BUDGET, SEQS = 8192, 1024
@@ -39,7 +39,7 @@ def capacity_rps(device: str, model: str, workload: str) -> float:
     return INSTANCES / (costs.beta_p * inputs + outputs * (costs.alpha_d / batch + costs.beta_d))
 
 
-def _cell(options: PaperOptions, device: str, workload: str, load: float | None, policy: str, dispatch: str) -> Cell:
+def _cell(options: PaperOptions, device: str, workload: str, load: float | None, policy: str, dispatch: str) -> RunSpec:
     """One run; ``load`` None is a closed loop that keeps every instance full."""
     count = options.num_prompts or (4000 if load is not None else 12_000)
     plan: dict[str, Any] = {"num_prompts": count}
@@ -59,7 +59,7 @@ def _rows(options: PaperOptions) -> list[tuple[str, str, float | None]]:
     return [(d, w, load) for d in devices for w in workloads for load in (*LOADS, None)]
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell(options, *row, policy, dispatch) for row in _rows(options) for policy in POLICIES for dispatch in DISPATCH
     ]
@@ -169,4 +169,5 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 COMPOSITION = PaperTable(
     "cluster-policies", "EB+ and staggered dispatch together", _cells, _document,
     ("device", "model", "workload", "num_prompts"), whole=False, workloads=tuple(_WORKLOADS),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -8,8 +8,8 @@ import numpy as np
 
 from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
 from ebbench.papers.table import PaperOptions
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
@@ -56,7 +56,7 @@ def capacity_rps(setup: Setup, topology: str = "3p") -> float:
     return deployed(topology).pools[0].units * setup.chunk / pass_s(setup.chunk) / setup.mean_tokens
 
 
-def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> Cell:
+def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> RunSpec:
     """One load under one dispatch policy."""
     rate = round(share * capacity_rps(setup, topology), 3)
     return simulated(
@@ -66,7 +66,7 @@ def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: floa
     )  # fmt: skip
 
 
-def prefill_cells(options: PaperOptions, setup: Setup) -> list[Cell]:
+def prefill_cells(options: PaperOptions, setup: Setup) -> list[RunSpec]:
     """All loads under all policies."""
     return [prefill_cell(options, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
 

@@ -20,8 +20,8 @@ from ebbench.papers.staggered.curves import (
     prefill_cells,
 )
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 _SETUP_NOTE = (
     "Ours: 3 prefill instances of 8 units (TP 4, DP 8, EP 32) with a barrier, 0.5 ms each way, Poisson arrivals, "
@@ -44,7 +44,7 @@ ARRIVALS_A_TURN = 10  # in T/N: passes without work are then rare enough (e^-10)
 _WAITING_DISPATCH = {"immediate": "round-robin", "staggered": "sbs:bypass=off,sizing=off"}
 
 
-def _waiting_cell(options: PaperOptions, instances: int, dispatch: str) -> Cell:
+def _waiting_cell(options: PaperOptions, instances: int, dispatch: str) -> RunSpec:
     rate = ARRIVALS_A_TURN * instances / PASS_S
     count = options.num_prompts or max(4000, 1000 * instances)
     return simulated(
@@ -54,7 +54,7 @@ def _waiting_cell(options: PaperOptions, instances: int, dispatch: str) -> Cell:
     )  # fmt: skip
 
 
-def _waiting_cells(options: PaperOptions) -> list[Cell]:
+def _waiting_cells(options: PaperOptions) -> list[RunSpec]:
     return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
@@ -89,7 +89,7 @@ LOADS = (0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _FIGURE6 = (SHORT_3K, LONG_16K)
 
 
-def _figure6_cells(options: PaperOptions) -> list[Cell]:
+def _figure6_cells(options: PaperOptions) -> list[RunSpec]:
     return [cell for setup in _FIGURE6 for cell in prefill_cells(options, setup)]
 
 
@@ -175,7 +175,7 @@ _ROWS1 = (
 )  # fmt: skip
 
 
-def _table1_cells(options: PaperOptions) -> list[Cell]:
+def _table1_cells(options: PaperOptions) -> list[RunSpec]:
     return [cell for setup, _ in _TABLE1 for cell in prefill_cells(options, setup)]
 
 

@@ -8,8 +8,8 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels,
 from ebbench.papers.staggered.curves import STAGGERED_PAPER
 from ebbench.papers.staggered.deployment import MODEL, TOPOLOGIES, UNIT, deployed
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
 
 BATCH = 35  # sequences per decode unit, published
 CHUNK = 16384
@@ -30,7 +30,7 @@ _GAIN = {"iqr": 0.15}
 """Published gain in decode throughput, the whole of figure 8."""
 
 
-def _cell(options: PaperOptions, lengths: str, dispatch: str) -> Cell:
+def _cell(options: PaperOptions, lengths: str, dispatch: str) -> RunSpec:
     workload, plan = _WORKLOADS[lengths]
     decode = TOPOLOGIES["3p1d-deepseek"].decode
     assert decode is not None
@@ -41,7 +41,7 @@ def _cell(options: PaperOptions, lengths: str, dispatch: str) -> Cell:
     )  # fmt: skip
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [_cell(options, lengths, dispatch) for lengths in _WORKLOADS for dispatch in _DISPATCH]
 
 

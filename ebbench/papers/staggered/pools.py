@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.staggered.curves import IMMEDIATE, LONG_16K, SHORT_3K, Setup, capacity_rps, prefill_cell
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
-from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 
 LOADS = (0.05, 0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 0.95)
 """Shares of the pool's throughput with full chunks; its peak in the sense of figure 6 is near 0.95."""
@@ -31,12 +31,12 @@ _POOLS = tuple(
 )
 
 
-def _cell(options: PaperOptions, setup: Setup, pool: _PrefillPool, dispatch: str, load: float) -> Cell:
+def _cell(options: PaperOptions, setup: Setup, pool: _PrefillPool, dispatch: str, load: float) -> RunSpec:
     smaller = options if options.num_prompts else replace(options, num_prompts=REQUESTS)
     return prefill_cell(smaller, setup, dispatch, load, pool.topology)
 
 
-def _cells(options: PaperOptions) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell(options, setup, pool, dispatch, load)
         for setup in _SETUPS for pool in _POOLS for load in LOADS for dispatch in (*IMMEDIATE, "sbs")

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbench.errors import InterruptedRunError, RunError, UsageError
+from ebbench.runs.series import without_load
 
 if TYPE_CHECKING:
     from ebbench.capacity.drive import SearchOutcome
-    from ebbench.cli.run_policies import RunConfig
     from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
     from ebbench.render.console import Console
+    from ebbench.runs.series import Series
+    from ebbench.workloads.options import PlanOptions
 
 BUDGET_S = 600.0
 """Longest measurement in real time."""
 _SESSIONS, _ALONE, _PER_OPEN = 60, 4, 4
 """In real time: fewest sessions per probe, sessions sent one at a time first, counted sessions per open one."""
-_OF_LOAD = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate", "rate_scale")
 
 
 @dataclass(frozen=True)
@@ -39,43 +40,44 @@ class Saturation:
     sentence: str
 
 
-def needs_saturation(config: RunConfig) -> bool:
+def needs_saturation(plan: PlanOptions) -> bool:
     """Whether the scenario's rates are shares of a saturated rate that was not given."""
     from ebbench.traffic.spec import load_scenario
 
-    given = [config.plan_settings[name] for name in ("request_rate", "saturation_rate")]
-    if config.scenario is None or any(value is not None for value in given):
+    if plan.scenario is None or plan.request_rate is not None or plan.saturation_rate is not None:
         return False
-    phases = load_scenario(config.scenario).phases
+    phases = load_scenario(plan.scenario).phases
     return any(phase.share is not None and phase.rate is None for phase in phases)
 
 
-def with_saturation(config: RunConfig, engine: Engine, device: Device, messages: Console) -> RunConfig:
-    """The configuration with the measured rate; says before how it is measured and for how long, and what came out.
+def with_saturation(
+    series: Series, engine: Engine, device: Device, messages: Console, *, beside: Path | None, quiet: bool
+) -> Series:
+    """The series with the measured rate; says before how it is measured and for how long, and what came out.
 
     Measured under the first policy, since all policies get the same plan. Raises RunError if nothing could be measured,
     InterruptedRunError if the user stopped it.
     """
-    from ebbench.engines.base import VIRTUAL_TIME
+    from ebbench.spec.server import VIRTUAL_TIME
 
     def say(text: str) -> None:
-        if not config.quiet:
+        if not quiet:
             messages.print(text, markup=False, soft_wrap=True)
 
     if engine.name in VIRTUAL_TIME:
-        found = _simulated(config, engine, device)
+        found = _simulated(series, engine, device)
     else:
-        most = 2 * config.options.max_num_seqs if engine.name == "vllm" else None
+        most = 2 * series.spec.server.max_num_seqs if engine.name == "vllm" else None
         loops = "4, 8, 16, ..." if most is None else f"4, 8, 16, ... {most:,}"
-        folder = _folder(config)
+        folder = _folder(series, beside)
         say(
-            f"scenario {config.scenario} has shares of the saturated rate, which is measured first, for at most "
-            f"{BUDGET_S:.0f} s: {loops} open sessions, until twice as many complete no more per second (runs in "
+            f"scenario {series.spec.plan.scenario} has shares of the saturated rate, which is measured first, for at "
+            f"most {BUDGET_S:.0f} s: {loops} open sessions, until twice as many complete no more per second (runs in "
             f"{folder}). --saturation-rate skips this"
         )
-        found = _measured(config, engine, device, messages, folder, most)
+        found = _measured(series, engine, device, messages, folder, most, quiet=quiet)
     say(found.sentence)
-    return replace(config, plan_settings={**config.plan_settings, "saturation_rate": found.rate})
+    return replace(series, spec=series.spec.changed(saturation_rate=found.rate))
 
 
 def _units(topology: TopologySpec) -> int:
@@ -85,43 +87,38 @@ def _units(topology: TopologySpec) -> int:
     return pool.units
 
 
-def _simulated(config: RunConfig, engine: Engine, device: Device) -> Saturation:
+def _simulated(series: Series, engine: Engine, device: Device) -> Saturation:
     """The saturated rate in simulation. The emulated engine makes the simulator's steps, so it measures for both."""
     from ebbench.capacity.saturated import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
     from ebbench.engines.sim import SimEngine
-    from ebbench.workloads import build_plan
+    from ebbench.workloads.planner import make_plan
 
+    spec, policy = without_load(series.spec), series.policies[0]
     simulator = engine if isinstance(engine, SimEngine) else SimEngine()
-    settings = _without_load(config)
 
     def loop(concurrency: int) -> tuple[float, bool]:
-        size = {"max_concurrency": concurrency, "num_prompts": SESSIONS_PER_OPEN * concurrency}
-        plan = build_plan(config.workload, "saturated", seed=config.seed, **{**settings, **size})
-        result = simulator.run(plan, config.policies[0], device, replace(config.options, warmup=0), None)
+        sessions = SESSIONS_PER_OPEN * concurrency
+        plan = make_plan(replace(spec.plan, scenario="saturated", max_concurrency=concurrency, num_prompts=sessions))
+        result = simulator.run(plan, policy, device, replace(spec.server, warmup=0), None)
         return completed_once_full(result.requests, plan, concurrency), shares_prefixes(plan)
 
     units = _units(simulator.topology) if simulator.topology is not None else 1
-    found = saturated_rate(loop, units * config.options.max_num_seqs)
+    found = saturated_rate(loop, units * spec.server.max_num_seqs)
     if not found.per_s:
         raise UsageError(
-            f"saturation could not be measured: {config.workload} has too few sessions to fill a batch; give "
+            f"saturation could not be measured: {spec.plan.workload} has too few sessions to fill a batch; give "
             "--saturation-rate, or a smaller --max-num-seqs"
         )
     where = "" if simulator is engine else " in the simulator, which makes the same steps,"
     return Saturation(
         _rounded(found.per_s),
-        f"saturation measured{where}: {_rounded(found.per_s):g} sessions/s under {config.policies[0].name} (closed "
+        f"saturation measured{where}: {_rounded(found.per_s):g} sessions/s under {policy.name} (closed "
         f"loop of {found.concurrency:,} sessions); --saturation-rate sets another",
     )
 
 
-def _without_load(config: RunConfig) -> dict[str, Any]:
-    """The settings of the plan without those of arrivals, which a closed loop has not."""
-    return {name: None if name in _OF_LOAD else value for name, value in config.plan_settings.items()}
-
-
 def _measured(
-    config: RunConfig, engine: Engine, device: Device, messages: Console, folder: Path, most: int | None
+    series: Series, engine: Engine, device: Device, messages: Console, folder: Path, most: int | None, *, quiet: bool
 ) -> Saturation:
     """Rate of completions of the largest closed loops of a capacity search without limits."""
     import math
@@ -130,7 +127,7 @@ def _measured(
     from ebbench.analysis.slo import Slo
     from ebbench.capacity.drive import SearchBudget, SearchConfig, search_capacity
     from ebbench.capacity.limits import LatencyLimits
-    from ebbench.cli.capacity_probes import RunProber, one_server
+    from ebbench.capacity.prober import RunProber, one_server
 
     begun = time.monotonic()
     search = SearchConfig(
@@ -139,17 +136,17 @@ def _measured(
         sessions=_SESSIONS,
         seconds=0.0,
         precision=0.1,
-        seed=config.seed,
+        seed=series.spec.plan.seed,
         real_time=True,
         most=math.inf if most is None else most,
         alone=_ALONE,
         per_open=_PER_OPEN,
     )
-    first = config.policies[0]
-    probing = replace(config, policies=[first], plan_settings=_without_load(config), slo=Slo(), brief=True)
-    prober = RunProber(probing, "saturated", True, first, device, engine, messages, folder)
+    first = series.policies[0]
+    probing = replace(series, policies=(first,), spec=replace(without_load(series.spec), goodput=""))
+    prober = RunProber(probing, "saturated", True, device, engine, messages, folder, quiet=quiet)
     try:
-        with one_server(prober, quiet=config.quiet) as kept:
+        with one_server(prober) as kept:
             found = search_capacity(search, kept, SearchBudget(seconds=BUDGET_S))
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted while saturation was measured; its runs are in {folder}") from None
@@ -191,10 +188,10 @@ def _rounded(rate: float) -> float:
     return float(np.format_float_positional(rate, precision=4, fractional=False)) if rate else rate
 
 
-def _folder(config: RunConfig) -> Path:
+def _folder(series: Series, beside: Path | None) -> Path:
     """Where the runs of the measurement are stored: beside the command's output directory."""
     from ebbench.records.run import default_run_dir, unused
 
-    if config.output_dir is None:
-        return default_run_dir(config.workload, "saturation")
-    return unused(config.output_dir.with_name(f"{config.output_dir.name}-saturation"))
+    if beside is None:
+        return default_run_dir(series.spec.plan.workload, "saturation")
+    return unused(beside.with_name(f"{beside.name}-saturation"))

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.cli.run_policies import RunConfig, measure, plan_of
 from ebbench.records.run import MANIFEST, Run, slug, unused
+from ebbench.render.measuring import measured, planned
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
     from ebbench.render.console import Console
+    from ebbench.runs.series import Series
     from vllm_eb.policy import PolicySpec
 
 
@@ -23,17 +24,23 @@ if TYPE_CHECKING:
 class RunProber:
     """Makes the runs of one policy's search in ``folder``, and finds those of an earlier one.
 
-    ``scenario``: arrivals of an open loop. ``by_concurrency``: the load is a number of open sessions instead of a rate.
+    ``series``: has this one policy. ``scenario``: arrivals of an open loop. ``by_concurrency``: the load is a number of
+    open sessions instead of a rate.
     """
 
-    config: RunConfig
+    series: Series
     scenario: str
     by_concurrency: bool
-    spec: PolicySpec
     device: Device
     engine: Engine
     messages: Console
     folder: Path
+    quiet: bool = False
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy."""
+        return self.series.policies[0]
 
     def alone(self, sessions: int) -> Run:
         """Run sessions one at a time; the run of an earlier search is reused."""
@@ -41,7 +48,7 @@ class RunProber:
         if (where / MANIFEST).exists() and (run := Run.load(where)).manifest.valid:
             return run
         settings = {"num_prompts": sessions, "max_concurrency": 1, "burstiness": None}
-        return self._run("saturated", settings, self.config.seed, unused(where), "one at a time")
+        return self._run("saturated", settings, self.series.spec.plan.seed, unused(where), "one at a time")
 
     def probe(self, load: float, sessions: int, seed: int) -> Run:
         """Run sessions at a load."""
@@ -66,20 +73,18 @@ class RunProber:
         return float(run.manifest.facts["request_rate"])
 
     def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path, load: str) -> Run:
-        config = replace(
-            self.config, scenario=scenario, plan_settings={**self.config.plan_settings, **settings}, seed=seed
-        )
-        plan = plan_of(config, seed, self.device, self.messages)
-        run = measure(
-            config, plan, self.spec, self.device, self.engine, self.messages, where, f"{self.spec.name}, {load}"
-        )
+        series = replace(self.series, spec=self.series.spec.changed(scenario=scenario, **settings))
+        plan = planned(series, seed, self.device, self.messages, quiet=self.quiet)
+        ready = series.prepared(self.spec, plan, self.device, self.engine)
+        label = f"{self.spec.name}, {load}"
+        run = measured(ready, where, label, self.messages, quiet=self.quiet, brief=True).run
         if run.manifest.interrupted:
             raise KeyboardInterrupt
         return run
 
 
 @contextmanager
-def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
+def one_server(prober: RunProber) -> Iterator[RunProber]:
     """The prober with one server for all its runs if its engine starts a server per run; else the prober unchanged.
 
     A server takes up to minutes to start, and a search makes some twenty runs. Several replicas behind a gateway are
@@ -88,7 +93,7 @@ def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
     from ebbench.engines.vllm import VllmEngine
     from ebbench.render.live import Work, shown
 
-    engine = prober.engine
+    engine, quiet = prober.engine, prober.quiet
     if not isinstance(engine, VllmEngine):
         yield prober
         return
@@ -102,7 +107,7 @@ def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
     begun = time.monotonic()
     with ExitStack() as stack:
         with shown(prober.messages, Work(f"{prober.spec.name}, waiting for the server"), quiet=quiet):
-            start = engine.started(prober.spec, prober.device, prober.config.options, progress)
+            start = engine.started(prober.spec, prober.device, prober.series.spec.server, progress)
             server = stack.enter_context(start)
         if not quiet:
             line = f"{prober.spec.name}: ready after {time.monotonic() - begun:.0f} s"

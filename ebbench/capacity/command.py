@@ -1,0 +1,299 @@
+"""The steps of ``ebbench capacity``: check, search for each policy, store probes, show."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ebbench.analysis.api_server_load import ApiServerBusyError, left_out, runs_again
+from ebbench.capacity.drive import THERE_ARE, SearchBudget, SearchConfig, SearchOutcome, search_capacity
+from ebbench.capacity.limits import LatencyLimits
+from ebbench.capacity.prober import RunProber, one_server
+from ebbench.engines.base import Engine
+from ebbench.engines.checks import check_counts, refuse_undecided
+from ebbench.engines.setup import make_engine
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
+from ebbench.records import files
+from ebbench.records.lock import sole_use
+from ebbench.records.run import default_run_dir
+from ebbench.runs.key import stored_form
+from ebbench.runs.prepare import device_of
+from ebbench.runs.series import Series
+from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
+
+if TYPE_CHECKING:
+    from ebbench.capacity.probe import ProbeReading
+    from ebbench.capacity.search_types import Estimate
+    from ebbench.devices.base import Device
+    from ebbench.render.console import Console
+
+SETTINGS = "capacity.json"
+_LONGEST = {"virtual": 16, "real": 4}
+"""A probe gets at most this many times its least number of sessions."""
+_FEWEST = {"virtual": 4000, "real": 300}
+_PROBE_S = {"virtual": 0.0, "real": 30.0}
+"""Least sessions per probe, and least duration of their arrivals: a server in real time costs minutes."""
+
+
+@dataclass(frozen=True)
+class CapacitySearch:
+    """The highest load of each policy of ``series`` within ``limits``. ``arrivals_given``: they were asked for."""
+
+    series: Series
+    limits: LatencyLimits
+    by_concurrency: bool = False
+    precision: float = 0.02
+    max_probes: int = 40
+    max_time_s: float | None = None
+    arrivals_given: bool = False
+
+    @property
+    def scenario(self) -> str:
+        """Arrivals of an open loop."""
+        return self.series.spec.plan.scenario or "poisson"
+
+    @property
+    def notes(self) -> list[str]:
+        """What holds for all probes: that their arrivals are not the workload's own, where nobody asked for others."""
+        from ebbench.workloads.own_arrivals import poisson_instead
+
+        if self.by_concurrency or self.arrivals_given:
+            return []
+        plan = self.series.spec.plan
+        return [note for note in [poisson_instead(plan.workload, vars(plan))] if note]
+
+    def check(self) -> None:
+        """Raise UsageError for settings that contradict each other, before anything is announced."""
+        if self.by_concurrency and self.arrivals_given:
+            raise UsageError("--by concurrency is a closed loop: leave out --scenario and --burstiness")
+        check_counts(max_probes=self.max_probes)
+        if not 0 < self.precision < 0.5:
+            raise UsageError(f"--precision is a share between 0 and 0.5, such as 0.02, not {self.precision:g}")
+        if self.max_time_s is not None and not self.max_time_s > 0:
+            raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
+        _check_workload(self.series.spec.plan.workload)
+        self.series.check()
+
+
+@dataclass(frozen=True)
+class CapacityOutput:
+    """Where results go, and in which form."""
+
+    directory: Path | None = None
+    plot: Path | None = None
+    as_json: bool = False
+    quiet: bool = False
+
+
+def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
+    """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
+    from ebbench.capacity import chart
+    from ebbench.render.console import Console
+
+    messages = Console(stderr=True, highlight=False)
+    search.check()
+    if output.plot is not None:
+        chart.check_suffix(output.plot)
+    system = _system(search)
+    folder, begun = _folder(search, output), time.monotonic()
+    with sole_use(folder):
+        try:
+            _search_all(search, output, system, messages, folder, folder, begun)
+        except ApiServerBusyError as busy:
+            if not output.quiet:
+                messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
+            served = replace(search, series=search.series.with_api_server())
+            probes = folder / f"api-server-{DEFAULT_CLASS}"  # apart from the probes without it
+            probes.mkdir(exist_ok=True)
+            _search_all(served, output, _system(served), messages, folder, probes, begun)
+
+
+@dataclass(frozen=True)
+class _System:
+    """What is searched, checked. ``sentence`` names the engine."""
+
+    series: Series
+    engine: Engine
+    device: Device
+    sentence: str
+
+
+def _system(search: CapacitySearch) -> _System:
+    engine, sentence = make_engine(search.series.spec)
+    refuse_undecided(getattr(engine, "topology", None), search.series.policies)
+    search.series.check_prompts(engine)
+    device = device_of(search.series.spec, search.series.policies)
+    return _System(search.series.labelled(engine), engine, device, sentence)
+
+
+def _search_all(
+    search: CapacitySearch, output: CapacityOutput, system: _System, messages: Console, folder: Path, probes: Path,
+    begun: float,
+) -> None:  # fmt: skip
+    """Results go to ``folder``, runs to ``probes``. ``begun``: when the command began, on the monotonic clock."""
+    from ebbench.capacity import sentences
+
+    series = system.series
+    left_out_processes = _api_servers_left_out(series, system.engine)
+    show = partial(_show, search=search, output=output, folder=folder, api_servers_left_out=left_out_processes)
+    if not output.quiet:
+        messages.print(system.sentence, markup=False, soft_wrap=True)
+        messages.print(sentences.announce(search.limits, search.by_concurrency), markup=False, soft_wrap=True)
+    outcomes: dict[str, SearchOutcome] = {}
+    try:
+        for index, policy in enumerate(series.policies):
+            prober = RunProber(
+                replace(series, policies=(policy,)), search.scenario, search.by_concurrency, system.device,
+                system.engine, messages, probes, quiet=output.quiet,
+            )  # fmt: skip
+            budget = _budget(search, begun, len(series.policies) - index)
+            with one_server(prober) as kept:
+                most = left_out_processes if series.api_server_if_busy else 0
+                outcomes[policy.name] = _search(search, kept, budget, messages, most)
+            busy = sentences.beyond_api_servers(outcomes, left_out_processes)
+            if series.api_server_if_busy and busy is not None:
+                raise ApiServerBusyError(busy)
+    except KeyboardInterrupt:
+        show(outcomes)
+        raise InterruptedRunError(
+            f"interrupted; probes are kept in {folder}, continue with the same command and --output-dir {folder}"
+        ) from None
+    except EbbenchError:
+        with_readings = {name: outcome for name, outcome in outcomes.items() if outcome.readings}
+        show(with_readings, output=replace(output, as_json=False))
+        raise
+    _refuse_nothing(outcomes)
+    show(outcomes)
+
+
+def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchBudget:
+    """An equal share of the remaining time for each policy that is still to be searched."""
+    if search.max_time_s is None:
+        return SearchBudget(search.max_probes)
+    now = time.monotonic()
+    left_s = max(0.0, search.max_time_s - (now - begun))
+    return SearchBudget(search.max_probes, left_s / policies_left, named_s=search.max_time_s, begun=now)
+
+
+def _refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
+    """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
+    outcomes = list(found.values())
+    if all(outcome.refused for outcome in outcomes):
+        raise UsageError("; ".join(dict.fromkeys(outcome.refused for outcome in outcomes)))
+    if not any(outcome.decided for outcome in outcomes):
+        why = next((outcome.stopped for outcome in outcomes if outcome.stopped), "no probe was long enough")
+        longer = (
+            "use a longer source, or --source profile"
+            if THERE_ARE in why
+            else "give more --num-prompts or a larger budget"
+        )
+        raise RunError(f"no probe was usable ({why}); {longer}")
+
+
+def _check_workload(workload: str) -> None:
+    """Raise UsageError for a workload that does not exist or has no valid lengths, before anything is announced."""
+    from ebbench.workloads.options import is_recorded, recorded_file
+    from ebbench.workloads.spec import load_workload
+
+    if not is_recorded(workload):
+        load_workload(workload)
+    elif (path := recorded_file(workload)) is None or not path.exists():
+        raise UsageError(f"{workload}: no such file")
+
+
+def _folder(search: CapacitySearch, output: CapacityOutput) -> Path:
+    """Directory of the probes: a new one, or that of an earlier search with the same settings."""
+    spec = search.series.spec
+    settings = {
+        "limits": str(search.limits), "by": "concurrency" if search.by_concurrency else "rate",
+        "run": {name: value for name, value in stored_form(spec).items() if name not in ("policy", "weight")},
+    }  # fmt: skip
+    text = json.dumps(settings, indent=1, sort_keys=True, default=str).encode() + b"\n"
+    folder = output.directory or default_run_dir(spec.plan.workload, "capacity")
+    stored = folder / SETTINGS
+    if stored.exists():
+        if stored.read_bytes() != text:
+            raise UsageError(f"{folder} holds a search with other settings; give another --output-dir")
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"output directory {folder} exists and holds no search; give another --output-dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_bytes(text, stored)
+    return folder
+
+
+def _search(
+    search: CapacitySearch, prober: RunProber, budget: SearchBudget, messages: Console, api_servers: int
+) -> SearchOutcome:
+    """Raises ApiServerBusyError at a load within the limits that so many API servers (0: any number) cannot stream."""
+    from ebbench.capacity import sentences
+
+    kind = "virtual" if prober.engine.name in VIRTUAL_TIME else "real"
+    plan = search.series.spec.plan
+    config = SearchConfig(
+        limits=search.limits,
+        by_concurrency=search.by_concurrency,
+        sessions=plan.num_prompts or _FEWEST[kind],
+        seconds=0.0 if plan.num_prompts else _PROBE_S[kind],
+        precision=search.precision,
+        seed=plan.seed,
+        real_time=kind == "real",
+        longest=_LONGEST[kind],
+    )
+
+    def seen(reading: ProbeReading, estimate: Estimate) -> None:
+        if not prober.quiet:
+            line = sentences.progress(prober.spec.name, reading, estimate, search.by_concurrency)
+            messages.print(line, markup=False, soft_wrap=True)
+        carried = reading.decides and reading.met
+        if api_servers and carried and (busy := left_out(reading.api_servers, api_servers)) is not None:
+            raise ApiServerBusyError(busy)
+
+    if kind == "real" and not prober.quiet:
+        line = f"{prober.spec.name}: first {config.alone} sessions one at a time, which shows what can be had at best"
+        messages.print(line, markup=False, soft_wrap=True)
+    return search_capacity(config, prober, budget, prober.earlier(), seen)
+
+
+def _show(
+    outcomes: Mapping[str, SearchOutcome], *, search: CapacitySearch, output: CapacityOutput, folder: Path,
+    api_servers_left_out: int,
+) -> None:  # fmt: skip
+    """Store the results beside the probes, then print or draw them."""
+    from ebbench.capacity import result_rows, sentences
+    from ebbench.render.console import Console
+    from ebbench.render.documents import section_tables
+    from ebbench.render.report import notes
+
+    rows = result_rows.rows_of(outcomes, search.by_concurrency, search.limits, search.notes)
+    if rows:
+        result_rows.store(rows, folder)
+    if output.plot is not None and rows:
+        from ebbench.capacity.chart import save_curves
+
+        save_curves(rows, output.plot)
+    if output.as_json:
+        sys.stdout.write(json.dumps(rows, indent=2, allow_nan=False) + "\n")
+    elif outcomes:
+        console = Console(highlight=False)
+        for piece in section_tables(sentences.table(outcomes, search.by_concurrency), console.width):
+            console.print(piece)
+        for line in sentences.remarks(outcomes, search.limits, search.by_concurrency, api_servers_left_out):
+            console.print(line, markup=False, soft_wrap=True)
+        for part in notes("Keep in mind", [*search.notes, *sentences.caveats(outcomes)]):
+            console.print(part)
+
+
+def _api_servers_left_out(series: Series, engine: Engine) -> int:
+    """Processes of vLLM's API server that the simulation leaves out; 0 where it has them, or a real server does."""
+    if series.spec.server.api_server != OFF or engine.name not in VIRTUAL_TIME:
+        return 0
+    topology = engine.topology if isinstance(engine, SimEngine) else None
+    return topology.pools[-1].units if topology is not None else 1

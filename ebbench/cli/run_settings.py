@@ -1,0 +1,165 @@
+"""Options of commands that make runs, derived from the declarations of a run's settings; what these commands share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ebbench.cli import completion
+from ebbench.cli.options import opt
+from ebbench.config.declare import CLUSTER, Declared
+from ebbench.spec.run import known_settings
+from ebbench.spec.server import EngineOptions
+
+if TYPE_CHECKING:
+    from ebbench.runs.series import Series
+
+LIMITS, OUTPUT = "Limits", "Output"
+
+WorkloadArgument = Annotated[
+    str,
+    typer.Argument(help="A workload (`ebbench workloads list`), or log:FILE.", autocompletion=completion.workloads),
+]
+VllmOptions = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- VLLM_OPTIONS",
+        help="With --engine vllm, after --: options for `vllm serve`.",
+        show_default=False,
+    ),
+]
+Goodput = Annotated[
+    list[str] | None,
+    opt(
+        "--goodput",
+        help="Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000.",
+        panel=LIMITS,
+    ),
+]
+Attainment = Annotated[
+    float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=LIMITS)
+]
+Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parallelism.", panel=CLUSTER)]
+
+
+DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
+"""Of commands that run on any engine, where a run's own defaults are of the simulator."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Marks a command's parameter that takes settings of a run: a dictionary of those that are given, by name.
+
+    ``defaults``: shown where they are not those of a run. ``but``: settings that the command does not take, or takes in
+    another way; ``only``: all that it takes.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    but: Collection[str] = ()
+    only: Collection[str] = ()
+
+    def declared(self) -> list[Declared]:
+        """The settings that become options."""
+        known = known_settings()
+        names = self.only or [name for name in known if name not in self.but]
+        return [known[name] for name in names if known[name].option is not None]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One parameter per option."""
+        return [_parameter(one, self.defaults.get(one.name, one.default)) for one in self.declared()]
+
+    def take(self, context: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
+        """Remove the options from ``given``; returns the settings by name. Raises UsageError."""
+        settings: dict[str, Any] = {}
+        for one in self.declared():
+            value, option = given.pop(one.name), one.option
+            if option is None or not is_given(context, one.name):
+                continue
+            if option.read is not None:
+                settings |= option.read(value)
+            else:
+                settings[one.name] = not value if option.turns_off else value
+        return settings
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter is on the command line, not at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _parameter(one: Declared, default: Any) -> inspect.Parameter:
+    about, kind = one.option, one.kind
+    assert about is not None  # the caller has chosen those with an option
+    if about.text is not None:
+        kind, default = about.text | None, default if about.text is str and isinstance(default, str) else None
+    elif about.turns_off:
+        kind, default = bool, False
+    annotation: Any = Annotated[kind, setting(one.name)]
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
+    """The option of a declared setting, for a command that takes it under its own name."""
+    one = known_settings()[name]
+    assert one.option is not None, f"{name} has no option"
+    complete = getattr(completion, one.option.complete) if one.option.complete else None
+    return opt(*one.option_names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
+
+
+def check_tp(tp: int, link: str | None) -> None:
+    """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
+    from ebbench.engines.checks import check_counts
+    from ebbench.errors import UsageError
+
+    check_counts(tp=tp)
+    if link is not None and tp == 1:
+        raise UsageError(f"--link {link} joins the GPUs of one server: give --tp too, for example --tp 2")
+
+
+def series_of(settings: Mapping[str, Any]) -> Series:
+    """The series of runs that the command line describes. Raises UsageError.
+
+    ``settings``: the given ones by name; with a list of policies, ``goodput`` as text, and ``vllm_options`` as words.
+    """
+    from ebbench.cli.preflight import default_policies, parse_policies
+    from ebbench.engines.setup import topology_of
+    from ebbench.runs.series import Series
+    from ebbench.spec.run import spec_of
+    from ebbench.spec.server import first_choice, only_if_busy
+
+    settings = {**DEFAULTS, **settings}
+    engine = settings["engine"]
+    api_server = settings["api_server"], settings.get("api_server_count")
+    policies = settings.get("policy")
+    settings = {name: value for name, value in settings.items() if name != "policy"} | {
+        "api_server": first_choice(*api_server),
+        "vllm_options": tuple(settings.get("vllm_options") or ()),
+    }
+    _refuse_for_server(engine, settings)
+    spec = spec_of(settings, with_text=True)
+    topology = topology_of(spec.cluster.topology, spec.plan.scenario, None)
+    chosen = parse_policies(policies or default_policies(engine, topology))
+    return Series(
+        replace(spec, policy=chosen[0].name),
+        tuple(chosen),
+        policies_stated=bool(policies),
+        api_server_if_busy=only_if_busy(*api_server),
+    )
+
+
+def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for settings that a server which already runs would not take."""
+    from ebbench.engines.checks import refuse_server_settings, refuse_simulated
+    from ebbench.runs.settings import starts_a_server
+    from ebbench.spec.server import is_server
+
+    if is_server(engine):
+        known = known_settings()
+        refuse_server_settings(engine, [known[name].option_names[0] for name in settings if starts_a_server(name)])
+        simulated = ("api_server", "api_server_count", "vllm_version")
+        refuse_simulated(EngineOptions(**{name: settings[name] for name in simulated if name in settings}), "endpoint")

@@ -1,0 +1,167 @@
+"""Executes runs. Nothing else in ebbench begins or concludes one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.analysis.caveats import of_device
+from ebbench.analysis.conclude import RunContext, begin, conclude_with_summary
+from ebbench.analysis.pools import pool_figures
+from ebbench.analysis.slo import parse_slo
+from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
+from ebbench.engines.base import EngineResult, Observer, Progress
+from ebbench.engines.checks import stated_limits
+from ebbench.engines.duration import run_plan
+from ebbench.engines.setup import journalled, policy_label, with_step_parts
+from ebbench.engines.sim import SimEngine
+from ebbench.records.files import TableParts
+from ebbench.records.manifest import RunWarning, wall_clock_ns
+from ebbench.records.plan import Plan
+from ebbench.records.run import Run, RunWriter
+from ebbench.runs.prepare import Prepared, prepare
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import is_server
+from ebbench.termination import held, interruptible
+from vllm_eb.policy import PolicySpec
+
+if TYPE_CHECKING:
+    from ebbench.engines.base import Engine
+    from ebbench.records.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A concluded run. ``plan``: the part of the plan that was released in time."""
+
+    run: Run
+    summary: Summary
+    plan: Plan
+    result: EngineResult
+
+
+def execute(
+    ready: Prepared, directory: Path | None, observer: Observer | None = None, *, keep_interrupted: bool = True
+) -> Executed:
+    """Execute a run and store it in ``directory``; None keeps it in memory, and of a simulation only its requests.
+
+    An interrupted run is concluded with what was measured, or raises KeyboardInterrupt without ``keep_interrupted``.
+    Raises UsageError, RunError, NotStoredError.
+    """
+    spec, engine = ready.spec, ready.engine
+    context = RunContext(
+        ready.plan, ready.policy, engine.name, ready.device, spec.server, wall_clock_ns(),
+        slo=parse_slo([spec.goodput] if spec.goodput else []), device_known=not is_server(spec.engine),
+        warnings=_warnings(ready),
+    )  # fmt: skip
+    with held(), _writer(directory) as writer:
+        if context.kind_of_time == "real" and directory is not None:
+            begin(writer, context)
+            engine = journalled(engine, writer)
+        engine = _recording(engine, stored=directory is not None)
+        plan, result = run_plan(engine, ready.plan, ready.policy, ready.device, spec.server, observer)
+        if result.interrupted and not keep_interrupted:
+            raise KeyboardInterrupt
+        if observer is not None:
+            observer.update(_last_snapshot(ready.policy, plan, result))
+        run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
+    return Executed(run, summary, plan, result)
+
+
+def _recording(engine: Engine, *, stored: bool) -> Engine:
+    """A simulator that keeps as much as is stored: steps in parts, or none; other engines unchanged."""
+    if stored:
+        return with_step_parts(engine)
+    if isinstance(engine, SimEngine) and engine.topology is None:
+        return replace(engine, requests_only=True)
+    return engine
+
+
+def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
+    """Warnings of the policy about this load, or about what is not known of a running server."""
+    if is_server(ready.spec.engine):
+        label = policy_label(ready.engine, ready.policy, stated=ready.policy_stated)
+        return (*label.warnings, *stated_limits(ready.spec.server))
+    open_at_most = max((phase.max_concurrency for phase in ready.plan.phases), default=0)
+    warning = ready.policy.load_warning(open_at_most, ready.spec.server.max_num_seqs)
+    return () if warning is None else (RunWarning(*warning),)
+
+
+def _last_snapshot(policy: PolicySpec, plan: Plan, result: EngineResult) -> Progress:
+    """The final state; the engine's own last snapshot is usually earlier."""
+    counted = result.requests.select(["input_tokens", "output_tokens"])  # the gaps between tokens need not be copied
+    ok = counted.filter(pc.equal(result.requests["status"], "ok"))
+    prompts, outputs = (pc.sum(ok[name]).as_py() or 0 for name in ("input_tokens", "output_tokens"))
+    end_ns = pc.max(result.requests["end_ns"]).as_py() or 0
+    return Progress(
+        policy.name, ok.num_rows, len(plan), outputs, prompts + outputs, end_ns / 1e9, result.last_mode, 0, 0
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run of which figures are wanted. ``directory``: where the whole run is stored; None keeps only its figures."""
+
+    cell: RunSpec
+    directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """Figures of a run under the keys of a summary, and those of each phase if it has several.
+
+    ``caveats``: those of the device, which are among the figures' ``warnings`` too, there without their codes.
+    """
+
+    figures: Mapping[str, Any]
+    phases: tuple[Mapping[str, Any], ...] = ()
+    caveats: tuple[str, ...] = ()
+
+
+def make(task: Task, engine: Engine | None = None) -> Made:
+    """The figures of a run, on an engine that was started for several runs if one is given.
+
+    Raises UsageError, RunError; KeyboardInterrupt where the run was interrupted.
+    """
+    with interruptible():  # reading a workload may take minutes
+        ready = prepare(task.cell, engine)
+    made = _figures(ready, execute(ready, task.directory, keep_interrupted=False))
+    gc.collect()  # a simulation's objects form reference cycles; collecting is fast, since plans and devices are frozen
+    return made
+
+
+def _figures(ready: Prepared, done: Executed) -> Made:
+    run, engine = done.run, ready.engine
+    phases = summarise_phases(run) if len(done.plan.table["phase"].unique()) > 1 else ()
+    figures = done.summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
+    if "topology" in done.result.facts and isinstance(engine, SimEngine) and engine.topology is not None:
+        figures |= pool_figures(done.result, engine.topology, ready.spec.server.max_num_batched_tokens)
+    parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
+    return Made(figures, tuple(parts), of_device(run.manifest.engine, run.manifest.warnings))
+
+
+def _writer(directory: Path | None) -> RunWriter:
+    return _InMemory(Path()) if directory is None else RunWriter.create(directory)
+
+
+class _InMemory(RunWriter):
+    """A RunWriter that stores nothing; the run is kept in memory until it is summarised."""
+
+    def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table | TableParts] | None = None) -> Run:
+        """The run with its tables in memory."""
+        held = {
+            name: table if isinstance(table, pa.Table) else pa.concat_tables(table)
+            for name, table in (tables or {}).items()
+        }
+        rows = {name: table.num_rows for name, table in held.items()}
+        return Run(self.path, msgspec.structs.replace(manifest, rows=rows), held)
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to clean up."""

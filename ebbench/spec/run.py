@@ -1,0 +1,183 @@
+"""One run as a tree of settings, and the same settings by name, as files and the command line give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any
+
+from ebbench.config.declare import CLIENT, ENGINE, Declared, declare, declared_in
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.topology import TopologySpec
+from ebbench.spec.client import ClientOptions
+from ebbench.spec.cluster import ClusterOptions
+from ebbench.spec.host import HostCosts
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
+from ebbench.traffic.choice import scenario_meant
+from ebbench.workloads.options import PlanOptions, is_recorded
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything that determines the result of one run."""
+
+    plan: PlanOptions
+    policy: str = declare(
+        "v1", "A policy; repeat for several on the same plan. Default: v1 and ebplus; v1 with a decode pool.", ENGINE,
+        names=("--policy", "-p"), complete="policies", text=list[str],
+    )  # fmt: skip
+    engine: str = declare("sim", "auto, sim, emulated, vllm or a server's URL.", ENGINE, complete="engines")
+    device: str | None = declare(
+        None, "See `ebbench devices list`. Default: rtx-pro-6000; for vllm, this machine.", ENGINE, complete="devices"
+    )
+    """None: this machine's GPU if the engine uses it, else the default."""
+    model: str | None = declare(
+        None, "Name, or path of a Hugging Face config.json. Default: qwen3-8b.", ENGINE, complete="models"
+    )
+    server: EngineOptions = field(default_factory=EngineOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    client: ClientOptions = field(default_factory=ClientOptions, hash=False)
+    calibration: str | None = declare(
+        None, "Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).", ENGINE
+    )
+    cost: str = declare("auto", "Which cost model a device uses: tables, roofline or auto.")
+    ramp_up_s: float | None = declare(None, "Seconds over which the load grows to its full size.", CLIENT)
+    goodput: str = declare("", "Limits in ms: ttft:500 tpot:50.")
+    vllm_options: tuple[str, ...] = declare((), "Arguments for `vllm serve`.")
+    host: HostCosts | None = None
+    """Replaces the device's host constants."""
+    shuffle: bool = False
+    """Change the order of the requests."""
+    weight: float = field(default=1.0, compare=False)
+    """Estimated cost, by which work is ordered (largest first); not part of the key."""
+    assume_decoder: bool = declare(
+        False, "Read a config.json of an unknown type or with unknown keys as an ordinary decoder; results say so.",
+        ENGINE, names=("--assume-decoder",),
+    )  # fmt: skip
+
+    @property
+    def real_time(self) -> bool:
+        """Whether the run takes real time on hardware that other runs must not use meanwhile."""
+        return self.engine not in VIRTUAL_TIME
+
+    def changed(self, **settings: Any) -> RunSpec:
+        """The same run with other values for settings of any section, by name.
+
+        ``max_model_len`` sets the limit of the plan and of the server.
+        """
+        own = {name: value for name, value in settings.items() if name in _OWN}
+        for part, kind in _SECTIONS.items():
+            chosen = {name: value for name, value in settings.items() if name in _names(kind)}
+            if part == "server" and chosen.get("max_model_len", 0) is None:
+                chosen["max_model_len"] = EngineOptions.max_model_len
+            if chosen:
+                own[part] = replace(getattr(self, part), **chosen)
+        known = _OWN.union(*map(_names, _SECTIONS.values()))
+        if unknown := [name for name in settings if name not in known]:
+            raise TypeError(f"a run has no {unknown[0]}")
+        return replace(self, **own)
+
+
+_SECTIONS: Mapping[str, type] = {"plan": PlanOptions, "server": EngineOptions, "cluster": ClusterOptions}
+_OWN = frozenset(one.name for one in fields(RunSpec))
+_FIRST = ("workload", "policy", "engine", "device", "model", "scenario", "seed", "num_prompts", "source")
+
+
+def _names(kind: type) -> frozenset[str]:
+    return frozenset(one.name for one in fields(kind))
+
+
+@cache
+def known_settings() -> Mapping[str, Declared]:
+    """Every declared setting by name, the most important ones first."""
+    found: dict[str, Declared] = {}
+    for part, kind in (("plan", PlanOptions), ("", RunSpec), ("server", EngineOptions), ("cluster", ClusterOptions),
+                       ("client", ClientOptions)):  # fmt: skip
+        for name, one in declared_in(kind, part).items():
+            found.setdefault(name, one)
+    found["max_model_len"] = declared_in(EngineOptions, "server")["max_model_len"]
+    return {name: found[name] for name in (*_FIRST, *(name for name in found if name not in _FIRST))}
+
+
+def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> RunSpec:
+    """The run with these settings by name; others have their defaults. Raises UsageError for an invalid value.
+
+    A rate without a scenario means Poisson arrivals. Plans of simulated engines contain no text, unless ``with_text``
+    says so. A server keeps its own length limit unless ``max_model_len`` is given.
+    """
+    parts: dict[str, dict[str, Any]] = {"plan": {}, "": {}, "server": {}, "cluster": {}, "client": {}}
+    for name, value in settings.items():
+        parts[known_settings()[name].part][name] = value
+    engine = settings.get("engine", RunSpec.engine)
+    plan, server, own = parts["plan"], parts["server"], parts[""]
+    plan["scenario"] = scenario_meant(
+        plan["workload"], plan.get("scenario"), plan.get("request_rate"), plan.get("burstiness")
+    )
+    if engine in VIRTUAL_TIME:
+        own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
+    limit = server.pop("max_model_len", None)
+    plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
+    return RunSpec(
+        PlanOptions(**plan, with_text=engine not in VIRTUAL_TIME if with_text is None else with_text),
+        server=EngineOptions(max_model_len=limit or EngineOptions.max_model_len, **server),
+        cluster=ClusterOptions(**parts["cluster"]),
+        client=ClientOptions(**parts["client"]),
+        **own,
+    )
+
+
+def simulated(
+    workload: str,
+    policy: str,
+    device: str,
+    model: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    scenario: str | None = None,
+    *,
+    warmup: int = 0,
+    async_scheduling: bool = True,
+    shuffle: bool = False,
+    weight: float = 1.0,
+    topology: TopologySpec | str | None = None,
+    dispatch: str | None = None,
+    decode_dispatch: str | None = None,
+    vllm_version: str | None = None,
+    **plan: Any,
+) -> RunSpec:
+    """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
+
+    ``max_model_len`` among them is also the server's limit.
+    """
+    given = {name: value for name, value in plan.items() if value is not None}
+    source = "auto" if is_recorded(workload) else given.pop("source", "profile")
+    options = EngineOptions(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=given.get("max_model_len", EngineOptions.max_model_len),
+        async_scheduling=async_scheduling,
+        warmup=warmup,
+        vllm_version=vllm_version,
+    )
+    return RunSpec(
+        PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),
+        policy,
+        device=device,
+        model=model,
+        server=options,
+        cluster=ClusterOptions(topology, dispatch=dispatch, decode_dispatch=decode_dispatch),
+        shuffle=shuffle,
+        weight=weight,
+    )
+
+
+def settings_of(spec: RunSpec) -> dict[str, Any]:
+    """All declared settings of a run, in the order of :func:`known_settings`."""
+    found = {
+        name: getattr(getattr(spec, one.part) if one.part else spec, name) for name, one in known_settings().items()
+    }
+    found["max_model_len"] = spec.plan.max_model_len
+    if isinstance(spec.cluster.topology, TopologySpec):
+        found["topology"] = spec.cluster.topology.label
+    return found

@@ -1,0 +1,96 @@
+"""The server that is simulated, emulated or started: limits of its scheduler, KV cache, data types, API server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbench.config.declare import ENGINE, LOAD, declare
+from ebbench.config.defaults import DEFAULT_VLLM
+from ebbench.config.server_url import is_server_url
+
+OFF = "off"
+"""No API server is simulated."""
+AUTO = "auto"
+"""Simulate without the API server first, and all again with it if one of the runs would keep it busy."""
+DEFAULT_CLASS = "datacenter"
+"""The class of machine that commands take unless the user names one."""
+VIRTUAL_TIME = frozenset({"sim", "emulated"})
+"""Names of the engines in virtual time, in which equal plans give equal runs."""
+
+
+def is_server(engine: str) -> bool:
+    """Whether the engine is a server that ebbench does not start: it is only measured, and policies are labels."""
+    return is_server_url(engine)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of the server, named as in vLLM."""
+
+    max_num_seqs: int = declare(1024, "N, most sequences in a batch.", ENGINE, at_least=1)
+    max_num_batched_tokens: int = declare(8192, "B, token budget per step.", ENGINE, at_least=1)
+    max_num_active_seqs: int | None = declare(None, "Most sequences that run, where fewer than N.", ENGINE, at_least=1)
+    max_num_queued_reqs: int | None = declare(
+        None, "Open requests from which on further ones are refused (503).", ENGINE, at_least=1
+    )
+    max_num_queued_tokens: int | None = declare(
+        None, "Queued prompt tokens from which on requests are refused.", ENGINE, at_least=1
+    )
+    long_prefill_token_threshold: int = declare(0, "Most tokens of one prompt per step; 0: no limit.", ENGINE)
+    long_prefill_token_threshold_adaptive: bool = declare(
+        False, "Raise it to a request's share of B.", ENGINE, names=("--long-prefill-token-threshold-adaptive",)
+    )
+    scheduler_reserve_full_isl: bool = declare(
+        True, "Admit a prompt as soon as its first chunk fits.", ENGINE, names=("--no-scheduler-reserve-full-isl",),
+        turns_off=True,
+    )  # fmt: skip
+    max_model_len: int = declare(40960, "Longest prompt plus output in tokens.", ENGINE, at_least=1)
+    block_size: int = declare(16, "Tokens per KV block.", at_least=1)
+    num_kv_blocks: int | None = declare(
+        None, "KV blocks of 16 tokens; default: the device's capacity.", ENGINE, at_least=1
+    )
+    gpu_memory_utilization: float | None = declare(
+        None, "Share of the GPU's memory for vLLM; default: vLLM's own.", ENGINE
+    )
+    vllm_version: str | None = declare(
+        None, f"Version by whose rules a simulated server sizes its KV cache. Default: {DEFAULT_VLLM}.", ENGINE
+    )
+    enable_prefix_caching: bool = declare(
+        True, "Do not reuse KV of shared prefixes.", ENGINE, names=("--no-prefix-caching",), turns_off=True
+    )
+    async_scheduling: bool = declare(
+        True, "Schedule a step only when the previous one has ended.", ENGINE, names=("--no-async-scheduling",),
+        turns_off=True,
+    )  # fmt: skip
+    enforce_eager: bool = declare(
+        False, "Do not use CUDA graphs: the host launches every layer.", ENGINE, names=("--enforce-eager",)
+    )
+    quantization: str | None = declare(None, "Data type of the weights, if not the model's own: fp8.", ENGINE)
+    kv_cache_dtype: str = declare("auto", "Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", ENGINE)
+    api_server: str = declare(
+        OFF, "vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.", ENGINE,
+        complete="api_servers_or_auto",
+    )  # fmt: skip
+    api_server_count: int | None = declare(
+        None, "Its processes per engine; default: one per data-parallel unit.", ENGINE
+    )
+    warmup: int = declare(
+        0, "Requests before the start, of the plan's lengths; not recorded.", LOAD, names=("--warmup", "--num-warmups")
+    )
+
+    @property
+    def running_limit(self) -> int:
+        """Requests that may run at a time."""
+        return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
+
+
+def only_if_busy(name: str, count: int | None) -> bool:
+    """Whether a command with these options simulates without the API server first, and with it where it is busy."""
+    return name == AUTO and count is None
+
+
+def first_choice(name: str, count: int | None) -> str:
+    """What a command simulates first: for ``auto`` no API server, or the default class if its processes are given."""
+    if name != AUTO:
+        return name
+    return OFF if only_if_busy(name, count) else DEFAULT_CLASS
