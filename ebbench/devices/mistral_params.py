@@ -32,7 +32,7 @@ def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     config["model_type"] = "mistral"
     experts = config.pop("moe", None)
     if isinstance(experts, dict):
-        config.update({_EXPERTS.get(key, key): value for key, value in experts.items()})
+        config.update({_EXPERTS.get(str(key), str(key)): value for key, value in experts.items()})
         config["model_type"] = "mixtral"
     if config.get("qk_nope_head_dim"):
         config["model_type"] = "deepseek_v3"

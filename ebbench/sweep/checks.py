@@ -97,8 +97,8 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
             load_device(device, "given")
         else:
             find_profile(device)
-    for model in _values(own, "model"):
-        find_model(as_decoder(model) if own.get("assume_decoder") else model)
+    for model, assumed in dict.fromkeys((cell.model, cell.assume_decoder) for cell in own if cell.model is not None):
+        find_model(as_decoder(model) if assumed else model)
 
 
 def trace_notes(cells: Sequence[RunSpec]) -> list[str]:
