@@ -70,15 +70,13 @@ def fidelity(
         return
     from ebbench.errors import UsageError
     from ebbench.papers.fidelity import scoreboard
-    from ebbench.papers.fidelity.report import BOARD, all_scores, read_cells, write_report
+    from ebbench.papers.fidelity.report import BOARD, all_scores, merged_cells, read_cells, write_report
 
     before = scoreboard.load(against / BOARD)
     if keep and not only:
         raise UsageError("--keep needs --only: without it all groups run")
     kept = read_cells(against) if keep else []
-    cells = _collect(_chosen(only), seed, repeats, runs, workers)
-    made = {cell.source for cell in cells}
-    cells = [cell for cell in kept if cell.source not in made] + cells
+    cells = merged_cells(kept, _collect(_chosen(only), seed, repeats, runs, workers))
     files = write_report(cells, out, repeats, before)
     found = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):

@@ -12,7 +12,7 @@ from ebbench.errors import DataError
 from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases
 from ebbench.papers.fidelity.pages import PAGES, page_of
-from ebbench.papers.fidelity.report import BOARD, FRONT_PAGE, NOTES, read_cells, write_report
+from ebbench.papers.fidelity.report import BOARD, FRONT_PAGE, NOTES, merged_cells, read_cells, write_report
 from ebbench.papers.fidelity.scores import Decisions, PublishedFigure, decisions
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,12 @@ def test_every_cell_stands_on_one_page() -> None:
         if re.match(r"\| [^|]+ \| [^|]+ \| [^|]+ \| [^|]+ \| \w+_\w+ \|", line)
     ]
     assert len(lines) == len(cells)
+
+
+def test_sources_made_again_stay_in_their_place() -> None:
+    kept = [cell("v1", 1.0, 1.0, source="table 13"), cell("eb", 1.0, 1.0), cell("v1", 1.0, 1.0, source="table 13")]
+    made = [cell("v1", 1.0, 2.0, source="table 13"), cell("v1", 1.0, 2.0, source="table 6")]
+    assert merged_cells(kept, made) == [made[0], kept[1], made[1]]
 
 
 def test_variants_stand_on_the_page_of_their_source_alone(tmp_path: Path) -> None:

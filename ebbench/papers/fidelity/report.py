@@ -84,6 +84,17 @@ def read_cells(report: Path) -> list[PublishedFigure]:
     return [PublishedFigure(**row) for row in pq.read_table(parquet, columns=names).to_pylist()]
 
 
+def merged_cells(kept: Sequence[PublishedFigure], made: Sequence[PublishedFigure]) -> list[PublishedFigure]:
+    """The kept cells, with those of every source in ``made`` in the place of its kept ones; new sources at the end."""
+    again: dict[str, list[PublishedFigure]] = {}
+    for cell in made:
+        again.setdefault(cell.source, []).append(cell)
+    replaced, merged = set(again), list[PublishedFigure]()
+    for cell in kept:
+        merged += again.pop(cell.source, []) if cell.source in replaced else [cell]
+    return [*merged, *(cell for cells in again.values() for cell in cells)]
+
+
 def all_scores(cells: Sequence[PublishedFigure]) -> dict[str, list[Score]]:
     """Scores of the replayed run, and of the predicted cells, the fitted ones and both; without the API server too."""
     published = [cell for cell in cells if cell.source in PAPER]
