@@ -177,7 +177,7 @@ class Relay:
         headers = request.headers
         if rank is not None and self._settings.dp_ranks > 1 and all(name != RANK_HEADER for name, _ in headers):
             headers = [*headers, (RANK_HEADER, str(rank).encode())]
-        target = upstream.base.raw_path.rstrip(b"/") + request.target
+        target = upstream.target_of(request.target)
         return httpx.Request(
             request.method, upstream.base, headers=headers, content=request.body.data, extensions={"target": target}
         )

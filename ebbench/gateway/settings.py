@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 import msgspec
 
+from ebbench.config.server_url import ServerUrl
 from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
 from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 from ebbench.errors import UsageError
@@ -20,7 +19,8 @@ _POSITIVE = (
 class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of a gateway.
 
-    ``upstreams``: base URLs. ``dispatch``: a policy in the syntax of :func:`ebbench.dispatch.parse_dispatch`.
+    ``upstreams``: URLs in any form that :class:`ServerUrl` takes. ``dispatch``: a policy in the syntax of
+    :func:`ebbench.dispatch.parse_dispatch`.
     ``dp_ranks``: data-parallel ranks inside each upstream, chosen by the header X-data-parallel-rank; 1 sends no such
     header. ``signals``: ZeroMQ endpoints of the vllm_eb plugin, one per upstream (rank r publishes on the port plus r);
     empty: ends of forward passes are inferred from the streams. ``chunk_tokens``: the servers' token budget per step.
@@ -52,15 +52,18 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     drain_s: float = 30.0
     start_timeout_s: float = 5.0
 
+    def servers(self) -> tuple[ServerUrl, ...]:
+        """The upstreams. Raises UsageError for what is no URL of a server."""
+        try:
+            return tuple(ServerUrl.parse(url) for url in self.upstreams)
+        except UsageError as error:
+            raise UsageError(f"--upstream: {error}") from None
+
     def checked(self) -> GatewaySettings:
         """The settings, checked. Raises UsageError for a value that cannot work."""
         if not self.upstreams:
             raise UsageError("the gateway needs at least one --upstream URL")
-        for url in self.upstreams:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise UsageError(f"--upstream {url!r} is no http(s) URL; write for example http://127.0.0.1:8000")
-        if len({url.rstrip("/") for url in self.upstreams}) < len(self.upstreams):
+        if len(set(self.servers())) < len(self.upstreams):
             raise UsageError("the same --upstream is given twice; a server's own ranks are chosen with --dp-ranks")
         if self.signals and len(self.signals) != len(self.upstreams):
             raise UsageError(f"give --signals once for each of the {len(self.upstreams)} upstreams, in the same order")

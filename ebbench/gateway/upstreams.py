@@ -11,6 +11,7 @@ from typing import Literal
 import httpx
 import msgspec
 
+from ebbench.config.server_url import ServerUrl
 from ebbench.credentials import KEY_VARIABLES, api_key
 from ebbench.errors import RunError, UsageError
 from ebbench.gateway.bursts import BurstClock
@@ -41,17 +42,28 @@ class Upstream:
     """One server. ``failed_checks`` and ``passed_checks`` count consecutive failed and passed health checks."""
 
     index: int
-    url: str
+    server: ServerUrl
     state: State = "active"
     failed_checks: int = 0
     passed_checks: int = 0
     open_requests: int = 0
     ejections: int = 0
     bursts: BurstClock = field(default_factory=BurstClock)
+    url: str = field(init=False)
     base: httpx.URL = field(init=False)
 
     def __post_init__(self) -> None:
-        self.base = httpx.URL(self.url)
+        self.url, self.base = str(self.server), httpx.URL(self.server.root)
+        self._pages = self.base.raw_path.rstrip(b"/")
+        self._api = httpx.URL(self.server.api).raw_path
+        self._query = self.server.query.encode()
+
+    def target_of(self, asked: bytes) -> bytes:
+        """Path and query at this server for those of the gateway's client: of its API, or of a page beside it."""
+        if not asked.startswith(b"/v1/"):
+            return self._pages + asked
+        more = (b"&" if b"?" in asked else b"?") + self._query if self._query else b""
+        return self._api + asked[3:] + more
 
 
 class Upstreams:
@@ -64,7 +76,7 @@ class Upstreams:
         key = api_key()  # for the gateway's own queries; requests carry what their clients send
         headers = {"authorization": f"Bearer {key}"} if key else None
         self._client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False)
-        self.all = [Upstream(i, url.rstrip("/")) for i, url in enumerate(settings.upstreams)]
+        self.all = [Upstream(index, server) for index, server in enumerate(settings.servers())]
         self.model = ""
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -113,7 +125,8 @@ class Upstreams:
 
         Raises UsageError for an unknown URL.
         """
-        found = next((upstream for upstream in self.all if upstream.url == url.rstrip("/")), None)
+        asked = ServerUrl.parse(url)
+        found = next((upstream for upstream in self.all if upstream.server == asked), None)
         if found is None:
             raise UsageError(f"no upstream {url}; there are {', '.join(u.url for u in self.all)}")
         if drain:
@@ -138,7 +151,7 @@ class Upstreams:
             await asyncio.sleep(0.2)
 
     async def _listed_model(self, upstream: Upstream) -> str:
-        answer = await self._get(upstream, "/v1/models")
+        answer = await self._get(upstream.server.endpoint("models"))
         if answer.status in (401, 403):
             raise UsageError(f"upstream {upstream.url} refuses the API key; set {KEY_VARIABLES[0]} to one it accepts")
         if answer.status != 200:
@@ -148,16 +161,16 @@ class Upstreams:
         except (msgspec.MsgspecError, UnicodeError, RecursionError, IndexError) as error:
             raise _ModelError(f"no list of models: {visible(str(error))}") from None
 
-    async def _get(self, upstream: Upstream, path: str) -> Answer:
+    async def _get(self, url: str) -> Answer:
         timeout_s = self._settings.health_timeout_s
-        return await ask(self._client, "GET", upstream.url + path, timeout_s=timeout_s, limit_bytes=_MAX_BYTES)
+        return await ask(self._client, "GET", url, timeout_s=timeout_s, limit_bytes=_MAX_BYTES)
 
     async def _watch(self, upstream: Upstream) -> None:
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             healthy = False
             with contextlib.suppress(httpx.HTTPError):
-                healthy = (await self._get(upstream, "/health")).status == 200
+                healthy = (await self._get(upstream.server.page("health"))).status < 500  # not all have that page
             self._record_check(upstream, healthy)
 
     def _record_check(self, upstream: Upstream, healthy: bool) -> None:

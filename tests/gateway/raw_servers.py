@@ -97,7 +97,7 @@ async def ask(port: int, data: bytes) -> bytes:
 def _whole(response: bytes) -> bool:
     start, _, body = response.partition(b"\r\n\r\n")
     length = start.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
-    return len(body) >= int(length) if length else response.endswith(b"0\r\n\r\n")
+    return len(body) >= int(length) if length else response.endswith(b"\r\n0\r\n\r\n")
 
 
 def status_of(response: bytes) -> int:

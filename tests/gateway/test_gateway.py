@@ -14,6 +14,8 @@ from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
+from tests.client.odd_server import OddServer, models, running
+from tests.processes.process_tree import wait_until
 
 pytest.importorskip("starlette")
 
@@ -223,12 +225,25 @@ def test_upstreams_of_different_models_are_refused(servers) -> None:  # type: ig
     ("settings", "why"),
     [({"dispatch": "sbss"}, "did you mean 'sbs'"), ({"dp_ranks": 0}, "--dp-ranks must be at least 1"),
      ({"signals": ("tcp://127.0.0.1:5", "tcp://127.0.0.1:6")}, "--signals once for each"),
-     ({"upstreams": ("localhost:1",)}, "no http"), ({"upstreams": ("http://a", "http://a/")}, "given twice"),
+     ({"upstreams": ("localhost:1",)}, "--upstream: 'localhost:1' is no server URL"),
+     ({"upstreams": ("http://a", "http://a/v1/")}, "given twice"),
      ({"signals": ("nonsense",)}, "neither tcp")],
 )  # fmt: skip
 def test_bad_settings_are_refused(settings: dict[str, object], why: str) -> None:
     with pytest.raises(EbbenchError, match=why):
         GatewaySettings(**({"upstreams": ("http://127.0.0.1:1",)} | settings)).checked()  # type: ignore[arg-type]
+
+
+def test_an_upstream_may_have_its_api_at_another_path_and_no_health_page() -> None:
+    api = "/openai/v1/models?version=3"
+    with running(OddServer(pages={api: models("m")})) as server:
+        given = f"{server.url}/openai/v1/chat/completions?version=3"
+        with gateway(given, health_interval_s=0.02) as front:
+            wait_until(lambda: server.paths.count("/openai/health") > 4, "the gateway checks nothing")
+            answer = httpx.post(f"{front.url}/v1/completions?stream=1", json={"max_tokens": 2})
+            drained = httpx.post(f"{front.url}/gateway/drain", params={"upstream": given})
+    assert answer.status_code == drained.status_code == 200
+    assert "/openai/v1/completions?stream=1&version=3" in server.paths
 
 
 def test_a_taken_port_is_refused(servers) -> None:  # type: ignore[no-untyped-def]
