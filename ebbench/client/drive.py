@@ -1,6 +1,6 @@
 """Send a plan to a server and return the measurements: the entry point of the load generator.
 
-Requests and their times come from the plan, everything else from :class:`~ebbench.client.options.ClientOptions`.
+Requests and their times come from the plan, everything else from :class:`~ebbench.spec.client.ClientOptions`.
 """
 
 from __future__ import annotations
