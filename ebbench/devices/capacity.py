@@ -43,7 +43,7 @@ def kv_capacity_tokens(
     step_tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
     reserve = profile.context_bytes + reserve_bytes(model, start, seqs, step_tokens, parallel=parallel, eager=eager)
     part = model.sliced(parallel.tp)
-    room = budget - weights - reserve - seqs * part.state_bytes
+    room = budget - weights - reserve
     tokens = int(room // part.kv_bytes_per_token) // 16 * 16
     if tokens < 16:
         several = "" if parallel.single else f" per GPU of {parallel.gpus}"

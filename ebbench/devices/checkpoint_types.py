@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ebbench.devices.geometry import WEIGHT_BITS
+from ebbench.devices.modules import ATTENTION, EXPERTS, MLP, Module
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
@@ -37,27 +39,25 @@ _WHOLE_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp8": "mxfp8"}
 _EXPERT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
 _GONE = ("bitsandbytes", "gguf", "hqq", "aqlm", "marlin", "deepspeedfp", "ptpc_fp8", "eetq", "higgs", "vptq")
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
-_PREFIXES = ("model.layers", "model.language_model.layers", "language_model.model.layers", "backbone.layers")
-_MODULES = {
-    "attention": (*(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")),
-                  "linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mixer.q_proj", "mixer.in_proj"),
-    "mlp": (*(f"mlp.{part}_proj" for part in ("gate", "up", "down")), "mlp.shared_experts.up_proj",
-            "mlp.shared_expert.up_proj", "mixer.up_proj", "feed_forward.up_proj"),
-    "experts": ("mlp.experts.0.gate_proj", "mlp.experts.0.down_proj", "block_sparse_moe.experts.0.w1",
-                "mixer.experts.0.up_proj", "feed_forward.experts.0.gate_proj"),
-}  # fmt: skip
-_ALWAYS = 0.9
-"""Share of a class's modules from which on all count as left out."""
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "backbone.", "")
+_WORDS = {ATTENTION: "attention projections", MLP: "MLP projections", EXPERTS: "experts"}
+_WORTH_SAYING = 0.02
+"""Share of a kind of weights with another type from which on it is said."""
 
 
 @dataclass(frozen=True)
 class CheckpointTypes:
-    """Names of ``geometry.WEIGHT_BITS`` for weights of attention, MLP and experts and for the KV cache, and caveats."""
+    """Names of ``geometry.WEIGHT_BITS`` for weights of attention, MLP and experts and for the KV cache.
+
+    Each is the type of most weights of its kind; ``other_bytes``: how much larger the weights are than these types
+    make them. ``notes``: caveats.
+    """
 
     attention: str = PLAIN
     mlp: str = PLAIN
     experts: str = PLAIN
     kv: str = PLAIN
+    other_bytes: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -68,10 +68,11 @@ class _Scheme(NamedTuple):
     dtype: str
 
 
-def types_of(path: Path, raw: Mapping[str, Any], layers: int, *, experts: bool) -> CheckpointTypes:
+def types_of(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
     """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
 
-    Raises InputFileError, by the right name, for what vLLM does not read or what has no size here.
+    ``modules``: its weights. Raises InputFileError, by the right name, for what vLLM does not read or what has no size
+    here.
     """
     place, config = _configuration(path, raw)
     if not config:
@@ -80,12 +81,7 @@ def types_of(path: Path, raw: Mapping[str, Any], layers: int, *, experts: bool) 
     if method in _GONE:
         raise InputFileError(path, f"{place}: vLLM 0.32 does not read weights by {method}")
     schemes, left_out = _schemes(path, place, method, config)
-    attention, mlp, experts_in = (_type_of(path, kind, schemes) for kind in _MODULES)
-    found = CheckpointTypes(attention, mlp, experts_in)
-    if method in _EXPERT_METHODS:
-        found = replace(found, attention=PLAIN, mlp=PLAIN)
-        left_out = ()
-    found = _without(path, found, left_out, layers, _MODULES if experts else ("attention", "mlp"))
+    found = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
     return replace(found, kv=_kv(path, method, config), notes=(*found.notes, *_of_activations(config, found)))
 
 
@@ -228,15 +224,52 @@ def _of_name(path: Path, place: str, name: str) -> str:
     raise InputFileError(path, f"{place}: weights of type {name!r} are not read here")
 
 
-def _type_of(path: Path, kind: str, schemes: Sequence[_Scheme]) -> str:
-    """The type of a class of modules: that of the scheme which names them, else of one for all."""
-    layer = 3  # behind the first dense layers of a mixture
-    names = [f"{prefix}.{layer}.{module}" for prefix in _PREFIXES for module in _MODULES[kind]]
-    for scheme in schemes:
-        named = _Names.of(path, [target for target in scheme.targets if target != "Linear"])
-        if any(named.hold(name) for name in names):
-            return scheme.dtype
-    return next((scheme.dtype for scheme in schemes if not scheme.targets or "Linear" in scheme.targets), PLAIN)
+@dataclass(frozen=True)
+class _Typed:
+    """Which type every module has."""
+
+    named: tuple[tuple[_Names, str], ...]
+    otherwise: str
+    left_out: _Names
+    only_experts: bool
+
+    @staticmethod
+    def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
+        targets: dict[str, list[str]] = {}
+        for scheme in schemes:
+            targets.setdefault(scheme.dtype, []).extend(one for one in scheme.targets if one != "Linear")
+        for_all = (one.dtype for one in schemes if not one.targets or "Linear" in one.targets)
+        named = tuple((_Names.of(path, listed), dtype) for dtype, listed in targets.items() if listed)
+        return _Typed(named, next(for_all, PLAIN), _Names.of(path, left_out), only_experts)
+
+    def type_of(self, module: Module) -> str:
+        """Left out, else by a name, else that of all."""
+        if self.only_experts:
+            return self.otherwise if module.kind == EXPERTS else PLAIN
+        names = [f"{prefix}{name}" for name in module.names for prefix in _PREFIXES]
+        if any(map(self.left_out.hold, names)):
+            return PLAIN
+        return next((dtype for targets, dtype in self.named if any(map(targets.hold, names))), self.otherwise)
+
+
+def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
+    """The type of most weights of each kind, and the bytes by which the others differ."""
+    params: dict[str, dict[str, int]] = {kind: {} for kind in _WORDS}
+    for module in modules:
+        dtype = typed.type_of(module)
+        params[module.kind][dtype] = params[module.kind].get(dtype, 0) + module.params
+    most = {kind: max(types, key=types.__getitem__, default=PLAIN) for kind, types in params.items()}
+    if not params[EXPERTS]:
+        most[EXPERTS] = most[MLP]
+    other, said = 0.0, []
+    for kind, types in params.items():
+        for dtype, count in types.items():
+            other += count * (WEIGHT_BITS[dtype] - WEIGHT_BITS[most[kind]]) / 8
+            share = count / sum(types.values())
+            if dtype != most[kind] and share > _WORTH_SAYING:
+                said.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
+    notes = (f"{' and '.join(said)}: their size is counted, their time is as with the others",) if said else ()
+    return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other), notes=notes)
 
 
 @dataclass(frozen=True)
@@ -292,55 +325,6 @@ def _compiled(path: Path, pattern: str) -> re.Pattern[str]:
     raise InputFileError(path, f"names modules by {pattern[:60]!r}, which is not evaluated here")
 
 
-def _without(
-    path: Path, types: CheckpointTypes, left_out: tuple[str, ...], layers: int, kinds: Iterable[str]
-) -> CheckpointTypes:
-    """The types, with 16 bits for classes of modules that are left out."""
-    if not left_out:
-        return types
-    named = _Names.of(path, left_out)
-    shares = {kind: _share(_MODULES[kind], named, layers) for kind in kinds}
-    plain = {kind: PLAIN for kind, share in shares.items() if share >= _ALWAYS}
-    partly = [kind for kind, share in shares.items() if 0.0 < share < _ALWAYS and getattr(types, kind) != PLAIN]
-    types = replace(types, **plain)  # type: ignore[arg-type]
-    if not partly:
-        return types
-    said = [f"{shares[kind]:.0%} of its {_WORDS[kind]}" for kind in partly]
-    names = [
-        f"{prefix}.{layer}.{part}" for prefix in _PREFIXES for layer in range(layers) for part in _MODULES[partly[0]]
-    ]
-    first = next((one for one in left_out if any(map(_Names.of(path, [one]).hold, names))), "")
-    note = (
-        f"its quantization leaves {' and '.join(said)} in 16 bits ({first}), which are taken to be quantized: "
-        "weights are too small"
-    )
-    return replace(types, notes=(note,))
-
-
-_WORDS = {"attention": "attention projections", "mlp": "MLP projections", "experts": "experts"}
-
-
-def _share(modules: tuple[str, ...], left_out: _Names, layers: int) -> float:
-    """Largest share of a class's modules that are left out, over the ways to name a layer's parts."""
-    shares = []
-    for prefix in _PREFIXES:
-        for parts in _alike(modules):
-            names = [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in parts]
-            shares.append(sum(left_out.hold(name) for name in names) / len(names))
-    return max(shares)
-
-
-def _alike(modules: tuple[str, ...]) -> list[list[str]]:
-    """Modules by their first part: ``self_attn``, ``linear_attn`` and so on name the same layers differently."""
-    first: dict[str, list[str]] = {}
-    for module in modules:
-        first.setdefault(module.rpartition(".")[0], []).append(module)
-    if "self_attn" in first:
-        whole = first["self_attn"]
-        first["self_attn"], first["latent"] = whole[:4], whole[4:]
-    return list(first.values())
-
-
 def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     """Type of the KV cache with ``--kv-cache-dtype auto``."""
     if method == "compressed-tensors":
@@ -348,11 +332,14 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     if method == "quark":
         export = config.get("export")
         return "fp8" if isinstance(export, dict) and export.get("kv_cache_group") else PLAIN
-    if not method.startswith("modelopt"):
-        config = _beside(path)  # scales of the cache are in the checkpoint, whatever config.json calls its weights
-    inner = _inner(config)
-    scheme = inner.get("kv_cache_scheme") or config.get("kv_cache_scheme")
-    scheme = scheme or inner.get("kv_cache_quant_algo") or config.get("kv_cache_quant_algo")
+    # Scales of the cache are in the checkpoint, whatever config.json calls its weights.
+    places = [
+        *((config, _inner(config)) if method.startswith("modelopt") else ()),
+        beside := _beside(path),
+        _inner(beside),
+    ]
+    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+    scheme = next((place[key] for place in places for key in keys if place.get(key)), None)
     if isinstance(scheme, dict):
         return "fp8" if scheme.get("num_bits") == 8 and scheme.get("type") == "float" else PLAIN
     return "fp8" if str(scheme).upper() == "FP8" else PLAIN

@@ -27,6 +27,7 @@ from ebbench.devices.mixer_rules import (
     short_conv,
     softmax,
 )
+from ebbench.devices.modules import ModuleNames
 
 FULL, WINDOW, CHUNK, LINEAR, CONV, SPARSE = (
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "sparse_attention",
@@ -35,6 +36,7 @@ DENSE_MLP, EXPERTS = "mlp", "moe"
 KIND_NAMES: Mapping[str, str] = {
     "attention": FULL, "global_attention": FULL, "indexed_attention": FULL, "hybrid": FULL, "*": FULL,
     "sliding_window": WINDOW, "local_attention": WINDOW, "swa": WINDOW,
+    "deepseek_sparse_attention": FULL,
     "mamba": LINEAR, "mamba2": LINEAR, "recurrent": LINEAR, "M": LINEAR, "minimax_m3_sparse": SPARSE,
     "-": DENSE_MLP, "E": EXPERTS,
 }  # fmt: skip
@@ -54,7 +56,8 @@ class Family:
     ``dense_width``, ``shared_width``: keys of the width of a dense MLP, and of what every token passes beside its
     experts, if not the usual ones. ``width``: the MLP's width, if not what a key says. ``mlp_matrices``: 3 with a gate,
     2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
-    config does not say. ``others``: parameters outside layers, embeddings and head. ``understood``: keys that change
+    config does not say. ``others``: parameters outside layers, embeddings and head. ``modules``: names of the parts of
+    a layer. ``understood``: keys that change
     nothing here. ``note``: a caveat that its results carry.
     """
 
@@ -71,6 +74,7 @@ class Family:
     qk_norm: bool = False
     norms: int = 2
     others: Callable[[ConfigValues], int] | None = None
+    modules: ModuleNames = field(default_factory=ModuleNames)
     understood: tuple[str, ...] = ()
     note: str = ""
 
@@ -248,7 +252,9 @@ QWEN3_NEXT = Family(defaults=_DELTA_DEFAULTS, layers=_DELTA, experts=True, qk_no
                     understood=("attn_output_gate",))  # fmt: skip
 DEEPSEEK = Family(layers=_LATENT, experts=True)
 DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE)
+_BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
 MINIMAX_M3 = Family(
+    modules=ModuleNames(mlp="block_sparse_moe", experts="block_sparse_moe.experts"),
     experts=True, qk_norm=True, pattern=_block_sparse,
     layers={FULL: (softmax(),), SPARSE: (block_sparse, block_index)},
     understood=("rotary_dim", "use_gemma_norm", "sparse_score_type", "sparse_disable_index_value",
@@ -256,7 +262,8 @@ MINIMAX_M3 = Family(
     note="its sparse layers choose whole blocks of keys; how long the choice takes was not measured",
 )  # fmt: skip
 MAMBA_ATTENTION: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(),), LINEAR: (mamba2,)}
-NEMOTRON_H = Family(layers=MAMBA_ATTENTION, experts=True, mlp_matrices=2, one_each=True, norms=1,
+NEMOTRON_H = Family(modules=ModuleNames("mixer", "mixer", "mixer", "mixer.experts"), layers=MAMBA_ATTENTION,
+                    experts=True, mlp_matrices=2, one_each=True, norms=1,
                     understood=("time_step_rank", "mamba_proj_bias", "mtp_layers_block_type"))  # fmt: skip
 GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True,
                         pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
@@ -296,14 +303,23 @@ def _mimo_window(v: ConfigValues, layers: int) -> Any:
     return rule(doubled, layers)
 
 
-GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, others=_per_layer_inputs, pattern=every(6),
+def _step_window(v: ConfigValues, layers: int) -> Any:
+    """Step 3.5: ``attention_other_setting`` has the heads of layers with a window."""
+    other = v.get("attention_other_setting") or {}
+    own = {key: other[key] for key in ("num_attention_heads", "num_attention_groups", "head_dim") if key in other}
+    gate = "head" if v.flag("use_head_wise_attn_gate") else ""
+    return softmax("window", gate=gate)(v.overlaid(own), layers)
+
+
+GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, modules=ModuleNames(experts="experts"),
+                 others=_per_layer_inputs, pattern=every(6),
                  layers={FULL: (_gemma4_full,), WINDOW: (softmax("window"),)},
                  shared_width=("intermediate_size",), understood=("use_double_wide_mlp",))  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(
         ("llama", "mistral", "ministral3", "granite", "seed_oss", "helium", "glm", "hyperclovax", "solar", "internlm3",
-         "mimo", "minicpm", "orion", "telechat2", "internlm2", "exaone", "bitnet", "iquestcoder", "phi3", "smollm3",
+         "minicpm", "orion", "telechat2", "internlm2", "exaone", "bitnet", "iquestcoder", "phi3", "smollm3",
          "stablelm", "diffllama", "baichuan", "aquila", "xverse", "qwen2_vl_text", "qwen2_5_vl_text", "olmo", "yi"),
         DENSE,
     ),
@@ -316,7 +332,7 @@ FAMILIES: Mapping[str, Family] = {
     "granite_swa": replace(DENSE, pattern=every(4, first=True), tied=True),
     "qwen": replace(DENSE, width=_half),
     "chatglm": Family(understood=("multi_query_attention", "interleaved_qkv")),
-    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_text"), QWEN2),
+    **dict.fromkeys(("qwen2", "mimo", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_text"), QWEN2),
     **dict.fromkeys(("qwen3", "qwen3_vl_text"), QWEN3),
     **dict.fromkeys(("arcee", "nemotron", "apertus", "persimmon", "jais2", "phi", "gpt_neox"), NO_GATE),
     "starcoder2": replace(NO_GATE, tied=True),
@@ -347,8 +363,9 @@ FAMILIES: Mapping[str, Family] = {
                               understood=("attention_head_dim", "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
                      defaults={"first_k_dense_replace": 1}),
-    **dict.fromkeys(("mixtral", "phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "dots1", "deepseek",
-                     "solar_open", "minimax_m2", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
+    **dict.fromkeys(("mixtral", "minimax_m2"), replace(MIXTURE, modules=_BLOCK_SPARSE_MOE)),
+    **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "dots1", "deepseek",
+                     "solar_open", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
     "granitemoe_swa": replace(MIXTURE, pattern=every(4, first=True)),
     "mellum": replace(MIXTURE, qk_norm=True, pattern=_all(FULL)),
     "laguna": replace(MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(gate="head"),),
@@ -366,9 +383,13 @@ FAMILIES: Mapping[str, Family] = {
                           qk_norm=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite", "mistral4_text"), DEEPSEEK),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
+    **dict.fromkeys(("step3p5", "step3p7"), replace(
+        MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(),), WINDOW: (_step_window,)},
+        understood=("moe_layers_enum",))),
     "youtu": Family(layers=_LATENT, tied=True),
     "minicpm3": Family(layers=_LATENT, tied=True, understood=("dim_model_base", "scale_depth")),
-    "llama4_text": replace(MIXTURE, pattern=_chunks, layers={FULL: (softmax(),), CHUNK: (softmax("chunk"),)},
+    "llama4_text": replace(MIXTURE, modules=ModuleNames(mlp="feed_forward", experts="feed_forward.experts"),
+                           pattern=_chunks, layers={FULL: (softmax(),), CHUNK: (softmax("chunk"),)},
                            shared_width=("intermediate_size",),
                            understood=("attention_chunk_size", "use_qk_norm", "for_llm_compressor")),
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(

@@ -24,11 +24,12 @@ class ModelGeometry:
     experts see, if not ``hidden``. ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window``
     tokens. ``own_mixers``: the layers by kind of attention, where they are not all described by ``heads``,
     ``kv_heads``, ``head_dim`` and the window. ``other_params``: further parameters in 16 bits (embeddings per layer or
-    of positions). ``norms``: norms of the hidden size per layer. ``dtype_bytes``: bytes per element of activations,
-    embeddings and language head. ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those
-    of attention ("": as the others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV
-    cache; names of WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest sequence in tokens that its
-    config.json allows, 0: not known. ``note``: what is simplified.
+    of positions); ``other_bytes``: by which weights of another type than most of their kind differ. ``norms``: norms of
+    the hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and head.
+    ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
+    others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
+    WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest sequence in tokens that its config.json
+    allows, 0: not known. ``note``: what is simplified.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModelGeometry:
     sliding_layers: int = 0
     own_mixers: tuple[Mixer, ...] = ()
     other_params: int = 0
+    other_bytes: int = 0
     dtype_bytes: int = 2
     weight_dtype: str = "bfloat16"
     attention_dtype: str = ""
@@ -184,7 +186,7 @@ class ModelGeometry:
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token uses, as model cards count them: without the experts it is not sent to."""
+        """Parameters that one token uses, with embeddings: without the experts that it is not sent to."""
         idle = self.expert_layers * (self.experts - self.experts_per_token) * self.expert_params
         return self.params - idle
 
@@ -207,6 +209,7 @@ class ModelGeometry:
             + self.attention_params * WEIGHT_BITS[self.dtype_of_attention] / 8
             + mlp * WEIGHT_BITS[self.weight_dtype] / 8
             + self.experts_bytes
+            + self.other_bytes
         )
 
     def mlp_products(self, inner: int) -> tuple[Product, ...]:

@@ -30,6 +30,7 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.mistral_params import as_config, is_params
 from ebbench.devices.mixer_rules import SHARES_CACHE, head_dim_of, heads_of
 from ebbench.devices.mixers import Mixer
+from ebbench.devices.modules import modules_of
 from ebbench.errors import InputFileError
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
@@ -117,12 +118,11 @@ def _geometry(
     layers = _number_of_layers(v)
     kinds = _kinds(v, family, layers)
     plan = _layers(v, family, kinds, layers)
-    mixers = _mixers(path, v, family, plan)
+    by_layer = _mixers(path, v, family, plan)
     mlps = _mlps(v, family, kinds, layers)
-    types = types_of(path, raw, layers, experts=EXPERTS in mlps)
-    model = _with_mlps(v, family, _base(path, v, raw, family, layers, mixers, types), mlps, plan)
-    if model.experts and types.experts != types.mlp:
-        model = replace(model, expert_dtype=types.experts)
+    model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
+    types = types_of(path, raw, modules_of(model, family.modules, by_layer, mlps, DENSE_MLP))
+    model = _with_types(model, types)
     unknown = v.not_understood()
     if unknown and not assume_decoder:
         raise InputFileError(
@@ -200,21 +200,20 @@ def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> l
     return found
 
 
-def _mixers(path: Path, v: ConfigValues, family: Family, plan: Iterable[_Layer]) -> tuple[Mixer, ...]:
+def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> list[tuple[Mixer, ...]]:
+    """What mixes the tokens in every layer; equal layers have the same, with their number."""
     counts: dict[_Layer, int] = {}
     for layer in plan:
         if layer.kind not in (DENSE_MLP, EXPERTS):
             counts[layer] = counts.get(layer, 0) + 1
-    found = [
-        rule(v.overlaid(dict(layer.further)), count)
-        for layer, count in counts.items()
-        for rule in family.layers[layer.kind]
-    ]
+    found: dict[_Layer, tuple[Mixer, ...]] = {}
+    for layer, count in counts.items():
+        own = [rule(v.overlaid(dict(layer.further)), count) for rule in family.layers[layer.kind]]
+        found[layer] = tuple(mixer for mixer in own if mixer is not None)
     _read_in_vain(v, family, {layer.kind for layer in counts})
-    mixers = tuple(mixer for mixer in found if mixer is not None)
-    if not any(mixer.heads and mixer.kind not in ("state", "index") for mixer in mixers):
+    if not any(mixer.heads and mixer.kind not in ("state", "index") for own in found.values() for mixer in own):
         raise InputFileError(path, "has no layer with attention: a state-space model, which has no cost model here")
-    return mixers
+    return [found.get(layer, ()) for layer in plan]
 
 
 def _read_in_vain(v: ConfigValues, family: Family, present: set[str]) -> None:
@@ -242,6 +241,9 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
     """
     if (types := v.per_layer("mlp_layer_types", layers)) is not None:
         return [kind not in ("dense", DENSE_MLP) for kind in types]
+    enumerated = v.get("moe_layers_enum")  # Step: numbers in one text
+    if isinstance(enumerated, str) and enumerated:
+        return [str(layer) in enumerated.replace(" ", "").split(",") for layer in range(layers)]
     listed = v.listed("moe_layers")  # Llama 4
     if listed:
         return [layer in listed for layer in range(layers)]
@@ -267,10 +269,10 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
 
 
 def _base(
-    path: Path, v: ConfigValues, raw: Mapping[str, Any], family: Family, layers: int,
-    mixers: tuple[Mixer, ...], types: CheckpointTypes,
-) -> ModelGeometry:  # fmt: skip
-    """The model without its MLPs."""
+    path: Path, v: ConfigValues, raw: Mapping[str, Any], family: Family, by_layer: Sequence[tuple[Mixer, ...]]
+) -> ModelGeometry:
+    """The model without its MLPs, in 16 bits."""
+    mixers = tuple(mixer for own in {id(own): own for own in by_layer}.values() for mixer in own)
     name = str(raw.get("_name_or_path") or path.parent.name or path.stem)
     heads, hidden = heads_of(v), v.number("hidden_size")
     main = next((mixer for mixer in mixers if mixer.kind == "full"), next(m for m in mixers if m.kind != "state"))
@@ -278,7 +280,7 @@ def _base(
     model = ModelGeometry(
         name=name,
         hf_id=name,
-        layers=layers,
+        layers=len(by_layer),
         hidden=hidden,
         heads=main.heads if main.measured_alike else heads,
         kv_heads=main.kv_heads or 1,
@@ -293,12 +295,20 @@ def _base(
         sliding_layers=sum(mixer.layers for mixer in windows),
         other_params=family.others(v) if family.others else 0,
         dtype_bytes=_dtype(path, raw),
-        weight_dtype=types.mlp,
-        attention_dtype=types.attention if types.attention != types.mlp else "",
-        kv_dtype=types.kv,
         positions=positions_of(raw),
     )
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
+
+
+def _with_types(model: ModelGeometry, types: CheckpointTypes) -> ModelGeometry:
+    return replace(
+        model,
+        weight_dtype=types.mlp,
+        attention_dtype=types.attention if types.attention != types.mlp else "",
+        expert_dtype=types.experts if model.experts and types.experts != types.mlp else "",
+        kv_dtype=types.kv,
+        other_bytes=types.other_bytes,
+    )
 
 
 def _with_mlps(

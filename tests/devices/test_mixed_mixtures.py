@@ -144,21 +144,22 @@ def test_chunked_attention_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_out", "said"),
+    ("left_out", "params"),
     [
-        (["lm_head"], False),
-        (["re:.*lm_head", "re:.*mlp.gate$", "model.layers.0.mlp.gate", "re:.*router", "vision_model"], False),
-        (["model.layers.3.input_layernorm", "model.embed_tokens"], False),
-        (["lm_head", "model.layers.0.self_attn.q_proj"], True),
-        (["re:.*self_attn.*"], False),
-        (["model.layers.0.mlp.gate_proj"], True),
+        (["lm_head"], 0),
+        (["re:.*lm_head", "re:.*mlp.gate$", "model.layers.0.mlp.gate", "re:.*router", "vision_model"], 0),
+        (["model.layers.3.input_layernorm", "model.embed_tokens"], 0),
+        (["lm_head", "model.layers.0.self_attn.q_proj"], 4096 * 4096),
+        (["model.layers.0.mlp.gate_proj"], 4096 * 12288),
+        (["model.layers.1*"], 11 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)),
     ],
 )
 @pytest.mark.parametrize("key", ["ignore", "modules_to_not_convert"])
-def test_projections_left_in_16_bits_are_said(tmp_path: Path, left_out: list[str], said: bool, key: str) -> None:
+def test_projections_left_in_16_bits_have_them(tmp_path: Path, left_out: list[str], params: int, key: str) -> None:
+    whole = read_config(config(tmp_path, quantization_config={"quant_method": "fp8"}))
     model = read_config(config(tmp_path, quantization_config={"quant_method": "fp8", key: left_out}))
-    assert ("weights are too small" in model.note) is said
-    assert (left_out[-1] in model.note) is said
+    assert model.weight_bytes - whole.weight_bytes == params
+    assert ("are in bfloat16, not in fp8" in model.note) is (params > 10**9)
 
 
 def test_attention_that_is_left_out_everywhere_has_16_bits(tmp_path: Path) -> None:

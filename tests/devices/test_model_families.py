@@ -266,3 +266,39 @@ def test_weights_of_fewer_bits_take_less_time_to_read(tmp_path: Path, bits: int)
     quantised = load_device("h200", str(small))
     assert quantised.cost.step_s(decode_shape(1, 128)) <= plain
     assert any("were not measured on h200" in text for text in quantised.warnings)
+
+
+def test_types_that_most_weights_of_a_kind_do_not_have_count_in_the_size(tmp_path: Path) -> None:
+    """ModelOptimizer leaves the projections around the latents in 16 bits, one name per layer and projection."""
+    parts = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    left = [f"model.layers.{layer}.self_attn.{part}" for layer in range(61) for part in parts]
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "left").mkdir()
+    for folder, excluded in (("plain", []), ("left", left)):
+        types = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": excluded}
+        (tmp_path / folder / "hf_quant_config.json").write_text(json.dumps({"quantization": types}))
+    whole, model = (read(tmp_path / folder, DEEPSEEK) for folder in ("plain", "left"))
+    (latent,) = model.mixers
+    out = latent.products[-1].params
+    assert (model.dtype_of_attention, model.dtype_of_experts, model.kv_dtype) == ("nvfp4", "nvfp4", "fp8")
+    assert model.weight_bytes - whole.weight_bytes == pytest.approx(61 * (latent.params - out) * 11.5 / 8, rel=1e-6)
+    assert "37% of its attention projections are in bfloat16" in model.note
+
+
+def test_mixed_precision_is_read_by_the_names_of_layers(tmp_path: Path) -> None:
+    named = {
+        f"model.layers.{layer}.{part}": {"quant_algo": kind}
+        for layer in range(8)
+        for part, kind in (("self_attn.q_proj", "FP8"), ("self_attn.o_proj", "FP8"), ("mlp.down_proj", "NVFP4"),
+                           ("mlp.up_proj", "NVFP4"), ("mlp.gate_proj", "NVFP4"))
+    }  # fmt: skip
+    types = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+    model = read(tmp_path, LLAMA, quantization_config=types)
+    assert (model.dtype_of_attention, model.weight_dtype) == ("fp8", "nvfp4")
+    assert "20% of its attention projections are in bfloat16" in model.note
+
+
+@pytest.mark.parametrize("listed", [["re:(a+)+b"], ["re:" + "x*" * 30], ["re:("]])
+def test_patterns_that_could_take_long_are_refused(tmp_path: Path, listed: list[str]) -> None:
+    with pytest.raises(InputFileError, match="names modules by"):
+        read(tmp_path, LLAMA, quantization_config={"quant_method": "fp8", "ignore": listed})
