@@ -44,12 +44,12 @@ from ebbench.client.verdict import (
 from ebbench.client.warmup import warm_up
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
+from ebbench.process.termination import held
 from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.spec.client import ClientOptions, spacing_ns
-from ebbench.termination import held
 
 
 class DriveResult(NamedTuple):
