@@ -143,7 +143,7 @@ class StreamedResponse:
         if not splitter.pending:
             self._splitter = None
         elif splitter.held_bytes > _EVENT_LIMIT:
-            self.fail("malformed_frame", f"an event of more than {_EVENT_LIMIT >> 20} MiB")
+            self.fail("malformed_frame", f"an event of more than {_EVENT_LIMIT >> 20} MiB, or a line without an end")
             self._splitter = None
             self._answered()
 
