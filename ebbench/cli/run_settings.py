@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli.options import opt
+from ebbench.cli.options import GoodputCommand, opt
 from ebbench.config.declare import CLUSTER, Declared
 from ebbench.spec.run import known_settings
 from ebbench.spec.server import EngineOptions
@@ -48,6 +48,16 @@ Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parall
 
 DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 """Of commands that run on any engine, where a run's own defaults are of the simulator."""
+
+
+class RunsCommand(GoodputCommand):
+    """A command that makes runs; its help shows the options that one needs every day."""
+
+    everyday = frozenset((
+        "policy", "engine", "device", "model", "max_num_seqs", "max_num_batched_tokens", "scenario", "max_concurrency",
+        "request_rate", "num_prompts", "seed", "source", "input_len", "output_len", "topology", "goodput", "repeats",
+        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run",
+    ))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from ebbench.client.response import StreamedResponse
 from ebbench.client.scrape import parse
 from ebbench.client.session_plan import plan_sessions, unique_ids
 from ebbench.client.sse import SseSplitter
-from ebbench.credentials import api_key
 from ebbench.errors import UsageError
 from ebbench.fakeserver.http_messages import Messages
+from ebbench.network.credentials import api_key
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 from ebbench.records.plan import ClosedPhase
 from ebbench.spec.client import ClientOptions
