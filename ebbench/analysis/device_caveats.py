@@ -88,7 +88,10 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
         for text in of_device.doubtful_host(profile, cost):
             yield text, text if _host_decides(cost, batches) else ""
     for text in of_device.windowed(request, model):
-        longer = batches.longest_tokens > model.sliding_window and batches.kv_peak > 1.0 - 5 * MATTERS
+        longer = (
+            batches.longest_tokens > min(mixer.window for mixer in model.windows)
+            and batches.kv_peak > 1.0 - 5 * MATTERS
+        )
         yield text, f"{text}: {_windowed_size(model, batches)}" if longer else ""
 
 
@@ -120,7 +123,6 @@ def _host_decides(cost: TableCost, batches: Batches) -> bool:
 
 def _windowed_size(model: ModelGeometry, batches: Batches) -> str:
     """How many times as many sequences of the mean length vLLM's KV cache would hold."""
-    every = model.layers * batches.mean_tokens
-    kept = (model.layers - model.sliding_layers) * batches.mean_tokens
-    kept += model.sliding_layers * min(batches.mean_tokens, model.sliding_window)
+    every = model.kv_bytes_per_token * batches.mean_tokens
+    kept = model.kv_bytes(batches.mean_tokens) - model.state_bytes
     return f"about {every / kept:.1f} times as many of this run's mean length, so that waits for memory are too long"

@@ -88,6 +88,7 @@ class ServerFlags:
     model: Annotated[
         str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL
+    assume_decoder: Annotated[bool, setting("assume_decoder")] = False
     max_num_seqs: Annotated[int, setting("max_num_seqs")] = 1024
     max_num_batched_tokens: Annotated[
         list[int] | None,
@@ -225,6 +226,7 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import check_counts, parse_policies
+    from ebbench.devices.profiles import as_decoder
 
     check_counts(
         seeds=search.seeds,
@@ -237,7 +239,7 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
     question = AdviceQuestion(
         workload,
         server.device,
-        server.model,
+        as_decoder(server.model) if server.assume_decoder else server.model,
         traffic.scenario_of(workload),
         traffic.plan(workload) | {"max_model_len": server.longest},
         server.max_num_seqs,

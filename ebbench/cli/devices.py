@@ -54,6 +54,7 @@ def show(
     model: Annotated[
         str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL,
+    assume_decoder: Annotated[bool, setting("assume_decoder")] = False,
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
     context: Annotated[int, typer.Option(help="KV tokens per decode.")] = 512,
     max_num_seqs: Annotated[int | None, typer.Option(help="Affects the KV cache size.")] = None,
@@ -74,12 +75,13 @@ def show(
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.parallel import Parallel
+    from ebbench.devices.profiles import as_decoder
 
     check_tp(tp, link)
     check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     device = load_device(
         name,
-        model,
+        as_decoder(model) if assume_decoder else model,
         cost=cost,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

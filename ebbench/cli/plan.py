@@ -45,6 +45,7 @@ class CandidateFlags:
         list[str] | None, opt("--device", help="GPUs to choose from; repeat. Default: all with data.", panel=_CHOICE)
     ] = None
     model: Annotated[str, opt("--model", help="Name, or path of a config.json.", panel=_CHOICE)] = DEFAULT_MODEL
+    assume_decoder: Annotated[bool, setting("assume_decoder")] = False
     tp: Annotated[list[int] | None, opt("--tp", help="GPUs per instance; repeat. Default: 1 2 4 8.", panel=_CHOICE)] = (
         None
     )

@@ -12,7 +12,7 @@ from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
 from ebbench.config.topology import parse_topology
 from ebbench.devices.apiserver import chosen_api_server
-from ebbench.devices.profiles import find_model, find_profile, list_devices
+from ebbench.devices.profiles import as_decoder, find_model, find_profile, list_devices
 from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
 from ebbench.errors import UsageError
@@ -38,7 +38,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: Mapping[str, Any], ch
     if target.spare < 0:
         raise UsageError(f"--spare must be 0 or more replicas, not {target.spare}")
     limits = parse_limits(target.goodput or (), target.attainment)
-    quantised(find_model(choice.model), choice.quantization, choice.kv_cache_dtype)
+    model = as_decoder(choice.model) if choice.assume_decoder else choice.model
+    quantised(find_model(model), choice.quantization, choice.kv_cache_dtype)
     api_server = first_choice(choice.api_server, choice.api_server_count)
     chosen_api_server(api_server, choice.api_server_count)
     if choice.vllm_version is not None:
@@ -56,7 +57,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: Mapping[str, Any], ch
     return [
         PlanTask(
             candidate=Candidate(device, tp, policy, budget, most, dp, ep),
-            model=choice.model,
+            model=model,
             workload=workload,
             scenario=target.scenario or "poisson",
             plan=settings,

@@ -42,9 +42,9 @@ def kv_capacity_tokens(
     seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
     step_tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
     reserve = profile.context_bytes + reserve_bytes(model, start, seqs, step_tokens, parallel=parallel, eager=eager)
-    # With fewer KV heads than GPUs each head is stored more than once.
-    per_token = model.kv_bytes_per_token / min(parallel.tp, model.kv_heads)
-    tokens = int((budget - weights - reserve) // per_token) // 16 * 16
+    part = model.sliced(parallel.tp)
+    room = budget - weights - reserve
+    tokens = int(room // part.kv_bytes_per_token) // 16 * 16
     if tokens < 16:
         several = "" if parallel.single else f" per GPU of {parallel.gpus}"
         raise UsageError(
@@ -86,7 +86,8 @@ def reserve_bytes(
     tokens, seqs = max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens)
     inner = model.experts_per_token * model.expert_intermediate if model.experts else model.intermediate
     inner = max(inner, model.dense_intermediate)
-    per_token = (3 * inner + model.qkv_width) / parallel.tp + 4 * model.hidden
+    widest = max(mixer.products[0].columns for mixer in model.mixers)
+    per_token = (3 * inner + widest) / parallel.tp + 4 * model.hidden
     trial = start.experts if model.experts else start.dense
     step, sampled = tokens * per_token * model.dtype_bytes, seqs * model.vocab * trial.logit_bytes
     collectives = 0 if parallel.single else COLLECTIVE_BYTES

@@ -70,11 +70,12 @@ def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
 
 def windowed(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
     """That layers with a window keep all tokens here, if the model has any."""
-    if model.sliding_layers and request.kv_tokens is None:
+    if model.windows and request.kv_tokens is None:
+        layers, window = sum(mixer.layers for mixer in model.windows), model.windows[0].window
         return (
-            f"{model.sliding_layers} of the {model.layers} layers of {model.name} attend to the last "
-            f"{model.sliding_window:,} tokens only; vLLM keeps no more of longer sequences there and has room for more "
-            "of them, while here every layer keeps all tokens",
+            f"{layers} of the {model.layers} layers of {model.name} attend to the last {window:,} tokens only; vLLM "
+            "keeps no more of longer sequences there and has room for more of them, while here every layer keeps all "
+            "tokens",
         )
     return ()
 
@@ -165,7 +166,7 @@ def _slower_than_16_bits(
     """A warning if the tables' kernels with FP8 weights are slower than in 16 bits, as no server would run them."""
     if not model.weight_dtype.startswith("fp8"):
         return ()
-    plain = replace(model, weight_dtype="bfloat16", expert_dtype="")
+    plain = replace(model, weight_dtype="bfloat16", attention_dtype="", expert_dtype="")
     slow = _slower_steps(request, profile, plain, cost, request.parallel)
     if not slow:
         return ()

@@ -46,8 +46,7 @@ class DeviceFacts:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache of one GPU."""
-        heads = min(self.parallel.tp, self.model.kv_heads)
-        return self.device.kv_capacity_tokens * self.model.kv_bytes_per_token // heads
+        return self.device.kv_capacity_tokens * self.model.sliced(self.parallel.tp).kv_bytes_per_token
 
     @property
     def gpu_weight_bytes(self) -> int:

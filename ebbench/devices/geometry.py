@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# Bits per weight with its share of the scales: one scale per tensor (fp8), per 128 x 128 block, per 32 weights (mxfp4).
-WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "fp8_block": 8.0, "w4a16_mxfp4": 4.25}
+from ebbench.devices.mixers import BY_ROWS, Mixer, Product, attention
+
+# Bits per weight with its share of the scales: one scale per tensor or channel (fp8, int8), per 128 x 128 block, per 32
+# weights (mxfp4, mxfp8), per 16 (nvfp4), per 128 (int4).
+WEIGHT_BITS = {
+    "bfloat16": 16.0, "fp8": 8.0, "fp8_block": 8.0, "mxfp8": 8.25, "int8": 8.0,
+    "w4a16_mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.125,
+}  # fmt: skip
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 
 
@@ -13,12 +19,17 @@ KV_DTYPES = ("auto", "bfloat16", "fp8")
 class ModelGeometry:
     """A dense or mixture-of-experts decoder. ``experts`` 0 is dense; sizes are in elements.
 
-    ``dense_layers`` of a mixture's ``layers`` have a dense MLP of ``dense_intermediate`` in place of experts.
-    ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window`` tokens. ``norms``: norms of the
-    hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and language head.
-    ``weight_dtype``: type of the projections in the layers; ``expert_dtype``: of the experts ("": as the projections);
-    ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest
-    sequence in tokens that its config.json allows, 0: not known. ``note``: what is simplified.
+    ``dense_layers`` of a mixture's ``layers`` have a dense MLP of ``dense_intermediate`` in place of experts;
+    ``bare_layers`` have neither. ``mlp_matrices``: three with a gate, two without. ``expert_hidden``: width of what
+    experts see, if not ``hidden``. ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window``
+    tokens. ``own_mixers``: the layers by kind of attention, where they are not all described by ``heads``,
+    ``kv_heads``, ``head_dim`` and the window. ``other_params``: further parameters in 16 bits (embeddings per layer or
+    of positions); ``other_bytes``: by which weights of another type than most of their kind differ. ``norms``: norms of
+    the hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and head.
+    ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
+    others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
+    WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest sequence in tokens that its config.json
+    allows, 0: not known. ``note``: what is simplified.
     """
 
     name: str
@@ -36,17 +47,42 @@ class ModelGeometry:
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    expert_hidden: int = 0
     shared_intermediate: int = 0
     dense_layers: int = 0
     dense_intermediate: int = 0
+    bare_layers: int = 0
+    mlp_matrices: int = 3
     sliding_window: int = 0
     sliding_layers: int = 0
+    own_mixers: tuple[Mixer, ...] = ()
+    other_params: int = 0
+    other_bytes: int = 0
     dtype_bytes: int = 2
     weight_dtype: str = "bfloat16"
+    attention_dtype: str = ""
     expert_dtype: str = ""
     kv_dtype: str = "bfloat16"
     positions: int = 0
     note: str = ""
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Its layers by kind of attention."""
+        if self.own_mixers:
+            return self.own_mixers
+        full, windowed = self.layers - self.sliding_layers, self.sliding_layers
+        shape = (self.hidden, self.heads, self.kv_heads, self.head_dim)
+        kinds = (
+            attention("full", full, *shape),
+            attention("window", windowed, *shape, window=self.sliding_window),
+        )
+        return tuple(kind for kind in kinds if kind.layers)
+
+    @property
+    def windows(self) -> tuple[Mixer, ...]:
+        """Layers that keep no more than a window of every sequence. vLLM keeps all of what is read in chunks."""
+        return tuple(mixer for mixer in self.mixers if mixer.kind == "window" and mixer.cached)
 
     @property
     def dtype_of_experts(self) -> str:
@@ -54,9 +90,20 @@ class ModelGeometry:
         return self.expert_dtype or self.weight_dtype
 
     @property
+    def dtype_of_attention(self) -> str:
+        """Data type of the projections of attention."""
+        return self.attention_dtype or self.weight_dtype
+
+    @property
+    def weight_dtypes(self) -> tuple[str, ...]:
+        """Data types of all weights in the layers, without repetition."""
+        found = [self.weight_dtype, self.dtype_of_attention, *([self.dtype_of_experts] if self.experts else [])]
+        return tuple(dict.fromkeys(found))
+
+    @property
     def plain(self) -> bool:
         """Whether weights and KV cache have 16 bits."""
-        return self.dtype_of_experts == self.weight_dtype == self.kv_dtype == "bfloat16"
+        return {*self.weight_dtypes, self.kv_dtype} == {"bfloat16"}
 
     @property
     def kv_dtype_bytes(self) -> float:
@@ -71,7 +118,12 @@ class ModelGeometry:
     @property
     def expert_layers(self) -> int:
         """Layers with experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+        return self.layers - self.dense_layers - self.bare_layers if self.experts else 0
+
+    @property
+    def mlp_layers(self) -> int:
+        """Layers with an MLP or with experts."""
+        return self.layers - self.bare_layers
 
     def without_experts(self) -> ModelGeometry:
         """The dense layers of a mixture, as a model of their own with all its layers."""
@@ -90,6 +142,7 @@ class ModelGeometry:
             intermediate=-(-self.intermediate // tp),
             shared_intermediate=-(-self.shared_intermediate // tp),
             dense_intermediate=-(-self.dense_intermediate // tp),
+            own_mixers=tuple(mixer.sliced(tp) for mixer in self.own_mixers),
             vocab=-(-self.vocab // tp),
         )
 
@@ -100,44 +153,85 @@ class ModelGeometry:
 
     @property
     def attention_params(self) -> int:
-        """Parameters of one layer's four attention projections."""
-        return self.hidden * self.qkv_width + self.heads * self.head_dim * self.hidden
+        """Parameters of the projections of attention, and of what stands in its place, of all layers."""
+        return sum(mixer.layers * mixer.params for mixer in self.mixers)
 
     @property
     def mlp_params(self) -> int:
-        """Parameters of one layer's gated MLP, all experts together; of a mixture, of a layer with experts."""
+        """Parameters of one layer's MLP, all experts together; of a mixture, of a layer with experts."""
         if not self.experts:
-            return 3 * self.hidden * self.intermediate
-        return self.experts * self.expert_params + self.hidden * (self.experts + 3 * self.shared_intermediate)
+            return self.mlp_matrices * self.hidden * self.intermediate
+        return self.experts * self.expert_params + self._beside_experts
+
+    @property
+    def _beside_experts(self) -> int:
+        """Parameters of a layer with experts that every token uses: router, shared experts, way to the experts."""
+        latent = 2 * self.hidden * self.expert_hidden
+        return self.hidden * (self.experts + self.mlp_matrices * self.shared_intermediate) + latent
 
     @property
     def expert_params(self) -> int:
         """Parameters of one expert."""
-        return 3 * self.hidden * self.expert_intermediate
+        return self.mlp_matrices * (self.expert_hidden or self.hidden) * self.expert_intermediate
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of embeddings and language head."""
+        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
     def params(self) -> int:
         """All parameters without norms (below 0.01 %)."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layer_params + embeddings
+        return self.layer_params + self.embedding_params + self.other_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token uses, with embeddings: without the experts that it is not sent to."""
+        idle = self.expert_layers * (self.experts - self.experts_per_token) * self.expert_params
+        return self.params - idle
 
     @property
     def layer_params(self) -> int:
         """Parameters of all layers."""
-        dense = self.dense_layers * 3 * self.hidden * self.dense_intermediate
-        return self.layers * self.attention_params + (self.layers - self.dense_layers) * self.mlp_params + dense
+        dense = self.dense_layers * self.mlp_matrices * self.hidden * self.dense_intermediate
+        with_mlp = self.mlp_layers - self.dense_layers
+        others = sum(mixer.layers * mixer.others for mixer in self.mixers)
+        return self.attention_params + with_mlp * self.mlp_params + dense + others
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        others = sum(mixer.layers * mixer.others for mixer in self.mixers) + self.other_params
         experts = self.expert_layers * self.experts * self.expert_params
-        projections = self.params - embeddings - experts
+        mlp = self.layer_params - self.attention_params - experts - (others - self.other_params)
         return int(
-            embeddings * self.dtype_bytes + projections * WEIGHT_BITS[self.weight_dtype] / 8 + self.experts_bytes
+            (self.embedding_params + others) * self.dtype_bytes
+            + self.attention_params * WEIGHT_BITS[self.dtype_of_attention] / 8
+            + mlp * WEIGHT_BITS[self.weight_dtype] / 8
+            + self.experts_bytes
+            + self.other_bytes
         )
+
+    def mlp_products(self, inner: int) -> tuple[Product, ...]:
+        """The products of an MLP of this width; none for a width of 0."""
+        if not inner:
+            return ()
+        return Product((self.mlp_matrices - 1) * inner, self.hidden), Product(self.hidden, inner, BY_ROWS)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV cache bytes per token over all layers (a hybrid cache frees more; see capacity)."""
-        return int(2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes)
+        """KV cache bytes per token over all layers, as long as every layer keeps it."""
+        return int(sum(mixer.layers * mixer.bytes_per_token(self.kv_dtype_bytes) for mixer in self.mixers))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states over all layers, whatever its length."""
+        return sum(mixer.layers * mixer.state_bytes for mixer in self.mixers)
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Bytes that a sequence of ``tokens`` keeps over all layers."""
+        kept = float(self.state_bytes)
+        for mixer in self.mixers:
+            length = min(tokens, mixer.window) if mixer.kind == "window" else tokens
+            kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
+        return kept

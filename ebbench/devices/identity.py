@@ -54,7 +54,7 @@ def has_other_shape(model: ModelGeometry) -> bool:
 
 def _comparable(model: ModelGeometry) -> ModelGeometry:
     """The model without what a server may choose, or what no step time depends on."""
-    return replace(_content(model), weight_dtype="bfloat16", expert_dtype="", kv_dtype="bfloat16")
+    return replace(_content(model), weight_dtype="bfloat16", attention_dtype="", expert_dtype="", kv_dtype="bfloat16")
 
 
 def _content(model: ModelGeometry) -> ModelGeometry:
@@ -63,7 +63,7 @@ def _content(model: ModelGeometry) -> ModelGeometry:
 
 
 def _shape(model: ModelGeometry) -> str:
-    types = {model.weight_dtype, model.dtype_of_experts, model.kv_dtype} - {"bfloat16"}
+    types = {*model.weight_dtypes, model.kv_dtype} - {"bfloat16"}
     shown = [f"{model.layers} layers of {model.hidden:,}", f"{model.params / 1e9:.2f}B parameters", *sorted(types)]
     return f"{', '.join(shown)}; {_digest(asdict(_content(model)))}"
 

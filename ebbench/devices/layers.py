@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ import numpy as np
 from ebbench.devices.attention import Array
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.experts import expert_times
-from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
 from ebbench.devices.kerneltables import select
+from ebbench.devices.mixers import Mixer, Product
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.devices.roofline import COMPUTE_SHARE
@@ -55,10 +56,10 @@ def step_arrays(
     Raises UsageError for a weight type without tables on this device.
     """
     part = model.sliced(shape.tp)
-    tables = _products(profile, model.weight_dtype)
+    tables = _all_products(profile, model)
     if tables is None:
         return None
-    gemm, plain, warnings = tables
+    products, warnings = tables
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     experts = None
     if model.experts:
@@ -67,30 +68,70 @@ def step_arrays(
         experts = _sustained(profile, _continued(tokens, points, times), tokens * each, model.dtype_of_experts)
         warnings += unmeasured
     joined = _joined(profile, model, shape, tokens, eager)
-    layer = _layer(profile, part, gemm, tokens, experts if shape.dp == 1 else None)
-    dense = (model.layers - model.dense_layers) * layer + 3 * KERNEL_S + joined.unit
-    if model.dense_layers:
-        dense += model.dense_layers * _layer(profile, part.without_experts(), gemm, tokens)
+    work = _Work(profile, part, products, tokens)
+    dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
     return StepArrays(
         np.maximum.accumulate(dense),
-        _head(profile, model, part, plain) + joined.head,
+        _head(profile, model, part, products["bfloat16"]) + joined.head,
         model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
         (*warnings, *joined.warnings),
         joined.provenance,
     )
 
 
-def _layer(
-    profile: DeviceProfile, part: ModelGeometry, gemm: Gemm, tokens: Array, experts: Array | None = None
-) -> Array:
-    """Time (s) of one layer without attention by tokens, with the time of its ``experts`` if given."""
-    layer = np.zeros(MAX_TOKENS + 1)
-    for n, k in _projections(part):
-        layer += _sustained(profile, _continued(tokens, *gemm(n, k)), tokens * (2.0 * n * k), part.weight_dtype)
-    if experts is not None:
-        layer += experts
-    return layer + _elementwise(profile, part, tokens)
+class _Work(NamedTuple):
+    """What one GPU computes by tokens, without attention itself: projections, MLPs, norms and other small kernels."""
+
+    profile: DeviceProfile
+    part: ModelGeometry
+    products: Mapping[str, Gemm]
+    tokens: Array
+
+    def layers(self, experts: Array | None) -> Array:
+        """Time (s) of all layers, with the time of one layer's ``experts`` if given."""
+        part = self.part
+        total = np.zeros(MAX_TOKENS + 1)
+        for mixer in part.mixers:
+            time = self._products_s(mixer.products, part.dtype_of_attention) + self._beside_attention(mixer)
+            total += mixer.layers * time
+        dense = part.dense_intermediate if part.experts else part.intermediate
+        total += (part.dense_layers if part.experts else part.mlp_layers) * self._mlp(dense)
+        if part.experts:
+            beside = self._mlp(part.shared_intermediate, activation=False)
+            if part.expert_hidden:
+                ways = Product(part.expert_hidden, part.hidden), Product(part.hidden, part.expert_hidden)
+                beside = beside + self._products_s(ways, part.weight_dtype)
+            total += part.expert_layers * (beside if experts is None else beside + experts)
+        norms = _small_kernel(self.profile, "layernorm", part.norms * part.hidden, self.tokens, part.norms)
+        return total + part.layers * norms
+
+    def _products_s(self, products: Sequence[Product], dtype: str) -> Array:
+        total = np.zeros(MAX_TOKENS + 1)
+        for one in products:
+            points, times = self.products[dtype](one.columns, one.rows)
+            work = self.tokens * (2.0 * one.params)
+            total += _sustained(self.profile, _continued(self.tokens, points, times), work, dtype)
+        return total
+
+    def _mlp(self, inner: int, *, activation: bool = True) -> Array:
+        """An MLP of this width; fused experts include their activation, and that of shared ones is small."""
+        total = self._products_s(self.part.mlp_products(inner), self.part.weight_dtype)
+        if activation and inner:
+            total = total + _small_kernel(self.profile, "act_fn", inner, self.tokens, 1)
+        return total
+
+    def _beside_attention(self, mixer: Mixer) -> Array:
+        """Rotary embedding and norms of queries and keys of one layer."""
+        total = np.zeros_like(self.tokens)
+        if mixer.kind in ("state", "index"):
+            return total
+        queries, keys = mixer.heads * mixer.key_dim, max(mixer.kv_heads, 1) * mixer.key_dim
+        values = max(mixer.kv_heads, 1) * mixer.value_dim
+        total += _small_kernel(self.profile, "rotary_emb", queries + keys + values, self.tokens, 1)
+        if self.part.qk_norm:
+            total += _small_kernel(self.profile, "qk_norm", queries + keys, self.tokens, 1)
+        return total
 
 
 class _Joined(NamedTuple):
@@ -119,7 +160,8 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
     if shape.tp > 1:
         within = Collectives(profile, link, shape.tp)
         used.append(within)
-        count = model.layers + (model.dense_layers if shared else model.layers) + 1
+        mixing = sum(mixer.layers for mixer in model.mixers if mixer.kind != "index")
+        count = mixing + (model.mlp_layers - model.expert_layers if shared else model.mlp_layers) + 1
         unit = count * within.all_reduce_s(tokens, token_bytes, eager=eager)
         head = within.all_gather_s(np.arange(MAX_SAMPLED + 1, dtype=float), model.vocab * model.dtype_bytes)
     if shared:
@@ -131,6 +173,19 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
     return _Joined(unit, group, head, warnings, used[-1].provenance if used else "")
 
 
+def _all_products(profile: DeviceProfile, model: ModelGeometry) -> tuple[dict[str, Gemm], tuple[str, ...]] | None:
+    """Matrix products by the types of a model's weights, and in 16 bits; None without any tables."""
+    found: dict[str, Gemm] = {}
+    warnings: tuple[str, ...] = ()
+    for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype)):
+        tables = _products(profile, dtype)
+        if tables is None:
+            return None
+        found[dtype], found["bfloat16"], said = tables
+        warnings += said
+    return found, warnings
+
+
 def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str, ...]] | None:
     """Matrix products with weights of ``dtype``, the same in 16 bits, and warnings; None without any tables."""
     plain = _gemm_tables(profile.name, "bfloat16") or _gemm_from_layers(profile.name)
@@ -139,6 +194,8 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
     if dtype == "bfloat16":
         return plain, plain, ()
     found, tensor = _gemm_tables(profile.name, dtype), _gemm_tables(profile.name, "fp8")
+    if found is None and WEIGHT_BITS[dtype] < 8:
+        return _of_fewer_bits(profile, plain, dtype), plain, (_FEWER_BITS.format(dtype=dtype, device=profile.name),)
     if found is not None and tensor is not None and dtype == "fp8_block":
         note = (
             f"FP8 products with one scale per block were timed with their launch on {profile.name}, which CUDA graphs "
@@ -159,6 +216,25 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
     return found, plain, (warning,)
 
 
+_FEWER_BITS = (
+    "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, and "
+    "for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, too slow "
+    "with many where the GPU has arithmetic in that type"
+)
+
+
+def _of_fewer_bits(profile: DeviceProfile, plain: Gemm, dtype: str) -> Gemm:
+    """Products with weights of 4 bits: reading takes its share of the time in 16 bits, arithmetic as long."""
+
+    def gemm(n: int, k: int) -> tuple[Array, Array]:
+        points, times = plain(n, k)
+        arithmetic = 2.0 * n * k * points / (profile.bf16_flops_per_s * COMPUTE_SHARE)
+        read = times[0] * WEIGHT_BITS[dtype] / 16
+        return points, np.maximum(arithmetic, times - (times[0] - read))
+
+    return gemm
+
+
 def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: str) -> Array:
     """Products under sustained load: arithmetic takes ``gemm_factor`` times the tables' value.
 
@@ -168,13 +244,6 @@ def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: s
         return times
     rate = profile.bf16_flops_per_s * COMPUTE_SHARE * (1.0 if dtype == "bfloat16" else 2.0)
     return times + (profile.gemm_factor - 1.0) * np.minimum(operations / rate, times)
-
-
-def _projections(model: ModelGeometry) -> list[tuple[int, int]]:
-    """(output, input) width of every matrix product of one layer except experts."""
-    attention = [(model.qkv_width, model.hidden), (model.hidden, model.heads * model.head_dim)]
-    inner = model.shared_intermediate if model.experts else model.intermediate
-    return attention + ([(2 * inner, model.hidden), (model.hidden, inner)] if inner else [])
 
 
 def _continued(x: Array, points: Array, times: Array) -> Array:
@@ -244,7 +313,9 @@ def _gemm_from_layers(device: str) -> Gemm | None:
     if not table["layer"]:
         return None
     reference = find_model(table["model"][0])
-    shapes = dict(zip(_ROLES, _projections(reference), strict=True)) | {"lm_head": (reference.vocab, reference.hidden)}
+    products = [*reference.mixers[0].products, *reference.mlp_products(reference.intermediate)]
+    widths = [(one.columns, one.rows) for one in products]
+    shapes = dict(zip(_ROLES, widths, strict=True)) | {"lm_head": (reference.vocab, reference.hidden)}
     curves = {role: _curve(device, reference.name, role) for role in shapes}
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
@@ -259,23 +330,6 @@ def _curve(device: str, model: str, layer: str) -> tuple[Array, Array]:
     table = select("layer", device=device, model=model, layer=layer, tp=1).to_pydict()
     order = np.argsort(table["tokens"])
     return np.array(table["tokens"], dtype=float)[order], np.array(table["time_us"], dtype=float)[order] * US
-
-
-def _elementwise(profile: DeviceProfile, model: ModelGeometry, tokens: Array) -> Array:
-    """Norms, rotary embedding and activation of one layer: measured and scaled by width, else memory traffic."""
-    inner = 0 if model.experts else model.intermediate  # fused experts include their activation
-    heads = (model.heads + model.kv_heads) * model.head_dim
-    widths = {
-        "layernorm": model.norms * model.hidden,
-        "rotary_emb": model.qkv_width,
-        "act_fn": inner,
-        "qk_norm": heads if model.qk_norm else 0,
-    }
-    total = np.zeros_like(tokens)
-    for layer, width in widths.items():
-        if width:
-            total += _small_kernel(profile, layer, width, tokens, model.norms if layer == "layernorm" else 1)
-    return total
 
 
 # Memory traffic per element and token of each small kernel, in elements; norms and rotary embedding find half of theirs

@@ -1,52 +1,375 @@
-"""Reads the shape of a decoder from its Hugging Face config.json, by the rules of transformers and vLLM."""
+"""Reads the shape of a decoder from its config.json, by the rules of transformers and vLLM.
+
+What a family leaves out or has of its own stands in :mod:`ebbench.devices.families`; a ``model_type`` that is not
+there, and a key about layers, heads, KV or widths that no rule reads, are refused by name.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ebbench.devices.checkpoint_types import CheckpointTypes, types_of
 from ebbench.devices.config_file import read_model_file
+from ebbench.devices.config_values import ConfigValues
+from ebbench.devices.families import (
+    DENSE_MLP,
+    EXPERTS,
+    FAMILIES,
+    FULL,
+    KIND_NAMES,
+    TEXT_PARTS,
+    TEXT_TYPES,
+    WINDOW,
+    Family,
+)
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.mistral_params import as_config, is_params
+from ebbench.devices.mixer_rules import SHARES_CACHE, head_dim_of, heads_of
+from ebbench.devices.mixers import Mixer
+from ebbench.devices.modules import modules_of
 from ebbench.errors import InputFileError
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_WITH_QK_NORM = ("qwen3", "gemma3", "olmo2")
-_WITH_FOUR_NORMS = ("gemma2", "gemma3")  # before and after attention, before and after the MLP
-_OF_ALL = ("quantization_config", "tie_word_embeddings", "vision_config", "audio_config")  # beside text_config
+_OF_ALL = (
+    "quantization_config", "compression_config", "tie_word_embeddings", "vision_config", "audio_config",
+    "_name_or_path", "torch_dtype", "dtype",
+)  # fmt: skip
+_NESTED = ("sparse_attention_config", "linear_attn_config", "moe_config")
+"""Objects within a config.json whose values count as the model's own."""
+_LISTS_OF_KINDS = ("layer_types", "layers_block_type", "layer_type_list", "hybrid_override_pattern")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
-_REFUSED = {"kv_lora_rank": "latent (MLA) attention", "state_size": "a state-space model"}
-# Layers without softmax attention, or with another one, by the beginning of a key's name.
-_REFUSED_KINDS = ("mamba_d", "ssm_", "linear_num_", "linear_attn_", "full_attention_interval")
-_TIED = ("gemma", "cohere", "ernie4_5", "smollm3", "starcoder2")  # where the key is absent (transformers' defaults)
-# Of families whose config.json leaves them out, or whose head size is not hidden_size / num_attention_heads
-# (transformers' defaults).
-_GEMMA3 = {
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
-    "max_position_embeddings": 131072,
+_ENCODERS = ("is_encoder_decoder", "bert", "t5", "bart", "whisper")
+_SUPERSEDED = {
+    **dict.fromkeys(
+        _LISTS_OF_KINDS,
+        ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers",
+         "full_attention_interval", "hybrid_layer_pattern", "attn_type_list", "layer_group_size", "attn_layer_period",
+         "attn_layer_offset", "full_attn_idxs", "attn_layer_indices", "block_types", "kda_layers", "full_attn_layers",
+         "sparse_attention_freq"),
+    ),
+    "mlp_layer_types": ("first_k_dense_replace", "moe_layer_freq", "num_dense_layers"),
+    "moe_layers": ("interleave_moe_layer_step",),
 }  # fmt: skip
-_DEFAULTS: Mapping[str, Mapping[str, int]] = {
-    "gemma": {"head_dim": 256}, "gemma2": {"head_dim": 256}, "gemma3_text": _GEMMA3, "gemma3": _GEMMA3,
-    "qwen3": {"head_dim": 128}, "qwen3_vl_text": {"head_dim": 128}, "gpt_oss": {"head_dim": 64},
-    "ernie4_5": {"head_dim": 128},
-}  # fmt: skip
-_LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-# Language head, embeddings, norms, routers and encoders have 16 bits in every cost model.
-_IN_16_BITS = re.compile(r"lm_head|embed|norm|router|gate\$?$|vision|visual|audio|tower|multi_modal|mm_", re.IGNORECASE)
-_WINDOW_EVERY = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}  # one layer in so many attends to all tokens
-_TWO_MATRICES = ("starcoder2", "gpt_neox", "phi", "nemotron", "arcee", "apertus", "persimmon")
+"""What counts only where a list of the layers is not given."""
+ASSUME = "--assume-decoder"
+ASSUMED = Family(experts=True)
+"""What ``--assume-decoder`` takes: usual names, softmax attention in every layer, experts where the config has some."""
 
 
-def read_config(path: Path) -> ModelGeometry:
-    """Read a Hugging Face config.json of a dense or MoE decoder. Raises InputFileError that names the field."""
+class _Layer(NamedTuple):
+    kind: str
+    further: tuple[tuple[str, Any], ...]  # values of its own
+
+
+def read_config(path: Path, *, assume_decoder: bool = False) -> ModelGeometry:
+    """Read a config.json (or Mistral's params.json) of a decoder.
+
+    ``assume_decoder``: read also a ``model_type`` or keys that no rule knows, with a caveat. Raises InputFileError that
+    names the type, field or file.
+    """
     raw = read_model_file(path)
-    nested = raw.get("text_config")
-    return _from_config(
-        path, {**{key: raw[key] for key in _OF_ALL if key in raw}, **nested} if isinstance(nested, dict) else raw
+    raw = _text_part(path, as_config(path, raw) if is_params(raw) else raw)
+    family, doubts = _family(path, raw, assume_decoder)
+    return _geometry(path, {**family.defaults, **raw}, family, doubts, assume_decoder)
+
+
+def _text_part(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder of a model of text and images, with what its config.json says of the whole."""
+    part = next((raw[key] for key in TEXT_PARTS if isinstance(raw.get(key), dict)), None)
+    thinker = raw.get("thinker_config")
+    if part is None and isinstance(thinker, dict):
+        return _text_part(path, thinker)
+    if part is None:
+        return dict(raw)
+    outer = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
+    named = part.get("model_type") or TEXT_TYPES.get(str(raw.get("model_type")), raw.get("model_type"))
+    return {**outer, **{key: value for key, value in part.items() if value is not None}, "model_type": named}
+
+
+def _family(path: Path, raw: Mapping[str, Any], assume_decoder: bool) -> tuple[Family, tuple[str, ...]]:
+    if raw.get("block_configs"):
+        raise InputFileError(
+            path, "block_configs means layers of different shapes (a model pruned by search), which are not read here"
+        )
+    kind = raw.get("model_type")
+    if raw.get("is_encoder_decoder") or any(word in str(kind).lower() for word in _ENCODERS):
+        raise InputFileError(path, "is an encoder's; decoders that generate text have a cost model here")
+    known = FAMILIES.get(str(kind))
+    if known is not None:
+        return known, ()
+    if assume_decoder:
+        doubt = f"its model_type {kind!r} is not known: an ordinary decoder is assumed ({ASSUME}), so any figure may be"
+        return ASSUMED, (f"{doubt} wrong",)
+    named = f"model_type {kind!r} is not known here" if kind else "model_type is missing"
+    raise InputFileError(path, f"{named}; {ASSUME} reads it as an ordinary decoder, with a caveat in every result")
+
+
+def _geometry(
+    path: Path, raw: Mapping[str, Any], family: Family, doubts: tuple[str, ...], assume_decoder: bool
+) -> ModelGeometry:
+    v = ConfigValues(path, {**raw, **_unnested(raw)})
+    v.understood((*_NESTED, *_OF_ALL))
+    v.understood(family.understood)
+    v.understood(key for present, keys in _SUPERSEDED.items() if v.has(present) for key in keys)
+    layers = _number_of_layers(v)
+    kinds = _kinds(v, family, layers)
+    plan = _layers(v, family, kinds, layers)
+    by_layer = _mixers(path, v, family, plan)
+    mlps = _mlps(v, family, kinds, layers)
+    model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
+    types = types_of(path, raw, modules_of(model, family.modules, by_layer, mlps, DENSE_MLP))
+    model = _with_types(model, types)
+    unknown = v.not_understood()
+    if unknown and not assume_decoder:
+        raise InputFileError(
+            path,
+            f"{unknown[0]} says something of the shape of the model that is not read for {raw.get('model_type')!r}; "
+            f"{ASSUME} leaves it out, with a caveat in every result",
+        )
+    if unknown:
+        doubts += (f"what {', '.join(unknown)} says of its shape is left out ({ASSUME}), so any figure may be wrong",)
+    return replace(model, note="; ".join([*doubts, *_simplified(raw, family, model), *types.notes]))
+
+
+def _unnested(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for name in _NESTED if isinstance(raw.get(name), dict) for key, value in raw[name].items()}
+
+
+def _number_of_layers(v: ConfigValues) -> int:
+    """Stated, or as many as the kinds listed (Nemotron-H)."""
+    listed = v.get("hybrid_override_pattern", "layers_block_type")
+    return v.number("num_hidden_layers", default=len(listed) if listed else None)
+
+
+def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:
+    """The kind of every layer, by its name here."""
+    key, listed = next(((key, v.get(key)) for key in _LISTS_OF_KINDS if v.get(key) is not None), ("", None))
+    if listed is None and v.get("attn_type_list") is not None:  # MiniMax: 0 is linear attention, 1 softmax
+        flags = v.per_layer("attn_type_list", layers) or []
+        key, listed = "attn_type_list", [FULL if flag else "linear_attention" for flag in flags]
+    if listed is None:
+        listed = _pattern(v, family, layers)
+    elif len(listed) != layers:
+        raise InputFileError(v.path, f"{key} has {len(listed)} entries for {layers} layers; it needs one each")
+    found = [KIND_NAMES.get(str(kind), str(kind)) for kind in listed]
+    allowed = {*family.layers, *((DENSE_MLP, EXPERTS) if family.one_each else ())}
+    for kind, name in zip(found, listed, strict=True):
+        if kind not in allowed:
+            raise InputFileError(v.path, f"{key or 'the model'} has {name!r}, which has no cost model here")
+    return _windowed(v, found)
+
+
+def _pattern(v: ConfigValues, family: Family, layers: int) -> Sequence[str]:
+    if family.pattern is not None:
+        return family.pattern(v, layers)
+    pattern = v.get("sliding_window_pattern")
+    if isinstance(pattern, int) and pattern > 0:
+        return [FULL if (layer + 1) % pattern == 0 else WINDOW for layer in range(layers)]
+    everywhere = WINDOW if WINDOW in family.layers and v.number("window", default=0) else FULL
+    return [everywhere] * layers
+
+
+def _windowed(v: ConfigValues, kinds: list[str]) -> list[str]:
+    """Without windows that are switched off, or as long as the longest sequence."""
+    window, longest = v.get("sliding_window", "sliding_window_size", "attention_window_size"), positions_of_values(v)
+    unused = v.get("use_sliding_window") is False or not isinstance(window, int) or window <= 0 or 0 < longest <= window
+    return [FULL if kind == WINDOW and unused else kind for kind in kinds]
+
+
+def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> list[_Layer]:
+    """Every layer with what it has of its own."""
+    shared = v.number("num_kv_shared_layers", default=0)
+    heads = v.per_layer("num_attention_heads_per_layer", layers)
+    index = v.per_layer("indexer_types", layers)
+    overrides = v.get("per_layer_config") or {}
+    own = {int(layer): values for layer, values in overrides.items()} if isinstance(overrides, dict) else {}
+    found = []
+    for layer, kind in enumerate(kinds):
+        further: dict[str, Any] = dict(own.get(layer, {}))
+        if heads is not None:
+            further["num_attention_heads"] = heads[layer]
+        if index is not None:
+            further["indexer_types"] = index[layer]
+        if layer >= layers - shared > 0:
+            further[SHARES_CACHE] = True
+        found.append(_Layer(kind, tuple(sorted(further.items()))))
+    return found
+
+
+def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> list[tuple[Mixer, ...]]:
+    """What mixes the tokens in every layer; equal layers have the same, with their number."""
+    counts: dict[_Layer, int] = {}
+    for layer in plan:
+        if layer.kind not in (DENSE_MLP, EXPERTS):
+            counts[layer] = counts.get(layer, 0) + 1
+    found: dict[_Layer, tuple[Mixer, ...]] = {}
+    for layer, count in counts.items():
+        own = [rule(v.overlaid(dict(layer.further)), count) for rule in family.layers[layer.kind]]
+        found[layer] = tuple(mixer for mixer in own if mixer is not None)
+    _read_in_vain(v, family, {layer.kind for layer in counts})
+    if not any(mixer.heads and mixer.kind not in ("state", "index") for own in found.values() for mixer in own):
+        raise InputFileError(path, "has no layer with attention: a state-space model, which has no cost model here")
+    return [found.get(layer, ()) for layer in plan]
+
+
+def _read_in_vain(v: ConfigValues, family: Family, present: set[str]) -> None:
+    """Let the rules of kinds that this model has no layer of read their keys, which then are understood."""
+    for kind, rules in family.layers.items():
+        for rule in rules if kind not in present else ():
+            with contextlib.suppress(InputFileError):
+                rule(v, 1)
+
+
+def _mlps(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> list[str]:
+    """Dense MLP, experts or nothing (""), by layer."""
+    if family.one_each:
+        return [kind if kind in (DENSE_MLP, EXPERTS) else "" for kind in kinds]
+    if not family.experts or not v.number("experts", default=0) or v.get("enable_moe_block") is False:
+        return [DENSE_MLP] * layers
+    return [EXPERTS if has else DENSE_MLP for has in _with_experts(v, layers)]
+
+
+def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
+    """Which layers have experts, by the rules of transformers and vLLM.
+
+    The first few are dense, those listed, and all but every nth: counted from 1 in Qwen's, ERNIE's and Llama 4's
+    mixtures, from 0 in DeepSeek's (``moe_layer_freq``, a number or a list of 0 and 1).
+    """
+    if (types := v.per_layer("mlp_layer_types", layers)) is not None:
+        return [kind not in ("dense", DENSE_MLP) for kind in types]
+    enumerated = v.get("moe_layers_enum")  # Step: numbers in one text
+    if isinstance(enumerated, str) and enumerated:
+        return [str(layer) in enumerated.replace(" ", "").split(",") for layer in range(layers)]
+    listed = v.listed("moe_layers")  # Llama 4
+    if listed:
+        return [layer in listed for layer in range(layers)]
+    named = v.listed("mlp_only_layers") or []
+    frequency = v.get("moe_layer_freq")
+    start = max(
+        v.number(key, default=0) for key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
     )
+    end = v.get("moe_layer_end_index")
+    last = end if isinstance(end, int) and end >= 0 else layers - 1
+    steps = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+    every = max(v.number(key, default=0) for key in steps) or 1
+    period, offset = v.number("expert_layer_period", default=0) or 1, v.number("expert_layer_offset", default=0)
+    if isinstance(frequency, list):
+        flags = v.per_layer("moe_layer_freq", layers) or []
+    else:
+        each = v.number("moe_layer_freq", default=0) or 1
+        flags = [
+            layer % each == 0 and (layer + 1) % every == 0 and layer % period == offset % period
+            for layer in range(layers)
+        ]
+    return [bool(flag) and start <= layer <= last and layer not in named for layer, flag in enumerate(flags)]
+
+
+def _base(
+    path: Path, v: ConfigValues, raw: Mapping[str, Any], family: Family, by_layer: Sequence[tuple[Mixer, ...]]
+) -> ModelGeometry:
+    """The model without its MLPs, in 16 bits."""
+    mixers = tuple(mixer for own in {id(own): own for own in by_layer}.values() for mixer in own)
+    name = str(raw.get("_name_or_path") or path.parent.name or path.stem)
+    heads, hidden = heads_of(v), v.number("hidden_size")
+    main = next((mixer for mixer in mixers if mixer.kind == "full"), next(m for m in mixers if m.kind != "state"))
+    windows = [mixer for mixer in mixers if mixer.kind == "window"]
+    model = ModelGeometry(
+        name=name,
+        hf_id=name,
+        layers=len(by_layer),
+        hidden=hidden,
+        heads=main.heads if main.measured_alike else heads,
+        kv_heads=main.kv_heads or 1,
+        head_dim=main.head_dim or head_dim_of(v),
+        intermediate=0,
+        vocab=v.number("vocab_size"),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
+        qk_norm=family.qk_norm,
+        norms=family.norms,
+        mlp_matrices=family.mlp_matrices,
+        sliding_window=windows[0].window if windows else 0,
+        sliding_layers=sum(mixer.layers for mixer in windows),
+        other_params=family.others(v) if family.others else 0,
+        dtype_bytes=_dtype(path, raw),
+        positions=positions_of(raw),
+    )
+    return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
+
+
+def _with_types(model: ModelGeometry, types: CheckpointTypes) -> ModelGeometry:
+    return replace(
+        model,
+        weight_dtype=types.mlp,
+        attention_dtype=types.attention if types.attention != types.mlp else "",
+        expert_dtype=types.experts if model.experts and types.experts != types.mlp else "",
+        kv_dtype=types.kv,
+        other_bytes=types.other_bytes,
+    )
+
+
+def _with_mlps(
+    v: ConfigValues, family: Family, model: ModelGeometry, mlps: list[str], plan: Sequence[_Layer]
+) -> ModelGeometry:
+    dense, expert_layers = mlps.count(DENSE_MLP), mlps.count(EXPERTS)
+    bare = len(mlps) - dense - expert_layers
+    v.understood(family.dense_width)
+    width = _dense_width(v, family, mlps, plan) if dense else 0
+    if not expert_layers:
+        v.number("num_experts_per_tok", default=0)
+        return replace(model, intermediate=width, bare_layers=bare)
+    latent, experts, inner = (
+        v.number("moe_latent_size", default=0),
+        v.number("experts"),
+        v.number("expert_width", default=0),
+    )
+    inner = inner or v.number("intermediate_size")
+    return replace(
+        model,
+        intermediate=v.number("intermediate_size", default=0),
+        dense_layers=dense,
+        dense_intermediate=width,
+        bare_layers=bare,
+        experts=experts,
+        experts_per_token=v.number("experts_per_token"),
+        expert_intermediate=inner,
+        expert_hidden=latent,
+        shared_intermediate=_shared(v, family, inner),
+    )
+
+
+def _dense_width(v: ConfigValues, family: Family, mlps: Sequence[str], plan: Sequence[_Layer]) -> int:
+    """Width of the dense MLPs; their mean where layers differ."""
+    width = family.width(v) if family.width else v.number(*family.dense_width)
+    if not v.flag("use_double_wide_mlp"):
+        return width
+    wider = [any(key == SHARES_CACHE for key, _ in layer.further) for layer in plan]
+    return width * (len(wider) + sum(wider)) // len(wider)
+
+
+def _shared(v: ConfigValues, family: Family, inner: int) -> int:
+    """Width of what every token passes beside its experts."""
+    if family.shared_width:
+        return v.number(*family.shared_width)
+    count, width = v.number("shared_experts", default=0), v.number("shared_width", default=0)
+    return max(count, 1) * width if width else count * inner
+
+
+def positions_of_values(v: ConfigValues) -> int:
+    """:func:`positions_of` for values that are already read."""
+    keys = (
+        "max_position_embeddings",
+        "rope_scaling",
+        "rope_parameters",
+        "model_type",
+        "model_max_length",
+        "n_positions",
+        "seq_length",
+    )
+    return positions_of({key: v.get(key) for key in keys})
 
 
 def positions_of(raw: Mapping[str, Any]) -> int:
@@ -67,199 +390,18 @@ def positions_of(raw: Mapping[str, Any]) -> int:
     return int((original if isinstance(original, int) else stated) * factor)
 
 
-def _from_config(path: Path, given: Mapping[str, Any]) -> ModelGeometry:
-    raw = {**_DEFAULTS.get(str(given.get("model_type")), {}), **given}
-    for key, what in _REFUSED.items():
-        if raw.get(key):
-            raise InputFileError(path, f"{key} means {what}, which has no cost model here")
-    refused = [key for key in raw if key.startswith(_REFUSED_KINDS) and raw[key]]
-    if 0 in (raw.get("attn_type_list") or ()):  # MiniMax: 0 is linear attention, 1 softmax
-        refused.append("attn_type_list")
-    if refused:
-        why = "means layers without softmax attention, which have no cost model here"
-        raise InputFileError(path, f"{refused[0]} {why}")
-    if raw.get("is_encoder_decoder") or "bert" in str(raw.get("model_type")).lower():
-        raise InputFileError(path, "is an encoder's; decoders that generate text have a cost model here")
-    kinds = raw.get("layer_types")
-    for kind in kinds if isinstance(kinds, list) else ():
-        if kind not in _ATTENTION:
-            raise InputFileError(path, f"layer_types has {kind!r}, which has no cost model here")
-    heads, hidden = _count(path, raw, "num_attention_heads"), _count(path, raw, "hidden_size")
-    layers = _count(path, raw, "num_hidden_layers")
-    experts = _count(path, raw, *_EXPERTS, default=0)
-    unknown = [key for key in raw if key.endswith("num_experts") and key not in _EXPERTS and raw[key]]
-    if unknown and not experts:
-        raise InputFileError(path, f"{unknown[0]}: experts under this name are not read; write them as {_EXPERTS[0]}")
-    kind = str(raw.get("model_type", ""))
-    window, sliding = _sliding(raw, layers)
-    dense = _dense_layers(path, raw, layers) if experts else 0
-    weights, experts_in, kv = _quantised(path, raw.get("quantization_config"))
-    name = str(raw.get("_name_or_path") or path.parent.name or path.stem)
-    return ModelGeometry(
-        name=name,
-        hf_id=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_count(path, raw, "num_key_value_heads", default=heads),
-        head_dim=_count(path, raw, "head_dim", default=hidden // heads),
-        intermediate=_count(path, raw, "intermediate_size"),
-        vocab=_count(path, raw, "vocab_size"),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", kind.startswith(_TIED))),
-        qk_norm=kind.startswith(_WITH_QK_NORM),
-        norms=4 if kind.startswith(_WITH_FOUR_NORMS) else 2,
-        experts=experts,
-        experts_per_token=_count(path, raw, "num_experts_per_tok", "experts_per_token") if experts else 0,
-        expert_intermediate=_count(path, raw, "moe_intermediate_size", "intermediate_size") if experts else 0,
-        shared_intermediate=_shared(path, raw) if experts else 0,
-        dense_layers=dense,
-        dense_intermediate=_count(path, raw, "intermediate_size_mlp", "intermediate_size") if dense else 0,
-        sliding_window=window,
-        sliding_layers=sliding,
-        dtype_bytes=_dtype(path, raw),
-        weight_dtype=weights,
-        expert_dtype=experts_in if experts else "",
-        kv_dtype=kv,
-        positions=positions_of(raw),
-        note=_simplified(raw),
-    )
-
-
-def _count(path: Path, raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    for key in keys:
-        value = raw.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default != 0 else 0):
-            raise InputFileError(path, f"{key} must be a positive whole number, not {value!r}")
-        return value
-    if default is None:
-        raise InputFileError(path, f"{keys[0]} is missing; a decoder's config.json has it")
-    return default
-
-
-def _shared(path: Path, raw: Mapping[str, Any]) -> int:
-    """Width of what every token passes beside its experts."""
-    if str(raw.get("model_type")).startswith("llama4"):  # one in every layer with experts, under no key
-        return _count(path, raw, "intermediate_size")
-    if count := _count(path, raw, "n_shared_experts", "num_shared_experts", default=0):
-        return count * _count(path, raw, "moe_intermediate_size", "intermediate_size")
-    return _count(path, raw, "shared_expert_intermediate_size", "shared_intermediate_size", default=0)
-
-
-def _dense_layers(path: Path, raw: Mapping[str, Any], layers: int) -> int:
-    """Number of a mixture's layers with a dense MLP, by the rules of transformers and vLLM.
-
-    The first ``first_k_dense_replace``, those listed, and all but every nth: counted from 1 in Qwen's and Llama 4's
-    mixtures, from 0 in DeepSeek's (``moe_layer_freq``, a number or a list of 0 and 1).
-    """
-    listed = raw.get("moe_layers")  # Llama 4
-    if isinstance(listed, list) and listed:
-        return layers - len(listed)
-    named, frequency = raw.get("mlp_only_layers") or [], raw.get("moe_layer_freq")
-    if not isinstance(named, list):
-        raise InputFileError(path, f"mlp_only_layers must be a list of layers, not {named!r}")
-    first = _count(path, raw, "first_k_dense_replace", default=0)
-    every = _count(path, raw, "decoder_sparse_step", "interleave_moe_layer_step", default=0) or 1
-    if isinstance(frequency, list):
-        with_experts = [layer for layer, flag in enumerate(frequency[:layers]) if flag]
-    else:
-        frequency = _count(path, raw, "moe_layer_freq", default=0) or 1
-        with_experts = [layer for layer in range(layers) if layer % frequency == 0 and (layer + 1) % every == 0]
-    return layers - sum(layer >= first and layer not in named for layer in with_experts)
-
-
-def _sliding(raw: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """Sliding window in tokens, and number of layers with it; none if it is as long as the longest sequence."""
-    window = raw.get("sliding_window")
-    if not isinstance(window, int) or window <= 0 or raw.get("use_sliding_window") is False:
-        return 0, 0
-    if 0 < positions_of(raw) <= window:
-        return 0, 0
-    kinds = raw.get("layer_types")
-    if isinstance(kinds, list):
-        return window, sum(kind == "sliding_attention" for kind in kinds)
-    usual = next((every for kind, every in _WINDOW_EVERY.items() if str(raw.get("model_type")).startswith(kind)), None)
-    pattern = raw.get("sliding_window_pattern") or usual
-    full = layers // pattern if isinstance(pattern, int) and pattern > 0 else 0
-    return window, layers - full
-
-
-def _quantised(path: Path, config: object) -> tuple[str, str, str]:
-    """Data types of projections, experts ("" as projections) and KV cache.
-
-    Raises InputFileError for unsupported ones.
-    """
-    beside = path.with_name("hf_quant_config.json")  # ModelOptimizer's
-    if not config and beside.is_file():
-        raise InputFileError(
-            path, f"has no quantization_config, but {beside.name} beside it says that the weights are quantized: add "
-            'quantization_config = {"quant_method": "fp8"} if they are FP8'
-        )  # fmt: skip
-    if not config:
-        return "bfloat16", "", "bfloat16"
-    if not isinstance(config, dict):
-        raise InputFileError(path, "quantization_config must be an object")
-    method = str(config.get("quant_method") or config.get("quant_algo") or "").lower()
-    scheme = config.get("kv_cache_scheme")
-    kv = "fp8" if scheme and ("8" in str(scheme)) else "bfloat16"
-    if method == "mxfp4":
-        return "bfloat16", "w4a16_mxfp4", kv
-    weights = [group.get("weights") or {} for group in _groups(config)]
-    grouped = bool(weights) and all(one.get("num_bits") == 8 and one.get("type") == "float" for one in weights)
-    if method == "fp8" or (grouped and method in ("compressed-tensors", "modelopt", "")):
-        in_blocks = config.get("weight_block_size") or any(one.get("strategy") == "block" for one in weights)
-        return ("fp8_block" if in_blocks else "fp8"), "", kv
-    raise InputFileError(
-        path, f"quantization_config {method or 'without quant_method'!r} has no tables; fp8 and mxfp4 have"
-    )
-
-
-def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups of layers of a quantization_config by compressed-tensors or ModelOpt; none by other methods."""
-    groups = config.get("config_groups")
-    return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-
-
-def _computes_in_16_bits(config: object) -> bool:
-    """Whether FP8 weights meet activations of 16 bits (compressed-tensors without ``input_activations``)."""
-    if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
-        return False
-    groups = _groups(config)
-    return bool(groups) and not all(group.get("input_activations") for group in groups)
-
-
-def _simplified(raw: Mapping[str, Any]) -> str:
-    """What the geometry simplifies, for a warning; "" for nothing."""
-    found = []
-    if chunk := raw.get("attention_chunk_size"):
-        found.append(
-            f"most of its layers attend within chunks of {chunk:,} tokens; here all attend to all tokens, so longer "
-            "sequences are too slow"
-        )
-    if str(raw.get("model_type", "")) in _TWO_MATRICES:
-        found.append("its MLP has two matrices per layer; three are taken, so weights and prefill are too large")
-    if left := _left_in_16_bits(raw.get("quantization_config")):
-        found.append(
-            f"its quantization_config leaves layers in 16 bits ({left[0]}) that are taken to be quantized: weights are "
-            "too small"
-        )
-    if _computes_in_16_bits(raw.get("quantization_config")):
-        found.append(
-            "its activations stay in 16 bits (no input_activations in its quantization_config), while products are "
-            "taken in FP8: steps with many tokens are too fast"
-        )
+def _simplified(raw: Mapping[str, Any], family: Family, model: ModelGeometry) -> Iterable[str]:
+    """What the geometry simplifies."""
+    if family.note:
+        yield family.note
     if raw.get("vision_config") or raw.get("audio_config"):
-        found.append("only its language model is taken: the encoder's weights and time are left out")
-    return "; ".join(found)
-
-
-def _left_in_16_bits(config: object) -> list[str]:
-    """Names of projections that a quantization leaves out, without those that are in 16 bits here as well."""
-    if not isinstance(config, dict) or config.get("quant_method") == "mxfp4":  # there only experts are quantized
-        return []
-    listed: list[object] = next((config[key] for key in _LEFT_OUT if isinstance(config.get(key), list)), [])
-    return [str(name) for name in listed if not _IN_16_BITS.search(str(name))]
+        yield "only its language model is taken: the encoder's weights and time are left out"
+    chunks = [mixer for mixer in model.mixers if mixer.kind == "chunk"]
+    if chunks:
+        yield (
+            f"{sum(mixer.layers for mixer in chunks)} of its layers attend within chunks of {chunks[0].window:,} "
+            "tokens, and are taken to read a whole one: they are up to twice too slow with longer sequences"
+        )
 
 
 def _dtype(path: Path, raw: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.mixers import Mixer
 from ebbench.errors import UsageError
 
 BLOCK = 128
@@ -35,12 +36,8 @@ class Parallel:
 
     def check(self, model: ModelGeometry) -> None:
         """Raise UsageError if the model cannot be divided in this way, which vLLM refuses, too."""
-        fewer, more = sorted((self.tp, model.kv_heads))
-        if model.heads % self.tp or more % fewer:
-            raise UsageError(
-                f"{model.name} has {model.heads} attention and {model.kv_heads} KV heads, which {self.tp} GPUs cannot "
-                f"share evenly; use a tp that divides {model.heads} and divides {model.kv_heads} or is a multiple of it"
-            )
+        for mixer in model.mixers:
+            self._check_heads(model.name, mixer)
         self._check_blocks(model)
         if self.ep > 1 and not model.experts:
             raise UsageError(
@@ -48,6 +45,17 @@ class Parallel:
             )
         if self.ep > 1 and model.experts % self.ep:
             raise UsageError(f"{model.name} has {model.experts} experts, which ep={self.ep} cannot share evenly")
+
+    def _check_heads(self, name: str, mixer: Mixer) -> None:
+        if mixer.kind == "index":
+            return
+        kept = mixer.kv_heads or 1
+        fewer, more = sorted((self.tp, kept))
+        if mixer.heads % self.tp or more % fewer:
+            raise UsageError(
+                f"{name} has {mixer.heads} attention and {kept} KV heads, which {self.tp} GPUs cannot "
+                f"share evenly; use a tp that divides {mixer.heads} and divides {kept} or is a multiple of it"
+            )
 
     def _check_blocks(self, model: ModelGeometry) -> None:
         """Raise UsageError where a slice of weights with a scale per block would end within a block."""

@@ -16,6 +16,8 @@ from ebbench.spec.host import HostCosts
 
 DATA = Path(__file__).parent / "data"
 FORMAT = 1
+MODEL_FILES = ("config.json", "params.json")
+ASSUME_PREFIX = "assume-decoder:"
 T = TypeVar("T")
 
 
@@ -85,19 +87,27 @@ def find_profile(name: str) -> DeviceProfile:
     return read_profile(DATA / "profiles" / f"{name}.toml")
 
 
+def as_decoder(model: str) -> str:
+    """A model's path, to be read as an ordinary decoder whatever its config.json says that is not known here."""
+    return model if model.startswith(ASSUME_PREFIX) else f"{ASSUME_PREFIX}{model}"
+
+
 def find_model(name: str) -> ModelGeometry:
-    """A model by short name, by Hugging Face name, or by the path of its config.json or folder."""
-    if name.endswith(".json"):
-        return read_config(Path(name))
-    if Path(name).is_dir():
-        return read_config(Path(name) / "config.json")
-    if (Path(name) / "config.json").is_file():
-        return read_config(Path(name) / "config.json")
+    """A model by short name, by Hugging Face name, or by the path of its config.json, its params.json or its folder.
+
+    With :func:`as_decoder` a config.json is read though it has a type or keys that are not known.
+    """
+    given, assume = name.removeprefix(ASSUME_PREFIX), name.startswith(ASSUME_PREFIX)
+    if given.endswith(".json"):
+        return read_config(Path(given), assume_decoder=assume)
+    files = [Path(given) / file for file in MODEL_FILES]
+    if Path(given).is_dir():
+        return read_config(next((file for file in files if file.is_file()), files[0]), assume_decoder=assume)
     models = _models()
     for model in models.values():
-        if name.lower() in (model.name, model.hf_id.lower()):
+        if given.lower() in (model.name, model.hf_id.lower()):
             return model
-    raise UnknownNameError("model", name, [*models, "PATH/config.json"])
+    raise UnknownNameError("model", given, [*models, "PATH/config.json"])
 
 
 def bundled_model(model: ModelGeometry) -> ModelGeometry | None:

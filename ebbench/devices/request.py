@@ -62,4 +62,4 @@ def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: st
         raise UsageError(
             f"the weights of {model.name} are in {model.dtype_of_experts} already; leave out --quantization"
         )
-    return replace(model, weight_dtype=quantization, expert_dtype="", kv_dtype=kv)
+    return replace(model, weight_dtype=quantization, attention_dtype="", expert_dtype="", kv_dtype=kv)

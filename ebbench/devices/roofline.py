@@ -5,13 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbench.devices.base import StepShape
-from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.mixers import decode_flops, pair_flops
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.spec.host import HostCosts
 
 # Shares of the data-sheet rates that large kernels reach; those of the profiled GPUs are within 10 %.
 COMPUTE_SHARE = 0.70
 BANDWIDTH_SHARE = 0.80
+
+
+@dataclass(frozen=True)
+class RooflineAttention:
+    """Attention of all layers of one kind. ``kv_bytes``: read per token before a query; ``pair_flops`` and
+    ``decode_flops``: operations per pair of a query and a key, in prompts and in decodes; ``window``: most tokens that
+    a query reads, 0: all; ``state_bytes``: of a sequence, read and written in every step."""
+
+    kv_bytes: float
+    pair_flops: float
+    decode_flops: float
+    window: int = 0
+    state_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -22,8 +36,7 @@ class RooflineCost:
     expert_params: float  # parameters of all experts together, in all layers
     expert_share: float  # share of the experts one token uses
     head_params: float
-    kv_bytes: float
-    attention_flops: float  # per pair of a query and a key, all layers
+    attention: tuple[RooflineAttention, ...]
     dense_bytes: float  # of the dense parameters in memory
     expert_bytes: float
     head_bytes: float
@@ -34,14 +47,8 @@ class RooflineCost:
 
     def step_s(self, shape: StepShape) -> float:
         """Time (s) of one step."""
-        tokens = shape.decode_seqs
-        attention = shape.decode_kv_tokens * self.kv_bytes / self.bytes_per_s
-        for chunk, context in shape.prefill:
-            tokens += chunk
-            pairs = chunk * (context + 0.5 * (chunk + 1))
-            attention += max(
-                pairs * self.attention_flops / self.flops_per_s, context * self.kv_bytes / self.bytes_per_s
-            )
+        tokens = shape.decode_seqs + sum(chunk for chunk, _ in shape.prefill)
+        attention = sum(self._attention_s(kind, shape) for kind in self.attention)
         active = self.dense_params + self.expert_params * self.expert_share
         touched = self.expert_bytes * (1.0 - (1.0 - self.expert_share) ** tokens)
         layers = max(
@@ -56,6 +63,20 @@ class RooflineCost:
         host, gpu = self.host.step_s + self.host.sequence_s * sequences, layers + head + attention
         return max(host, gpu) if self.overlap else host + gpu
 
+    def _attention_s(self, kind: RooflineAttention, shape: StepShape) -> float:
+        kv_tokens = shape.decode_kv_tokens
+        if kind.window:
+            kv_tokens = min(kv_tokens, shape.decode_seqs * kind.window)
+        time = max(kv_tokens * kind.kv_bytes / self.bytes_per_s, kv_tokens * kind.decode_flops / self.flops_per_s)
+        for chunk, context in shape.prefill:
+            pairs = chunk * (context + 0.5 * (chunk + 1))
+            if kind.window:
+                context = min(context, kind.window)
+                pairs = min(pairs, chunk * (context + 0.5 * (min(chunk, kind.window) + 1)))
+            time += max(pairs * kind.pair_flops / self.flops_per_s, context * kind.kv_bytes / self.bytes_per_s)
+        sequences = shape.decode_seqs + len(shape.prefill)
+        return time + sequences * 2.0 * kind.state_bytes / self.bytes_per_s
+
 
 def roofline_cost(
     profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, overlap: bool = False
@@ -63,14 +84,23 @@ def roofline_cost(
     """Build the cost model from the profile's data-sheet rates and the model's shape."""
     experts = model.expert_layers * model.experts * model.expert_params
     total = model.layer_params
+    attention = tuple(
+        RooflineAttention(
+            kv_bytes=mixer.layers * mixer.reads * model.kv_dtype_bytes,
+            pair_flops=mixer.layers * pair_flops(mixer),
+            decode_flops=mixer.layers * decode_flops(mixer) if mixer.latent else 0.0,
+            window=mixer.window,
+            state_bytes=mixer.layers * mixer.state_bytes,
+        )
+        for mixer in model.mixers
+    )
     return RooflineCost(
         dense_params=total - experts,
         expert_params=experts,
         expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
         head_params=model.vocab * model.hidden,
-        kv_bytes=model.kv_bytes_per_token,
-        attention_flops=4.0 * model.layers * model.heads * model.head_dim,
-        dense_bytes=(total - experts) * WEIGHT_BITS[model.weight_dtype] / 8,
+        attention=attention,
+        dense_bytes=model.weight_bytes - model.experts_bytes - model.embedding_params * model.dtype_bytes,
         expert_bytes=model.experts_bytes,
         head_bytes=model.vocab * model.hidden * model.dtype_bytes,
         overlap=overlap,

@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 
 from ebbench.devices.attention import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing
-from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
+from ebbench.devices.geometry import WEIGHT_BITS
 from ebbench.devices.kerneltables import select
+from ebbench.devices.mixers import Mixer
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
 
@@ -82,30 +83,33 @@ def _ratio(one: Array, other: Array) -> Array:
     return np.divide(one, other, out=np.ones_like(one), where=other > 0)
 
 
-def surfaces(profile: DeviceProfile, model: ModelGeometry) -> tuple[Surfaces, tuple[str, ...]] | None:
-    """The best surfaces for a device and geometry, with warnings; None if the device has no attention tables.
+def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfaces, tuple[str, ...]] | None:
+    """The best surfaces for a device and layers with grouped keys, with warnings; None if the device has no attention
+    tables.
 
     A device without joint tables may name another device whose ratio of mixed to pure decode cost it uses.
     """
-    found = _own_surfaces(profile.name, model, profile.bandwidth_bytes_per_s)
+    wanted = (mixer.heads, mixer.kv_heads, mixer.head_dim)
+    found = _own_surfaces(profile.name, wanted, kv_dtype, profile.bandwidth_bytes_per_s)
     if found is None or not profile.mixed_from:
         return found
     own, warnings = found
-    lender = _own_surfaces(profile.mixed_from, replace(model, kv_dtype="bfloat16"), profile.bandwidth_bytes_per_s)
+    lender = _own_surfaces(profile.mixed_from, wanted, "bfloat16", profile.bandwidth_bytes_per_s)
     if lender is None:
         return found
     return replace(own, increment=own.decode * (lender[0].increment / lender[0].decode)), warnings
 
 
-def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> tuple[Surfaces, tuple[str, ...]] | None:
+def _own_surfaces(
+    device: str, wanted: Heads, kv_dtype: str, bandwidth: float
+) -> tuple[Surfaces, tuple[str, ...]] | None:
     """Measured surfaces, interpolated between two numbers of query heads, or scaled from the nearest geometry with a
     warning."""
-    wanted = (model.heads, model.kv_heads, model.head_dim)
     joint = has_joint_tables(device)
-    available = _geometries(device, model.kv_dtype, joint)
+    available = _geometries(device, kv_dtype, joint)
     if not available:
         return None
-    kv = "bfloat16" if joint else model.kv_dtype
+    kv = "bfloat16" if joint else kv_dtype
     same_keys = sorted(g for g in available if g[1:] == wanted[1:])
     below = [g for g in same_keys if g[0] < wanted[0]]
     above = [g for g in same_keys if g[0] > wanted[0]]
@@ -118,8 +122,8 @@ def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> tuple[
         found = _load(device, low, kv, bandwidth).blend(_load(device, high, kv, bandwidth), share)
     else:
         found, warnings = _from_nearest(device, wanted, available, kv, bandwidth)
-    if kv != model.kv_dtype:
-        found = _with_kv_dtype(device, wanted, found, model.kv_dtype, bandwidth)
+    if kv != kv_dtype:
+        found = _with_kv_dtype(device, wanted, found, kv_dtype, bandwidth)
     return found, warnings
 
 

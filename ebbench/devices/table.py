@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ebbench.devices.attention import AttentionTables
 from ebbench.devices.base import StepShape
 from ebbench.devices.collectives import GRAPH_TOKENS
+from ebbench.devices.estimated import estimated_surfaces, not_measured
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
@@ -25,6 +26,7 @@ EAGER_LAYER_S = 270e-6
 class TableCost:
     """Step time from precomputed tables; a pure function of the shape, a few microseconds per call.
 
+    ``attention``: layers of each kind, with the tables of one.
     ``dense_s`` is indexed by tokens, ``head_s`` by sampled sequences. ``launch_s``: least time to launch a step's
     kernels (eager mode); 0 with CUDA graphs. ``overlap``: asynchronous scheduling; the host prepares the next step
     while the GPU works, so its time counts only if it is longer. ``experts_s``, by the tokens of all units: only for a
@@ -33,10 +35,7 @@ class TableCost:
 
     dense_s: list[float]
     head_s: list[float]
-    full_layers: int
-    full: AttentionTables
-    sliding_layers: int
-    sliding: AttentionTables | None
+    attention: tuple[tuple[int, AttentionTables], ...]
     host: HostCosts
     overlap: bool
     launch_s: float = 0.0
@@ -87,15 +86,11 @@ class TableCost:
             tokens += chunk
             if chunk == 1:
                 single = True
-        full, sliding = self.full, self.sliding
         total = self.dense_s[tokens if tokens < MAX_TOKENS else MAX_TOKENS]
         total += self.head_s[sampled if sampled < MAX_SAMPLED else MAX_SAMPLED]
-        total += self.full_layers * (
-            full.single_token_step_s(prefill, seqs, kv_tokens) if single else full.step_s(prefill, seqs, kv_tokens)
-        )
-        if sliding is not None:
-            time_s = sliding.single_token_step_s if single else sliding.step_s
-            total += self.sliding_layers * time_s(prefill, seqs, kv_tokens)
+        for layers, tables in self.attention:
+            time_s = tables.single_token_step_s if single else tables.step_s
+            total += layers * time_s(prefill, seqs, kv_tokens)
         return total
 
 
@@ -114,18 +109,14 @@ def table_cost(
 ) -> tuple[TableCost, str, tuple[str, ...]] | None:
     """Build the model of one unit with its provenance and warnings; None if the device has no kernel tables."""
     arrays = step_arrays(profile, model, shape, eager=eager)
-    part = model.sliced(shape.tp)
-    found = surfaces(profile, part)
+    found = _attention(profile, model.sliced(shape.tp), host) if arrays is not None else None
     if arrays is None or found is None:
         return None
-    raw, warnings = found
+    attention, warnings = found
     cost = TableCost(
         dense_s=arrays.dense.tolist(),
         head_s=arrays.head.tolist(),
-        full_layers=model.layers - model.sliding_layers,
-        full=raw.tables(host.mixed_excess),
-        sliding_layers=model.sliding_layers,
-        sliding=raw.tables(host.mixed_excess, model.sliding_window) if model.sliding_layers else None,
+        attention=attention,
         host=host,
         overlap=overlap,
         launch_s=EAGER_LAYER_S * model.layers if eager else 0.0,
@@ -135,8 +126,32 @@ def table_cost(
     return cost, "; ".join(text for text in parts if text), (*arrays.warnings, *warnings)
 
 
+def _attention(
+    profile: DeviceProfile, part: ModelGeometry, host: HostCosts
+) -> tuple[tuple[tuple[int, AttentionTables], ...], tuple[str, ...]] | None:
+    """Every kind of layer with its tables, and warnings; None if the device has no attention tables."""
+    found: list[tuple[int, AttentionTables]] = []
+    warnings: list[str] = []
+    for mixer in part.mixers:
+        if not mixer.measured_alike:
+            raw = estimated_surfaces(profile, mixer, part.kv_dtype_bytes)
+            warnings.append(not_measured(mixer, part.layers, profile.name))
+        elif (measured := surfaces(profile, mixer, part.kv_dtype)) is not None:
+            raw = measured[0]
+            warnings += measured[1]
+        else:
+            return None
+        found.append((mixer.layers, raw.tables(host.mixed_excess, mixer.window)))
+    return tuple(found), tuple(dict.fromkeys(warnings))
+
+
 def _eager(cost: TableCost) -> str:
     return f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch"
+
+
+def _types(model: ModelGeometry) -> str:
+    """The types of the weights, those of the most bytes first."""
+    return " and ".join(dict.fromkeys((model.dtype_of_experts, *model.weight_dtypes)))
 
 
 def _provenance(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> str:
@@ -144,5 +159,5 @@ def _provenance(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -
     kinds = ("mixed", "layer") if profile.name == "rtx-4090" else ("gemm", "mixed" if joint else "decode")
     tables = "; ".join(dict.fromkeys(source(kind) for kind in kinds))
     mixed = "mixed attention measured" if joint else f"mixed attention: {profile.mixed_note}"
-    types = "" if model.plain else f"; weights in {model.dtype_of_experts}, KV cache in {model.kv_dtype}"
+    types = "" if model.plain else f"; weights in {_types(model)}, KV cache in {model.kv_dtype}"
     return f"kernel tables: {tables}; {mixed}{types}; host constants: {host.source}"

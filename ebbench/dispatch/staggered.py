@@ -4,28 +4,275 @@ One cycle: when the interval of Algorithm 1 has passed since the last dispatch *
 requests are sent to the DP units of that instance by Algorithm 2. Instances take turns; an instance that is not ready
 loses its turn to the next ready one.
 
-Not in the paper: the interval is skipped where waiting gains nothing (``bypass``,
-:mod:`ebbench.dispatch.early_dispatch`), and requests and units are chosen by the value of each possible pass length
-(``sizing``, :mod:`ebbench.dispatch.sizing`). Without ``sizing``, Algorithm 2 chooses, except that a prompt that fits
-into a chunk goes only where it fits, unless many requests wait (``overdraw``). :mod:`ebbench.dispatch.batch_builder`
-implements both.
+Not in the paper: the interval is skipped where waiting gains nothing (``bypass``), and requests and units are chosen by
+the value of each possible pass length (``sizing``, :mod:`ebbench.dispatch.sizing`). Without ``sizing``, Algorithm 2
+chooses, except that a prompt that fits into a chunk goes only where it fits, unless many requests wait (``overdraw``).
+Early dispatch, pass times and the batch builder are below.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
+from ebbench.dispatch.allocate import ChunkPacking, no_hit
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.batch_builder import BatchBuilder
-from ebbench.dispatch.early_dispatch import LIGHT_ARRIVALS_ALONE, ArrivalRate, ContinuingInstances, DecodeDetector
 from ebbench.dispatch.fleet import Fleet, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.interval import AdaptiveInterval
-from ebbench.dispatch.pass_time import PassTimeModel
-from ebbench.dispatch.queues import CycleQueue
+from ebbench.dispatch.queues import CycleQueue, QueuedRequest
 from ebbench.dispatch.readiness import Readiness
+from ebbench.dispatch.sizing import CANDIDATES_A_UNIT, PassModel, candidates, choose_pass
 from ebbench.dispatch.staggered_settings import StaggeredSettings
+
+LEAST_PASSES = 8
+"""A line fitted through fewer passes is not meaningful."""
+FIRST_GUESS, LEAST_SHARE, MOST_SHARE = 0.25, 0.02, 1.0
+"""Overhead as a share of a full chunk: the initial value, and the bounds of the estimate."""
+
+
+class PassTimeModel:
+    """Pass duration as a linear function of the tokens on the fullest unit, by least squares over the last passes."""
+
+    def __init__(self, chunk_tokens: int, window: int) -> None:
+        self._chunk = chunk_tokens
+        self._planned: dict[int, int] = {}
+        self._passes: deque[tuple[int, int]] = deque(maxlen=window)
+        self._overhead_tokens: float | None = None
+
+    def planned(self, instance: int, tokens: int | None) -> None:
+        """Record the tokens on the fullest unit of the instance's next pass; None if unknown."""
+        if tokens is None:
+            self._planned.pop(instance, None)
+        else:
+            self._planned[instance] = tokens
+
+    def ended(self, instance: int, duration_ns: int) -> None:
+        """Record that a pass of ``instance`` has ended."""
+        tokens = self._planned.pop(instance, None)
+        if tokens is not None:
+            self._passes.append((tokens, duration_ns))
+            self._overhead_tokens = None
+
+    @property
+    def overhead_tokens(self) -> float:
+        """Intercept over slope: the fixed part of a pass, in tokens that could be computed in that time."""
+        if self._overhead_tokens is None:
+            self._overhead_tokens = self._fit()
+        return self._overhead_tokens
+
+    def duration_ns(self, tokens: int) -> float | None:
+        """Duration (ns) of a pass with ``tokens`` on its fullest unit; None before the first measurement."""
+        count = len(self._passes)
+        if count < LEAST_PASSES:
+            return None
+        mean_tokens = sum(known for known, _ in self._passes) / count
+        mean_ns = sum(duration_ns for _, duration_ns in self._passes) / count
+        return mean_ns * (self.overhead_tokens + tokens) / (self.overhead_tokens + mean_tokens)
+
+    def _fit(self) -> float:
+        count = len(self._passes)
+        if count < LEAST_PASSES:
+            return FIRST_GUESS * self._chunk
+        mean_tokens = sum(tokens for tokens, _ in self._passes) / count
+        mean_ns = sum(duration_ns for _, duration_ns in self._passes) / count
+        spread = sum((tokens - mean_tokens) ** 2 for tokens, _ in self._passes)
+        shared = sum((tokens - mean_tokens) * (duration_ns - mean_ns) for tokens, duration_ns in self._passes)
+        if shared <= 0 or spread <= 0:  # all passes equally long, or longer batches did not take longer
+            return FIRST_GUESS * self._chunk
+        overhead = mean_ns * spread / shared - mean_tokens
+        return min(MOST_SHARE * self._chunk, max(LEAST_SHARE * self._chunk, overhead))
+
+
+BACKLOG_BATCHES = 2.0
+"""Without sizing: from this many waiting full batches on, filling every chunk matters more than avoiding remainders."""
+MISFITS = 32
+"""A cycle ends after this many requests that fit nowhere; the remaining ones are assumed not to fit either."""
+
+
+class BatchBuilder:
+    """Moves requests from the queue to units of the fleet."""
+
+    def __init__(self, fleet: Fleet, queue: CycleQueue, settings: StaggeredSettings) -> None:
+        self._fleet, self._queue, self._settings = fleet, queue, settings
+        self.sizing = settings.packing and settings.sizing and not settings.cache_aware
+        self._next_unit = 0
+
+    def batch(
+        self, instance: int, now_ns: int, mean_pass_ns: float, overhead_tokens: float, *, only_if_gain: bool
+    ) -> list[Order]:
+        """The orders of the next batch for ``instance``; the fleet counts them as sent when this returns.
+
+        ``overhead_tokens``: see PassModel. ``only_if_gain``: send only requests that raise the value of the pass per
+        time.
+        """
+        backlog = {unit.index: unit.backlog_tokens for unit in self._fleet.instances[instance]}
+        available = {index: self._settings.chunk_tokens - tokens for index, tokens in backlog.items()}
+        if max(available.values()) <= 0:
+            return []
+        if self.sizing:
+            return self._best_pass(backlog, now_ns, mean_pass_ns, overhead_tokens, only_if_gain)
+        return self._pack(available) if self._settings.packing else self._round_robin(available)
+
+    @property
+    def full_batches(self) -> float:
+        """Number of batches, with all chunks of an instance full, that the waiting requests would fill."""
+        units = len(self._fleet.units) / len(self._fleet.instances)
+        return self._queue.tokens / (units * self._settings.chunk_tokens)
+
+    def _send(self, request: DispatchRequest, unit: int) -> Order:
+        self._fleet.send(request, self._fleet.units[unit])
+        return Order(request.key, unit)
+
+    def _best_pass(
+        self, backlog: dict[int, int], now_ns: int, mean_pass_ns: float, overhead_tokens: float, only_if_gain: bool
+    ) -> list[Order]:
+        """The pass with the highest value per time, built from the oldest requests."""
+        held = self._queue.oldest(CANDIDATES_A_UNIT * len(backlog))
+        # A token is worth as much as a request of mean length, times the square of the number of waiting batches.
+        token_worth = self.full_batches**2 * len(self._queue) / max(1, self._queue.tokens)
+        chosen = choose_pass(
+            candidates(
+                [(h.request, h.since_ns) for h in held], now_ns, mean_pass_ns, token_worth, self._settings.patience
+            ),
+            backlog,
+            PassModel(self._settings.chunk_tokens, overhead_tokens, token_worth, self._overdraw()),
+            only_if_gain=only_if_gain,
+        )
+        for request, _ in chosen:
+            self._queue.withdraw(request.key)
+        return [self._send(request, unit) for request, unit in chosen]
+
+    def _pack(self, available: dict[int, int]) -> list[Order]:
+        """Algorithm 2."""
+        memory = self._fleet.memory
+        hit = memory.hit_tokens if self._settings.cache_aware and memory is not None else no_hit
+        packing = ChunkPacking(available, hit, None if self._overdraw() else self._settings.chunk_tokens)
+        orders: list[Order] = []
+        passed_over: list[QueuedRequest] = []
+        while self._queue and not packing.full and len(passed_over) < MISFITS:
+            held = self._queue.pop()
+            unit = packing.place(held.request)
+            if unit is None:
+                passed_over.append(held)
+            else:
+                orders.append(self._send(held.request, unit))
+        self._queue.put_back(passed_over)
+        return orders
+
+    def _overdraw(self) -> bool:
+        """Whether prompts may exceed the end of a chunk."""
+        if self._settings.overdraw == "auto":
+            # With sizing, only if the waiting requests fill every instance once: remainders determine the next pass.
+            return self.full_batches >= (len(self._fleet.active) if self.sizing else BACKLOG_BATCHES)
+        return self._settings.overdraw == "on"
+
+    def _round_robin(self, available: dict[int, int]) -> list[Order]:
+        """Without Algorithm 2: in order of arrival to the units in turn, skipping units without capacity."""
+        orders: list[Order] = []
+        while self._queue:
+            open_units = [unit for unit, capacity in available.items() if capacity > 0]
+            if not open_units:
+                break
+            unit = open_units[self._next_unit % len(open_units)]
+            self._next_unit += 1
+            request = self._queue.pop().request
+            available[unit] -= request.tokens
+            orders.append(self._send(request, unit))
+        return orders
+
+
+LIGHT_ARRIVALS = 2.0
+"""With fewer arrivals expected per interval, no batch would form."""
+LIGHT_ARRIVALS_ALONE = 3.0
+"""The same for a single instance, and the limit of open requests per unit: with fewer, choosing which requests share a
+pass gains nothing."""
+ARRIVALS_KEPT, LEAST_ARRIVALS = 64, 8
+"""Number of arrivals kept, and the fewest from which a rate is computed."""
+
+
+class ArrivalRate:
+    """Arrival rate over the last arrivals."""
+
+    def __init__(self) -> None:
+        self._times_ns: deque[int] = deque(maxlen=ARRIVALS_KEPT)
+
+    def note(self, now_ns: int) -> None:
+        """Record an arrival."""
+        self._times_ns.append(now_ns)
+
+    def light(self, interval_ns: float, now_ns: int, arrivals: float = LIGHT_ARRIVALS) -> bool:
+        """Whether fewer than ``arrivals`` are expected per interval; True before the rate is known."""
+        if len(self._times_ns) < LEAST_ARRIVALS:
+            return True
+        return len(self._times_ns) * interval_ns < arrivals * (now_ns - self._times_ns[0])
+
+
+class DecodeDetector:
+    """Whether the instances decode: any of them did in the last ``window`` passes of each.
+
+    ``expected``: the value assumed until signals arrive.
+    """
+
+    def __init__(self, window: int, *, expected: bool = False) -> None:
+        self._window = window
+        self._passes_since: int | None = 0 if expected else None  # None: never
+
+    def on_signal(self, generates: bool) -> None:
+        """Record the ``generates`` flag of a signal."""
+        if generates:
+            self._passes_since = 0
+        elif self._passes_since is not None:
+            self._passes_since += 1
+
+    def detected(self, instances: int) -> bool:
+        """Whether any of ``instances`` active instances decoded recently."""
+        return self._passes_since is not None and self._passes_since < self._window * max(1, instances)
+
+
+class ContinuingInstances:
+    """Instances that continue by themselves, and when a batch for their next pass may be sent."""
+
+    def __init__(self, network_ns: int, lookahead: float) -> None:
+        self._network_ns, self._lookahead = network_ns, lookahead
+        self._opens_ns: dict[int, int] = {}
+
+    @property
+    def reaches_next_pass(self) -> bool:
+        """Whether a batch sent on a signal still reaches the pass that add then (no network delay)."""
+        return self._network_ns == 0
+
+    def on_signal(self, instance: int, generates: bool, pass_ns: float, now_ns: int) -> None:
+        """Record that the instance continues with a pass expected to take ``pass_ns``."""
+        ahead_ns = 0
+        if not generates and not self.reaches_next_pass:
+            ahead_ns = max(0, round(self._lookahead * pass_ns) - self._network_ns)
+        self._opens_ns[instance] = now_ns + ahead_ns
+
+    def add(self, instance: int, pass_ns: float, now_ns: int) -> None:
+        """Record that a batch was sent that takes several passes, the first expected to take ``pass_ns``."""
+        self._opens_ns[instance] = now_ns + round(self._lookahead * pass_ns)
+
+    def __contains__(self, instance: int) -> bool:
+        return instance in self._opens_ns
+
+    def forget(self, instance: int) -> None:
+        """Remove an instance: it does not continue, or its next pass has its batch."""
+        self._opens_ns.pop(instance, None)
+
+    def end_of_instant(self) -> None:
+        """Without network delay a batch can be sent only at the time of the signal: remove all instances."""
+        if self.reaches_next_pass:
+            self._opens_ns.clear()
+
+    def open_instances(self, now_ns: int) -> AbstractSet[int]:
+        """Instances to which a batch may be sent now."""
+        return {instance for instance, opens_ns in self._opens_ns.items() if opens_ns <= now_ns}
+
+    def next_ns(self, now_ns: int) -> int | None:
+        """When the next instance can be sent a batch (ns), or None."""
+        return min((t for t in self._opens_ns.values() if t > now_ns), default=None)
 
 
 class StaggeredDispatcher:

@@ -232,7 +232,7 @@ def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
     """Where layers have a sliding window vLLM needs less than is reckoned here, and with a given number of blocks the
     device is not the limit."""
     capacity, model = device.kv_capacity_tokens, device.geometry
-    if model is None or model.sliding_layers or options.num_kv_blocks is not None or capacity >= options.max_model_len:
+    if model is None or model.windows or options.num_kv_blocks is not None or capacity >= options.max_model_len:
         return ()
     return (
         f"a real server would not start: vLLM wants room for a request of --max-model-len {options.max_model_len:,} "

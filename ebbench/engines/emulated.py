@@ -24,26 +24,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ebbench.collector import collector_paused
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_adapters
 from ebbench.engines.emulated_clients import VirtualClients
 from ebbench.errors import RunError
+from ebbench.process.collector import collector_paused
+from ebbench.process.termination import interruptible
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
 from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
-from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups
 from ebbench.simulation.queue_limits import QueueLimits
+from ebbench.simulation.releases import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
+from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
 from ebbench.simulation.step_log import StepLog
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
-from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from ebbench.spec.server import EngineOptions
-from ebbench.termination import interruptible
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
@@ -53,7 +53,7 @@ MAX_FRUITLESS_STEPS = 8  # iterations of vLLM's loop without effect, before the 
 
 
 class EmulatedEngine:
-    """Engine ``emulated`` in virtual time. ``shortcuts``: see :mod:`ebbench.engines.emulated_shortcuts`."""
+    """Engine ``emulated`` in virtual time. ``shortcuts``: see :mod:`ebbench.engines.emulated_skipping`."""
 
     name = "emulated"
 
@@ -146,8 +146,13 @@ class _EmulatedRun:
         self, core_module: Any, policy: PolicySpec, options: EngineOptions, additional: dict[str, object]
     ) -> Any:
         """A core without calls that have no effect in the emulation."""
-        from ebbench.engines.emulated_shortcuts import PlainRequest, take_shortcuts
-        from ebbench.engines.emulated_skipping import begin_skipping, skipping_class, supported
+        from ebbench.engines.emulated_skipping import (
+            PlainRequest,
+            begin_skipping,
+            skipping_class,
+            supported,
+            take_shortcuts,
+        )
 
         scheduler: str | type | None = None if policy.native else plugin.SCHEDULER
         if supported():

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.events import TURNAROUND_NS
-from ebbench.simulation.hang_ups import HangUps
 from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.releases import Releases
+from ebbench.simulation.scheduler import HangUps
 from ebbench.simulation.state import UNSET, RequestState
 
 # In this order at the same nanosecond, as in the simulator's event loop; the engine's steps end before HANG_UP.

@@ -16,6 +16,7 @@ from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load, resized
 from ebbench.devices.parallel import SINGLE
+from ebbench.devices.profiles import as_decoder
 from ebbench.devices.request import DeviceRequest
 from ebbench.devices.units import shape_of
 from ebbench.engines.base import Engine
@@ -123,7 +124,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
     options = spec.server
     request = DeviceRequest(
         name,
-        model,
+        as_decoder(model) if spec.assume_decoder else model,
         spec.cost,
         options.gpu_memory_utilization,
         options.max_num_seqs,

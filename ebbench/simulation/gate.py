@@ -11,8 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ebbench.simulation.admission import admissible, prompt_tokens
-from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.scheduler import Scheduler, admissible, prompt_tokens
 from ebbench.simulation.state import UNSET
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step
 from vllm_eb.controller import Controller

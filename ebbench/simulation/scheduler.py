@@ -1,7 +1,7 @@
 """vLLM v1's scheduler (0.32): requests and KV blocks of one unit, and the requests that a step holds.
 
-It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, preemption;
-:mod:`ebbench.simulation.admission` has those for waiting requests. :mod:`ebbench.simulation.gate` decides the phase of
+It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, preemption,
+admission of waiting requests, and clients that hang up. :mod:`ebbench.simulation.gate` decides the phase of
 a step, :mod:`ebbench.simulation.engine` when steps are made and how long they take.
 
 Tens of thousands of steps are made per second, so sums use plain functions (``np.count_nonzero``, ``np.add.reduce``):
@@ -11,18 +11,269 @@ the methods ``any``, ``all`` and ``sum`` cost several times as much. ``a.take(ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from ebbench.devices.base import StepShape
-from ebbench.simulation import admission
+from ebbench.records.plan import Plan
+from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
+from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
-from ebbench.simulation.hang_ups import drop
 from ebbench.simulation.kv import CountedKv, KvBlocks
-from ebbench.simulation.state import Ints, RequestState
+from ebbench.simulation.releases import Beginning, since_beginning
+from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
+
+
+def chunk_limit(scheduler: Scheduler, candidates: int) -> int:
+    """Most tokens of one request in a step with so many running requests to choose from; 0: no limit.
+
+    vLLM lifts ``long_prefill_token_threshold`` for a request alone. The adaptive form raises it to the budget divided
+    by the number of running and waiting requests.
+    """
+    limits = scheduler.limits
+    eligible = candidates + len(scheduler.waiting)
+    if not limits.long_prefill_token_threshold or eligible <= 1:
+        return 0
+    if limits.long_prefill_token_threshold_adaptive:
+        return max(limits.long_prefill_token_threshold, limits.max_num_batched_tokens // eligible)
+    return limits.long_prefill_token_threshold
+
+
+def admissible(scheduler: Scheduler, running_limit: int) -> bool:
+    """Whether the first waiting request could be admitted now, if one token of the budget is left for it."""
+    if not scheduler.waiting or len(scheduler.running) >= running_limit:
+        return False
+    row = scheduler.waiting[0]
+    known = int(scheduler.state.target[row])
+    hits = scheduler.kv.lookup(row, known)
+    pinned = scheduler.kv.evictable(hits)
+    tokens = known if scheduler.limits.scheduler_reserve_full_isl else _cached_tokens(scheduler, row, hits) + 1
+    return _fits(scheduler, tokens, hits, pinned)
+
+
+def admit_waiting(
+    scheduler: Scheduler, now_ns: int, budget: int, threshold: int, running_limit: int
+) -> tuple[list[int], list[int]]:
+    """Admit waiting requests in order while ``budget`` tokens, slots up to ``running_limit`` and KV blocks last.
+
+    ``threshold``: most tokens of one request, 0 is no limit. Returns the rows and the tokens of each in this step.
+    """
+    state, kv, limits, waiting = scheduler.state, scheduler.kv, scheduler.limits, scheduler.waiting
+    whole, block_size, delivered = limits.scheduler_reserve_full_isl, limits.block_size, scheduler.delivered
+    rows: list[int] = []
+    tokens: list[int] = []
+    skipped: list[int] = []
+    room = running_limit - len(scheduler.running)
+    while budget > 0 and waiting and len(rows) < room:
+        row = waiting[0]
+        if row in scheduler.stale:
+            skipped.append(waiting.popleft())
+            continue
+        known = int(state.target[row])
+        hits = kv.lookup(row, known)
+        cached, pinned = len(hits) * block_size, kv.evictable(hits) if hits else 0
+        if delivered:
+            cached = max(cached, delivered.get(row, 0))
+        chunk = known - cached
+        if 0 < threshold < chunk:
+            chunk = threshold
+        if chunk > budget:
+            chunk = budget
+        after = cached + chunk
+        if not _fits(scheduler, known if whole else after, hits, pinned):
+            break
+        waiting.popleft()
+        _allocate(scheduler, row, hits, cached, after)
+        _note_admission(scheduler, row, cached, now_ns)
+        if scheduler.counted is None:
+            kv.publish(row, after)
+        state.partial[row] = True
+        rows.append(row)
+        tokens.append(chunk)
+        budget -= chunk
+    waiting.extendleft(reversed(skipped))
+    if rows:
+        scheduler.prefilling += len(rows)
+        scheduler.running = np.concatenate([scheduler.running, np.array(rows, np.int64)])
+    return rows, tokens
+
+
+def _cached_tokens(scheduler: Scheduler, row: int, hits: Sequence[int]) -> int:
+    """Tokens of a waiting request that need no computation: cached on this instance, or received from another."""
+    return max(len(hits) * scheduler.limits.block_size, scheduler.delivered.get(row, 0))
+
+
+def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -> bool:
+    """Whether blocks for ``tokens`` tokens are free; ``pinned`` of the blocks that are hit count as free now."""
+    return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
+
+
+def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int) -> None:
+    """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` tokens together."""
+    need = -(-after // scheduler.limits.block_size) - len(hits)
+    counted = scheduler.counted
+    if hits or counted is None:
+        scheduler.kv.adopt(row, hits)
+    if counted is not None:
+        counted.take(need)
+    else:
+        scheduler.kv.allocate((row,), (need,))
+    scheduler.state.held_blocks[row] = len(hits) + need
+    scheduler.state.computed[row] = cached
+
+
+def _note_admission(scheduler: Scheduler, row: int, cached_tokens: int, now_ns: int) -> None:
+    first = bool(scheduler.state.scheduled_ns[row] == UNSET)
+    if first:
+        scheduler.state.scheduled_ns[row] = now_ns
+        scheduler.state.cached_tokens[row] = cached_tokens
+    for listener in scheduler.listeners:
+        listener.admitted(row, cached_tokens, now_ns, first=first)
+
+
+def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
+    """Prompt tokens that the next step could compute, counted up to ``wanted``; see ``View.prompt_tokens``."""
+    state, block_size = scheduler.state, scheduler.limits.block_size
+    partial = scheduler.running[state.partial[scheduler.running]] if scheduler.prefilling else NO_ROWS
+    found = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
+    slots, blocks = scheduler.limits.max_num_seqs - len(scheduler.running), scheduler.kv.free
+    for row in scheduler.waiting:
+        if found >= wanted or slots <= 0:
+            break
+        known = int(state.target[row])
+        slots -= 1
+        blocks -= -(-known // block_size)
+        if blocks < 0:
+            break
+        found += known
+    return found
+
+
+def queued_tokens(scheduler: Scheduler, arrived: Sequence[int]) -> int:
+    """Prompt tokens received and not scheduled, without those whose KV was delivered.
+
+    ``arrived``: rows that have come and are not yet in the waiting queue.
+    """
+    state, delivered = scheduler.state, scheduler.delivered
+    partial = scheduler.running[state.partial[scheduler.running]]
+    queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
+    for rows in (scheduler.waiting, arrived):
+        if rows:
+            queued += int(state.target[np.fromiter(rows, np.int64, len(rows))].sum())
+            queued -= sum(delivered.get(row, 0) for row in rows) if delivered else 0
+    return queued
+
+
+_NEVER = -1
+
+
+class HangUps:
+    """Open requests whose clients may hang up, and those that did.
+
+    ``any``: whether a client of the plan may hang up. ``abandoned``: rows whose clients hung up. ``given_up``: rows
+    that are never sent because they wait for such a row.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._after_ns = optional_ns(plan.table, "hang_up_ns", _NEVER)
+        self._open: set[int] = set()
+        self.any = self._after_ns is not None
+        self.abandoned: set[int] = set()
+        self.given_up: list[int] = []
+
+    def sent(self, row: int) -> int | None:
+        """Note that a request is sent; returns how long (ns) its client waits, None: to the end."""
+        times = self._after_ns
+        if times is None or row >= len(times) or times[row] == _NEVER:
+            return None
+        self._open.add(row)
+        return int(times[row])
+
+    def still_wanted(self, rows: Iterable[int]) -> list[int]:
+        """The rows whose clients have not hung up."""
+        return [row for row in rows if row not in self.abandoned]
+
+    def ended(self, rows: Iterable[int]) -> None:
+        """Note that requests have ended for their clients, who can no longer hang up."""
+        self._open.difference_update(rows)
+
+    def hangs_up(self, row: int) -> bool:
+        """Whether the request is still open at the end of its client's patience; it is then abandoned."""
+        if row not in self._open:
+            return False
+        self._open.discard(row)
+        self.abandoned.add(row)
+        return True
+
+
+def drop(scheduler: Scheduler, row: int) -> None:
+    """Remove a request from a scheduler, as vLLM's ``finish_requests`` does: its blocks become free at once, and what
+    was computed of it stays in the prefix cache."""
+    state = scheduler.state
+    if state.done[row]:
+        scheduler.free_finished(row)  # a computed prompt, kept for a transfer that will not begin
+        return
+    published = _published_tokens(scheduler, row)
+    for queued in scheduler.in_flight:
+        if row in queued.sampled:
+            queued.sampled = queued.sampled[queued.sampled != row]
+    state.done[row] = True
+    scheduler.forget(row)
+    if state.held_blocks[row]:
+        scheduler.kv.release(row, min(int(state.computed[row]), published))
+        state.held_blocks[row] = 0
+    output_tokens = int(state.next_slot[row] - state.first_slot[row])
+    for listener in scheduler.listeners:
+        listener.withdrawn(row, output_tokens)
+
+
+def _published_tokens(scheduler: Scheduler, row: int) -> int:
+    """Tokens up to which vLLM has published the blocks of a request: those known when it last scheduled it."""
+    holding = [queued for queued in scheduler.in_flight if row in queued.rows]
+    known = int(scheduler.state.target[row]) - sum(row in queued.sampled for queued in holding)
+    return known - bool(holding and scheduler.got_token_since(row, holding[-1].scheduled_ns))
+
+
+def cut_at_hang_ups(state: RequestState, abandoned: Iterable[int]) -> None:
+    """Remove the tokens that reached clients after they had hung up."""
+    for times in (state.token_ns, state.client_ns):
+        if times is None:
+            continue
+        for row in abandoned:
+            own = times[state.first_slot[row] : state.end_slot[row]]
+            own[own > state.end_ns[row]] = UNSET
+    received = state.token_ns if state.client_ns is None else state.client_ns
+    for row in abandoned:
+        own = received[state.first_slot[row] : state.end_slot[row]]
+        state.next_slot[row] = state.first_slot[row] + np.count_nonzero(own != UNSET)
+
+
+def with_hang_ups(requests: pa.Table, hang_ups: HangUps) -> pa.Table:
+    """A table of requests with the status of abandoned requests, and of those that were not sent because of them."""
+    if not hang_ups.abandoned:
+        return requests
+    columns = {name: requests[name].to_pylist() for name in ("status", "finish_reason", "error_class")}
+    for row in hang_ups.abandoned:
+        columns["status"][row], columns["finish_reason"][row] = ABANDONED, None
+    for row in hang_ups.given_up:
+        columns["status"][row], columns["error_class"][row] = "never_sent", EARLIER_TURN_ABANDONED
+    for name, values in columns.items():
+        index = requests.column_names.index(name)
+        field = requests.schema.field(index)
+        requests = requests.set_column(index, field, pa.array(values, field.type))
+    return requests
+
+
+def with_prefill_ends(requests: pa.Table, prefills: RequestState, beginning: Beginning) -> pa.Table:
+    """The table with ``prefilled_ns``: when the prefill units, which have ``prefills``, had computed each prompt."""
+    ends_ns = since_beginning(prefills.token_ns[prefills.first_slot[: len(requests)]], beginning)
+    return requests.append_column(
+        REQUESTS_EXTRAS.field("prefilled_ns"), pa.array(ends_ns, pa.int64(), mask=ends_ns == UNSET)
+    )
 
 
 class SchedulerListener(Protocol):
@@ -105,7 +356,7 @@ class Scheduler:
 
     def queued_tokens(self) -> int:
         """Prompt tokens received and not scheduled, without those whose KV was delivered."""
-        return admission.queued_tokens(self, self._arrived)
+        return queued_tokens(self, self._arrived)
 
     def running_ages(self) -> Sequence[int]:
         """Output tokens so far of every running request."""
@@ -156,10 +407,10 @@ class Scheduler:
         most = limits.max_num_batched_tokens
         if token_budget is not None and token_budget < most:
             most = token_budget
-        threshold = admission.chunk_limit(self, len(candidates)) if limits.long_prefill_token_threshold else 0
+        threshold = chunk_limit(self, len(candidates)) if limits.long_prefill_token_threshold else 0
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
-            new_rows, new_tokens = admission.admit(self, step.scheduled_ns, budget, threshold, running_limit)
+            new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, threshold, running_limit)
             if new_rows:
                 rows = np.concatenate([rows, np.array(new_rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])

@@ -51,6 +51,10 @@ class RunSpec:
     """Change the order of the requests."""
     weight: float = field(default=1.0, compare=False)
     """Estimated cost, by which work is ordered (largest first); not part of the key."""
+    assume_decoder: bool = declare(
+        False, "Read a config.json of an unknown type or with unknown keys as an ordinary decoder; results say so.",
+        ENGINE, names=("--assume-decoder",),
+    )  # fmt: skip
 
     @property
     def real_time(self) -> bool:

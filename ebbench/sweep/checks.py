@@ -71,7 +71,7 @@ def _of_engine(cell: RunSpec) -> str:
 def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.slo import parse_slo
     from ebbench.devices import load_device
-    from ebbench.devices.profiles import find_model, find_profile
+    from ebbench.devices.profiles import as_decoder, find_model, find_profile
     from ebbench.engines import ENGINES
     from ebbench.traffic.spec import load_scenario
     from ebbench.workloads.spec import load_workload
@@ -97,8 +97,8 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
             load_device(device, "given")
         else:
             find_profile(device)
-    for model in _values(own, "model"):
-        find_model(model)
+    for model, assumed in dict.fromkeys((cell.model, cell.assume_decoder) for cell in own if cell.model is not None):
+        find_model(as_decoder(model) if assumed else model)
 
 
 def trace_notes(cells: Sequence[RunSpec]) -> list[str]:

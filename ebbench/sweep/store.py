@@ -23,8 +23,8 @@ import msgspec
 import pyarrow as pa
 
 from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
-from ebbench.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.errors import EbbenchError, RunError
+from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.records import files
 from ebbench.records.run import unused
 from ebbench.runs.key import key_of

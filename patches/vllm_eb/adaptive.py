@@ -6,13 +6,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm_eb.calibration import Calibration
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.lengths import Lengths
 from vllm_eb.memory import EPSILON, memory_safe_batch
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.renewal import renewal_threshold
 from vllm_eb.theory import Threshold, optimal_threshold
+
+VALUES_OF_T = 1024  # tried besides those at which answers end: every number up to about 100, then 1 in 100
+
+
+def renewal_threshold(survival: NDArray[np.float64], alpha_p: float, alpha_d: float) -> float:
+    """The best share of idle slots at which to refill, in (0, 1].
+
+    ``survival[a]``: share of the answers longer than ``a`` tokens, not rising, 1 at 0; the first token comes with the
+    prefill. ``alpha_p``, ``alpha_d``: fixed costs of a prefill and of a decode step in s.
+    """
+    steps = survival[1:]  # an answer of n tokens decodes for n - 1 steps
+    if not len(steps) or steps[0] <= 0.0:
+        return 1.0
+    ends = 1 + np.flatnonzero(steps[1:] < steps[:-1])  # a phase that ends just before these answers do costs one more
+    lasting = np.unique(np.concatenate([np.geomspace(1, len(steps), VALUES_OF_T).astype(np.int64), ends]))
+    phases = np.array([steps[::phase_steps].sum() for phase_steps in lasting.tolist()]) / steps[0]
+    best = int(np.argmin((alpha_p + alpha_d * lasting) * phases))
+    return float(min(1.0 / phases[best], 1.0))
+
 
 # After the authors' code: the paper says "a practical range" and neither smooths theta nor spaces the updates of N.
 THETA_MIN, THETA_MAX = 0.01, 0.80

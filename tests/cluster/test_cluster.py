@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
-from ebbench.simulation import coasting
+from ebbench.simulation import engine as engine_module
 from ebbench.simulation.gate import OpenGate
 from ebbench.simulation.step import Step
 from ebbench.spec.server import EngineOptions
@@ -303,7 +303,7 @@ def test_coasting_makes_the_same_steps_on_several_instances(  # type: ignore[no-
     settings["on"] = device(FixedAndToken(3e-3, 2e-5, 4e-5))
     with pytest.MonkeyPatch.context() as patch:
         coasted = run(spec, some_plan(seed, rate=rate), "least-outstanding", **settings)
-        patch.setattr(coasting, "SHORTEST_RUN", 1 << 60)
+        patch.setattr(engine_module, "SHORTEST_RUN", 1 << 60)
         one_by_one = run(spec, some_plan(seed, rate=rate), "least-outstanding", **settings)
     assert coasted.requests.equals(one_by_one.requests)
     assert coasted.decisions.equals(one_by_one.decisions)

@@ -15,7 +15,7 @@ from ebbench.devices import StepShape, load_device
 from ebbench.devices.base import PassCost
 from ebbench.devices.collectives import Collectives
 from ebbench.devices.kerneltables import select
-from ebbench.devices.layers import _gemm_tables, _projections
+from ebbench.devices.layers import _gemm_tables
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.devices.table import TableCost
@@ -94,7 +94,9 @@ def test_sliced_products_meet_those_measured_on_a_slice(name: str, worst: float)
     }
     for tokens in (64, 256, 1024, 2048):
         theirs = sum(measured[layer, tokens] for layer in layers) * 1e-6
-        ours = sum(float(np.interp(tokens, *gemm(n, k))) for n, k in _projections(part))
+        inner = part.shared_intermediate if part.experts else part.intermediate
+        products = [*part.mixers[0].products, *part.mlp_products(inner)]
+        ours = sum(float(np.interp(tokens, *gemm(one.columns, one.rows))) for one in products)
         assert ours == pytest.approx(theirs, rel=worst)
 
 

@@ -134,9 +134,10 @@ def test_a_list_of_softmax_layers_only_is_read(tmp_path: Path) -> None:
 
 def test_weights_quantized_beside_the_config_are_not_taken_for_16_bits(tmp_path: Path) -> None:
     path = config(tmp_path)
-    path.with_name("hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(InputFileError, match=r"hf_quant_config\.json"):
-        read_config(path)
+    algorithms = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    path.with_name("hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
+    model = read_config(path)
+    assert (model.weight_dtype, model.kv_dtype) == ("fp8", "fp8")
 
 
 def test_shared_experts_are_counted(tmp_path: Path) -> None:
@@ -175,8 +176,9 @@ def test_the_rest_of_a_model_of_images_is_said_to_be_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["starcoder2", "gpt_neox"])
-def test_a_model_with_two_matrices_in_its_mlp_has_a_caveat(tmp_path: Path, kind: str) -> None:
-    assert "two matrices" in read_config(config(tmp_path, model_type=kind)).note
+def test_a_model_with_two_matrices_in_its_mlp_has_fewer_parameters(tmp_path: Path, kind: str) -> None:
+    gated, without = (read_config(config(tmp_path, model_type=name)) for name in ("llama", kind))
+    assert gated.params - without.params == 36 * 4096 * 12288
 
 
 @pytest.mark.parametrize(

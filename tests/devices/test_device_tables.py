@@ -26,7 +26,7 @@ AS_PROFILED = HostCosts(0.0, 0.0, 1.0)
 
 @pytest.mark.parametrize("device", ["rtx-pro-6000", "rtx-4090"])
 def test_joint_tables_come_back_at_their_grid_points(device: str) -> None:
-    raw = surfaces(find_profile(device), find_model("llama-3.1-8b"))
+    raw = surfaces(find_profile(device), find_model("llama-3.1-8b").mixers[0], "bfloat16")
     assert raw is not None
     tables = raw[0].tables(mixed_excess=1.0)
     rows = select("mixed", device=device, heads=32, kv_heads=8).to_pylist()
@@ -43,7 +43,7 @@ def test_joint_tables_come_back_at_their_grid_points(device: str) -> None:
 @pytest.mark.parametrize(("device", "worst"), [("rtx-pro-6000", 0.32)])
 def test_mixed_attention_agrees_with_another_profile_beyond_the_table(device: str, worst: float) -> None:
     """512 requests, 51 to 204 of them prompts: far beyond 128 decodes and one chunk (eb-vllm's kernel sweep)."""
-    raw = surfaces(find_profile(device), find_model("llama-3.1-8b"))
+    raw = surfaces(find_profile(device), find_model("llama-3.1-8b").mixers[0], "bfloat16")
     assert raw is not None
     tables = raw[0].tables(mixed_excess=1.0)
     path = Path(__file__).parents[2] / "reports" / "reference" / "eb_vllm" / "attention_kernel_rtxpro6000.csv"
@@ -86,10 +86,10 @@ def test_mixing_costs_more_from_the_published_decode_share_on() -> None:
 def test_sliding_layers_stop_growing_with_context() -> None:
     cost = load_device("h200", "gemma-3-1b-it", host=AS_PROFILED).cost
     assert isinstance(cost, TableCost)
-    assert cost.sliding is not None
-    inside = cost.sliding.step_s((), 64, 64 * 512)
-    assert cost.sliding.step_s((), 64, 64 * 4096) == pytest.approx(inside)
-    assert cost.full.step_s((), 64, 64 * 4096) > 2 * cost.full.step_s((), 64, 64 * 512)
+    (_, full), (_, sliding) = cost.attention
+    inside = sliding.step_s((), 64, 64 * 512)
+    assert sliding.step_s((), 64, 64 * 4096) == pytest.approx(inside)
+    assert full.step_s((), 64, 64 * 4096) > 2 * full.step_s((), 64, 64 * 512)
 
 
 def test_heads_between_two_profiled_geometries_lie_between_their_costs() -> None:
@@ -98,7 +98,7 @@ def test_heads_between_two_profiled_geometries_lie_between_their_costs() -> None
     step = (((512, 0),), 128, 128 * 512)
     costs = []
     for name in ("qwen3-8b", "qwen3-14b", "qwen3-32b"):
-        raw = surfaces(profile, find_model(name))
+        raw = surfaces(profile, find_model(name).mixers[0], "bfloat16")
         assert raw is not None
         costs.append(raw[0].tables(1.0).step_s(*step))
     assert costs[0] < costs[1] < costs[2]

@@ -76,7 +76,13 @@ def test_parameters_of_published_mixtures(tmp_path: Path, name: str) -> None:
 def test_dense_layers_are_counted_by_the_rules_of_the_model(
     tmp_path: Path, fields: dict[str, object], dense: int
 ) -> None:
-    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, **fields}
+    mixture = {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        **fields,
+    }
     model = read_config(config(tmp_path, **mixture))
     assert (model.dense_layers, model.expert_layers) == (dense, 36 - dense)
     assert model.dense_intermediate == (12288 if dense else 0)
@@ -89,7 +95,7 @@ def test_dense_models_have_no_dense_layers_of_a_mixture(tmp_path: Path) -> None:
 
 def test_a_list_of_dense_layers_must_be_one(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="mlp_only_layers must be a list"):
-        read_config(config(tmp_path, num_experts=8, num_experts_per_tok=2, mlp_only_layers=3))
+        read_config(config(tmp_path, model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, mlp_only_layers=3))
 
 
 def mixture(dense_layers: int) -> ModelGeometry:
@@ -138,21 +144,29 @@ def test_chunked_attention_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_out", "said"),
+    ("left_out", "params"),
     [
-        (["lm_head"], False),
-        (["re:.*lm_head", "re:.*mlp.gate$", "model.layers.0.mlp.gate", "re:.*router", "vision_model"], False),
-        (["model.layers.3.input_layernorm", "model.embed_tokens"], False),
-        (["lm_head", "model.layers.0.self_attn.q_proj"], True),
-        (["re:.*self_attn.*"], True),
-        (["model.layers.0.mlp.gate_proj"], True),
+        (["lm_head"], 0),
+        (["re:.*lm_head", "re:.*mlp.gate$", "model.layers.0.mlp.gate", "re:.*router", "vision_model"], 0),
+        (["model.layers.3.input_layernorm", "model.embed_tokens"], 0),
+        (["lm_head", "model.layers.0.self_attn.q_proj"], 4096 * 4096),
+        (["model.layers.0.mlp.gate_proj"], 4096 * 12288),
+        (["model.layers.1*"], 11 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)),
     ],
 )
 @pytest.mark.parametrize("key", ["ignore", "modules_to_not_convert"])
-def test_projections_left_in_16_bits_are_said(tmp_path: Path, left_out: list[str], said: bool, key: str) -> None:
+def test_projections_left_in_16_bits_have_them(tmp_path: Path, left_out: list[str], params: int, key: str) -> None:
+    whole = read_config(config(tmp_path, quantization_config={"quant_method": "fp8"}))
     model = read_config(config(tmp_path, quantization_config={"quant_method": "fp8", key: left_out}))
-    assert ("weights are too small" in model.note) is said
-    assert (left_out[-1] in model.note) is said
+    assert model.weight_bytes - whole.weight_bytes == params
+    assert ("are in bfloat16, not in fp8" in model.note) is (params > 10**9)
+
+
+def test_attention_that_is_left_out_everywhere_has_16_bits(tmp_path: Path) -> None:
+    model = read_config(config(tmp_path, quantization_config={"quant_method": "fp8", "ignore": ["re:.*self_attn.*"]}))
+    assert (model.weight_dtype, model.dtype_of_attention) == ("fp8", "bfloat16")
+    whole = read_config(config(tmp_path, quantization_config={"quant_method": "fp8"}))
+    assert model.weight_bytes - whole.weight_bytes == whole.attention_params
 
 
 def test_experts_alone_are_quantized_in_mxfp4(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def written(folder: Path, **changes: object) -> Path:
         ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, "fp8", "bfloat16"),
         ({"quant_method": "compressed-tensors", "config_groups": IN_BLOCKS}, "fp8_block", "bfloat16"),
         ({"quant_algo": "FP8", "config_groups": GROUPS, "kv_cache_scheme": "FP8"}, "fp8", "fp8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4", "bfloat16"),
+        ({"quant_method": "gptq", "bits": 8}, "int8", "bfloat16"),
         (None, "bfloat16", "bfloat16"),
     ],
 )
@@ -50,9 +52,18 @@ def test_a_config_says_the_types_of_weights_and_kv_cache(
     assert (model.weight_dtype, model.kv_dtype) == (weights, kv)
 
 
-@pytest.mark.parametrize("config", [{"quant_method": "awq", "bits": 4}, {"quant_method": "gptq"}, {"bits": 4}])
-def test_a_quantisation_without_tables_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
-    with pytest.raises(InputFileError, match=r"quantization_config .* has no tables; fp8 and mxfp4 have"):
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "bits 3"),
+        ({"bits": 4}, "without quant_method"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ],
+)
+def test_a_quantisation_that_is_not_read_is_refused_by_name(
+    tmp_path: Path, config: dict[str, object], named: str
+) -> None:
+    with pytest.raises(InputFileError, match=named):
         read_config(written(tmp_path, quantization_config=config))
 
 
@@ -65,7 +76,7 @@ def test_activations_that_stay_in_16_bits_are_a_caveat(tmp_path: Path, activatio
 
 @pytest.mark.parametrize(("window", "layers"), [(4096, 36), (32768, 0), (262144, 0)])
 def test_a_window_as_long_as_the_longest_sequence_is_none(tmp_path: Path, window: int, layers: int) -> None:
-    model = read_config(written(tmp_path, sliding_window=window, max_position_embeddings=32768))
+    model = read_config(written(tmp_path, model_type="mistral", sliding_window=window, max_position_embeddings=32768))
     assert model.sliding_layers == layers
     assert bool(model.sliding_window) == bool(layers)
 

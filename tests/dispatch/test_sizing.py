@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.pass_time import FIRST_GUESS, LEAST_PASSES, PassTimeModel
 from ebbench.dispatch.sizing import PassModel, candidates, choose_pass
+from ebbench.dispatch.staggered import FIRST_GUESS, LEAST_PASSES, PassTimeModel
 
 MS = 1_000_000
 MODEL = PassModel(chunk_tokens=1000, overhead_tokens=100)

@@ -103,10 +103,10 @@ def test_a_model_that_a_profile_cannot_describe_runs_where_no_costs_are_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "brand_new"}', encoding="utf-8")
     device = local_hardware([parse_policy("v1")], EngineOptions(), model=str(tmp_path / "config.json"))
     assert (device.name, device.costs_known) == ("NVIDIA H200", False)
-    with pytest.raises(UsageError, match="latent"):
+    with pytest.raises(UsageError, match="brand_new"):
         local_hardware([parse_policy("ebplus")], EngineOptions(), model=str(tmp_path / "config.json"))
 
 

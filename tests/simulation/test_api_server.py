@@ -19,7 +19,7 @@ from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.simulation.api_server import ApiServers
-from ebbench.simulation.coasting import Coasting
+from ebbench.simulation.engine import Coasting
 from ebbench.simulation.state import RequestState
 from ebbench.spec.server import EngineOptions
 from tests.cluster import cluster_worlds as cluster

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from ebbench.engines import sim
 from ebbench.engines.base import EngineResult
-from ebbench.simulation import coasting
+from ebbench.simulation import engine as engine_module
 from ebbench.simulation.gate import OpenGate, PolicyGate
 from ebbench.simulation.kv import CachingKv
 from ebbench.simulation.loop import EventLoop
@@ -44,9 +44,9 @@ def noted(ordinary: Callable[[Any, Step], None], times_ns: list[int]) -> Callabl
 @settings(max_examples=150, deadline=None)
 def test_coasting_makes_the_same_steps(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coasting, "SHORTEST_RUN", 1)
+        patch.setattr(engine_module, "SHORTEST_RUN", 1)
         in_one_go = world.run()
-        patch.setattr(coasting, "SHORTEST_RUN", NEVER)
+        patch.setattr(engine_module, "SHORTEST_RUN", NEVER)
         assert equal(in_one_go, world.run())
 
 
@@ -66,20 +66,20 @@ def test_only_attempts_that_must_fail_are_left_out(
     monkeypatch.setattr(EventLoop, "_quiet_until_ns", lambda self: min(quiet_until(self), self.now_ns + quiet_ns))
     in_the_way: dict[int, bool] = {}  # at the attempt at that time
     asked: list[int] = []
-    ordinary = coasting.Coasting.make_steps
+    ordinary = engine_module.Coasting.make_steps
 
-    def attempt(self: coasting.Coasting, now_ns: int, until_ns: int) -> bool:
+    def attempt(self: engine_module.Coasting, now_ns: int, until_ns: int) -> bool:
         state, running = self._scheduler.state, self._scheduler.running
         in_the_way[now_ns] = bool((state.computed == state.last)[running].any())
         return ordinary(self, now_ns, until_ns)
 
     monkeypatch.setattr(OpenGate, "fill", noted(OpenGate.fill, asked))
-    monkeypatch.setattr(coasting.Coasting, "make_steps", attempt)
+    monkeypatch.setattr(engine_module.Coasting, "make_steps", attempt)
     world.run()
     made, one_by_one = set(in_the_way), asked.copy()
     in_the_way.clear()
     asked.clear()
-    monkeypatch.setattr(coasting.Coasting, "due", lambda self: self._scheduler.only_decodes)
+    monkeypatch.setattr(engine_module.Coasting, "due", lambda self: self._scheduler.only_decodes)
     world.run()
     left_out = set(in_the_way) - made
     assert asked == one_by_one

@@ -8,8 +8,7 @@ import pytest
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
-from ebbench.simulation.releases import Releases
-from ebbench.simulation.warmup import with_warmup
+from ebbench.simulation.releases import Releases, with_warmup
 from ebbench.spec.server import EngineOptions
 from tests.simulation import worlds
 from vllm_eb.policy import parse_policy

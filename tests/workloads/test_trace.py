@@ -209,7 +209,7 @@ def test_bad_lines_are_named(tmp_path: Path, content: str, line: int | None, mes
         ({"request_rate": float("inf")}, "--scenario saturated sends"),
         ({"input_len": 3}, "a trace brings its own lengths"),
         ({"source": "hub"}, "its own source"),
-        ({"speed": 0}, "speed must be positive"),
+        ({"speed": 0}, "--speed must be above 0"),
         ({"speed": 1e-12}, "give a higher --speed"),
         ({"tokenizer": "words"}, "has token counts, leave it out"),
         ({"saturation_rate": 5}, "leave out --saturation-rate"),

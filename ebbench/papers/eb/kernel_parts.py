@@ -91,7 +91,7 @@ def _parts_panel(device: str, model: str) -> Any:
 
 def measured_attention(device: str) -> list[dict[str, Any]]:
     """One FlashAttention call in ms, as published for a GPU and as our tables have it, by kind of batch."""
-    attention = table_cost_of(device, FIGURE1_MODEL).full
+    ((_, attention),) = table_cost_of(device, FIGURE1_MODEL).attention  # one kind of layer
     found = []
     for row in rows(f"attention_kernel_{device.replace('-', '')}", "eb_vllm"):
         prompts, decodes = int(row["num_prefill"]), int(row["num_decode"])

@@ -119,7 +119,8 @@ def beside_a_prompt(device: str, model: str, factor: float | None = None) -> flo
     cost = load_device(device, model, host=host, kv_tokens=_SEQS * _CONTEXT).cost
     if not isinstance(cost, TableCost):
         return None
-    return cost.full.increment.at4(_CHUNK, 0, _SEQS, _CONTEXT) / cost.full.decode.at2(_SEQS, _CONTEXT)
+    ((_, tables),) = cost.attention  # one kind of layer
+    return float(tables.increment.at4(_CHUNK, 0, _SEQS, _CONTEXT) / tables.decode.at2(_SEQS, _CONTEXT))
 
 
 TABLE4 = PaperTable(

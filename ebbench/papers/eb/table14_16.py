@@ -108,6 +108,8 @@ def _real_document(number: int, device: str, options: PaperOptions, store: RunSt
                 rows.append(tuple(row))
     notes = (
         f"Published: {EB_PAPER}, table {number}. Grid: B in {BUDGETS}, N in {BATCHES}; best by requests/s.",
+        "Of the 12 grids one is run by default, Qwen3-8B on ShareGPT; --model and --workload choose others (all: 1,080 "
+        "runs). The whole grid without Gemma and with fewer conversations stands in reports/sweeps.",
         "CV: standard deviation over mean of all 30; range: best over worst; B-Sens: mean over N of the CV across B; "
         "N-Sens: mean over B of the CV across N.",
         *pending(store, _real_cells(device, options)),
@@ -153,6 +155,7 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Document:
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
     notes = (
         f"Published: {EB_PAPER}, table 16. Loss: our requests/s at the published (B, N) against our best.",
+        "By default the RTX PRO 6000's grids are run; --device h200 has the others.",
         *pending(store, _synthetic_cells(options)),
     )
     return Document("table16", "Table 16: best configuration on synthetic workloads", tuple(sections), notes)

@@ -1,0 +1,358 @@
+"""Types of weights and KV cache that a checkpoint is stored in, as vLLM 0.32 reads them.
+
+Sources, in its order: ``quantization_config`` of config.json, ``compression_config``, ``hf_quant_config.json`` beside
+it, ``quantization_config`` of the text part. Layers that a configuration leaves out or treats otherwise are found by
+the names of modules; what counts here is the type of attention, of dense MLPs and of experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ebbench.devices.geometry import WEIGHT_BITS
+from ebbench.devices.modules import ATTENTION, EXPERTS, MLP, Module
+from ebbench.errors import InputFileError
+from ebbench.foreign.documents import read_object
+
+PLAIN = "bfloat16"
+BESIDE = "hf_quant_config.json"  # ModelOptimizer's
+_MODELOPT = {
+    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4", "MXFP8": "mxfp8",
+    "W4A16_NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4", "W4A16_MXFP4": "w4a16_mxfp4",
+}  # fmt: skip
+_INTEGER_METHODS = (
+    "awq",
+    "auto_awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+    "auto_gptq",
+    "moe_wna16",
+    "auto-round",
+    "inc",
+)
+_WHOLE_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp8": "mxfp8"}
+_EXPERT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
+_GONE = ("bitsandbytes", "gguf", "hqq", "aqlm", "marlin", "deepspeedfp", "ptpc_fp8", "eetq", "higgs", "vptq")
+_LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "backbone.", "")
+_WORDS = {ATTENTION: "attention projections", MLP: "MLP projections", EXPERTS: "experts"}
+_WORTH_SAYING = 0.02
+"""Share of a kind of weights with another type from which on it is said."""
+
+
+@dataclass(frozen=True)
+class CheckpointTypes:
+    """Names of ``geometry.WEIGHT_BITS`` for weights of attention, MLP and experts and for the KV cache.
+
+    Each is the type of most weights of its kind; ``other_bytes``: how much larger the weights are than these types
+    make them. ``notes``: caveats.
+    """
+
+    attention: str = PLAIN
+    mlp: str = PLAIN
+    experts: str = PLAIN
+    kv: str = PLAIN
+    other_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class _Scheme(NamedTuple):
+    """A type for the modules that ``targets`` name; no targets: for all."""
+
+    targets: tuple[str, ...]
+    dtype: str
+
+
+def types_of(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
+    """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
+
+    ``modules``: its weights. Raises InputFileError, by the right name, for what vLLM does not read or what has no size
+    here.
+    """
+    place, config = _configuration(path, raw)
+    if not config:
+        return CheckpointTypes()
+    method = _method(config)
+    if method in _GONE:
+        raise InputFileError(path, f"{place}: vLLM 0.32 does not read weights by {method}")
+    schemes, left_out = _schemes(path, place, method, config)
+    found = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
+    return replace(found, kv=_kv(path, method, config), notes=(*found.notes, *_of_activations(config, found)))
+
+
+def _configuration(path: Path, raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    for key in ("quantization_config", "compression_config"):
+        value = raw.get(key)
+        if value and not isinstance(value, dict):
+            raise InputFileError(path, f"{key} must be an object")
+        if value:
+            return key, value
+    return BESIDE, _beside(path)
+
+
+def _beside(path: Path) -> Mapping[str, Any]:
+    """ModelOptimizer's file beside a config.json; empty without one."""
+    beside = path.with_name(BESIDE)
+    return read_object(beside) if beside.is_file() else {}
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    method = str(config.get("quant_method") or "").lower().replace("_tensors", "-tensors")
+    if not method and (_inner(config).get("quant_algo") or "modelopt" in str(config.get("producer"))):
+        return "modelopt"
+    return method
+
+
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ModelOptimizer's own part, which may be nested."""
+    nested = config.get("quantization")
+    return nested if isinstance(nested, dict) else config
+
+
+def _schemes(path: Path, place: str, method: str, config: Mapping[str, Any]) -> tuple[list[_Scheme], tuple[str, ...]]:
+    left_out = _left_out(config) or _left_out(_inner(config))
+    if method.startswith("modelopt"):
+        return _of_modelopt(path, place, _inner(config)), left_out
+    if method in _WHOLE_METHODS:
+        in_blocks = method == "fp8" and config.get("weight_block_size")
+        return [_Scheme((), "fp8_block" if in_blocks else _WHOLE_METHODS[method])], left_out
+    if method in _EXPERT_METHODS:
+        return [_Scheme((), "w4a16_mxfp4")], left_out
+    if method in _INTEGER_METHODS:
+        return [_Scheme((), _of_bits(path, place, method, config.get("bits", config.get("w_bit"))))], left_out
+    if method == "compressed-tensors":
+        return _of_groups(path, place, config), left_out
+    if method == "quark":
+        return _of_quark(path, place, config), left_out
+    if method == "torchao":
+        return [_Scheme((), _of_name(path, place, str(config.get("quant_type"))))], left_out
+    named = f"{method!r}" if method else "without quant_method"
+    raise InputFileError(
+        path,
+        f"{place} {named} is not read here; fp8, fbgemm_fp8, compressed-tensors, modelopt, quark, awq, gptq, mxfp4, "
+        "mxfp8 and torchao are",
+    )
+
+
+def _left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
+    lists: Iterable[object] = (config.get(key) for key in _LEFT_OUT)
+    listed = next((one for one in lists if isinstance(one, list)), [])
+    return tuple(str(name) for name in listed)
+
+
+def _of_bits(path: Path, place: str, method: str, bits: object) -> str:
+    found = {4: "int4", 8: "int8"}.get(bits) if isinstance(bits, int) else None
+    if found is None:
+        raise InputFileError(path, f"{place} {method!r} has bits {bits!r}; vLLM's kernels have 4 and 8")
+    return found
+
+
+def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
+    algorithm = str(config.get("quant_algo") or "").upper()
+    named = config.get("quantized_layers")
+    if algorithm == "MIXED_PRECISION" and isinstance(named, dict):
+        return [
+            _Scheme((str(name),), _algorithm(path, place, str(one.get("quant_algo")).upper()))
+            for name, one in named.items()
+            if isinstance(one, dict)
+        ]
+    if not algorithm and isinstance(config.get("config_groups"), dict):
+        return _of_groups(path, place, config)
+    return [_Scheme((), _algorithm(path, place, algorithm))]
+
+
+def _algorithm(path: Path, place: str, algorithm: str) -> str:
+    found = _MODELOPT.get(algorithm)
+    if found is None:
+        raise InputFileError(path, f"{place} has quant_algo {algorithm!r}; read are {', '.join(_MODELOPT)}")
+    return found
+
+
+def _of_groups(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, dict) and str(sparsity.get("format") or "dense") != "dense":
+        raise InputFileError(path, f"{place} has a sparsity_config {sparsity.get('format')!r}, which is not read here")
+    groups = config.get("config_groups")
+    found = []
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            continue
+        targets = group.get("targets")
+        listed = tuple(str(one) for one in targets) if isinstance(targets, list) else ()
+        found.append(_Scheme(listed, _of_weights(path, f"{place} {name}", weights)))
+    return found
+
+
+def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> str:
+    bits, kind, size = weights.get("num_bits"), str(weights.get("type")), weights.get("group_size")
+    if kind == "float" and bits == 8:
+        if size == 32:
+            return "mxfp8"
+        return "fp8_block" if weights.get("strategy") == "block" else "fp8"
+    if kind == "float" and bits == 4:
+        return "w4a16_mxfp4" if size == 32 else "nvfp4"
+    if kind == "int" and bits in (4, 8):
+        return f"int{bits}"
+    raise InputFileError(path, f"{place}: weights of {bits!r} bits of type {kind!r} are not read here")
+
+
+def _of_quark(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
+    found = []
+    named = config.get("layer_quant_config")
+    entries = list(named.items()) if isinstance(named, dict) else []
+    for targets, one in [*(((str(name),), one) for name, one in entries), ((), config.get("global_quant_config"))]:
+        weights = one.get("weight") if isinstance(one, dict) else None
+        weights = weights[0] if isinstance(weights, list) and weights else weights
+        if isinstance(weights, dict):
+            found.append(_Scheme(targets, _of_name(path, place, str(weights.get("dtype")))))
+    return found
+
+
+def _of_name(path: Path, place: str, name: str) -> str:
+    """A type by its name in quark's and torchao's configurations."""
+    for pattern, dtype in (
+        (r"fp8|float8|e4m3", "fp8"), (r"fp4|float4", "w4a16_mxfp4"), (r"u?int4", "int4"), (r"int8", "int8"),
+    ):  # fmt: skip
+        if re.search(pattern, name.lower()):
+            return dtype
+    raise InputFileError(path, f"{place}: weights of type {name!r} are not read here")
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """Which type every module has."""
+
+    named: tuple[tuple[_Names, str], ...]
+    otherwise: str
+    left_out: _Names
+    only_experts: bool
+
+    @staticmethod
+    def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
+        targets: dict[str, list[str]] = {}
+        for scheme in schemes:
+            targets.setdefault(scheme.dtype, []).extend(one for one in scheme.targets if one != "Linear")
+        for_all = (one.dtype for one in schemes if not one.targets or "Linear" in one.targets)
+        named = tuple((_Names.of(path, listed), dtype) for dtype, listed in targets.items() if listed)
+        return _Typed(named, next(for_all, PLAIN), _Names.of(path, left_out), only_experts)
+
+    def type_of(self, module: Module) -> str:
+        """Left out, else by a name, else that of all."""
+        if self.only_experts:
+            return self.otherwise if module.kind == EXPERTS else PLAIN
+        names = [f"{prefix}{name}" for name in module.names for prefix in _PREFIXES]
+        if any(map(self.left_out.hold, names)):
+            return PLAIN
+        return next((dtype for targets, dtype in self.named if any(map(targets.hold, names))), self.otherwise)
+
+
+def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
+    """The type of most weights of each kind, and the bytes by which the others differ."""
+    params: dict[str, dict[str, int]] = {kind: {} for kind in _WORDS}
+    for module in modules:
+        dtype = typed.type_of(module)
+        params[module.kind][dtype] = params[module.kind].get(dtype, 0) + module.params
+    most = {kind: max(types, key=types.__getitem__, default=PLAIN) for kind, types in params.items()}
+    if not params[EXPERTS]:
+        most[EXPERTS] = most[MLP]
+    other, said = 0.0, []
+    for kind, types in params.items():
+        for dtype, count in types.items():
+            other += count * (WEIGHT_BITS[dtype] - WEIGHT_BITS[most[kind]]) / 8
+            share = count / sum(types.values())
+            if dtype != most[kind] and share > _WORTH_SAYING:
+                said.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
+    notes = (f"{' and '.join(said)}: their size is counted, their time is as with the others",) if said else ()
+    return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other), notes=notes)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of modules as configurations write them: a path or its beginning, a part of one, a glob, ``re:``."""
+
+    paths: frozenset[str]
+    parts: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    @staticmethod
+    def of(path: Path, listed: Iterable[str]) -> _Names:
+        """Raises InputFileError for a pattern that cannot be evaluated in little time."""
+        paths: set[str] = set()
+        parts: set[str] = set()
+        patterns: list[re.Pattern[str]] = []
+        for one in listed:
+            if one.startswith("re:"):
+                patterns.append(_compiled(path, one[3:]))
+            elif "*" in one:
+                patterns.append(re.compile(".*".join(map(re.escape, one[:_LONGEST].split("*")[: _MOST_STARS + 1]))))
+            else:
+                (paths if "layers." in one else parts).add(one)
+        return _Names(frozenset(paths), frozenset(parts), tuple(patterns))
+
+    def hold(self, name: str) -> bool:
+        """Whether they name this module."""
+        pieces = name.split(".")
+        within = {".".join(pieces[: end + 1]) for end in range(len(pieces))}
+        if not self.paths.isdisjoint(within) or not self.parts.isdisjoint(pieces):
+            return True
+        if any(f".{part}." in f".{name}." for part in self.parts if "." in part):
+            return True
+        return any(pattern.match(name) for pattern in self.patterns)
+
+
+_LONGEST = 500
+_MOST_STARS = 4
+_REPEATS = re.compile(r"[*+{]")
+
+
+def _compiled(path: Path, pattern: str) -> re.Pattern[str]:
+    """A regular expression that names modules. Raises InputFileError for a wrong one, or one that could take long."""
+    if (
+        len(pattern) <= _LONGEST
+        and len(_REPEATS.findall(pattern)) <= _MOST_STARS
+        and not re.search(r"\)[*+{]", pattern)
+    ):
+        try:
+            return re.compile(pattern)
+        except re.error:
+            pass
+    raise InputFileError(path, f"names modules by {pattern[:60]!r}, which is not evaluated here")
+
+
+def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
+    """Type of the KV cache with ``--kv-cache-dtype auto``."""
+    if method == "compressed-tensors":
+        return "fp8" if config.get("kv_cache_scheme") else PLAIN
+    if method == "quark":
+        export = config.get("export")
+        return "fp8" if isinstance(export, dict) and export.get("kv_cache_group") else PLAIN
+    # Scales of the cache are in the checkpoint, whatever config.json calls its weights.
+    places = [
+        *((config, _inner(config)) if method.startswith("modelopt") else ()),
+        beside := _beside(path),
+        _inner(beside),
+    ]
+    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+    scheme = next((place[key] for place in places for key in keys if place.get(key)), None)
+    if isinstance(scheme, dict):
+        return "fp8" if scheme.get("num_bits") == 8 and scheme.get("type") == "float" else PLAIN
+    return "fp8" if str(scheme).upper() == "FP8" else PLAIN
+
+
+def _of_activations(config: Mapping[str, Any], types: CheckpointTypes) -> tuple[str, ...]:
+    """That FP8 weights meet activations of 16 bits (compressed-tensors without ``input_activations``)."""
+    groups = config.get("config_groups")
+    if _method(config) != "compressed-tensors" or not isinstance(groups, dict) or not types.mlp.startswith("fp8"):
+        return ()
+    if all(isinstance(group, dict) and group.get("input_activations") for group in groups.values()):
+        return ()
+    return (
+        "its activations stay in 16 bits (no input_activations in its quantization_config), while products are taken "
+        "in FP8: steps with many tokens are too fast",
+    )

@@ -1,0 +1,429 @@
+"""Families of decoders by ``model_type``: what their config.json leaves out, and rules for their layers.
+
+One entry of ``FAMILIES`` is all that a new family takes. Values under usual names are read without an entry's help:
+layers, widths, heads, experts (:data:`ebbench.devices.config_values.NAMES`), ``layer_types``, sliding windows, first
+and listed dense layers of mixtures. An entry says what differs; sizes and defaults are those of transformers and vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ebbench.devices.config_values import ConfigValues
+from ebbench.devices.mixer_rules import (
+    Rule,
+    block_index,
+    block_sparse,
+    delta,
+    gated_recurrence,
+    index,
+    kimi_delta,
+    latent,
+    lightning,
+    mamba1,
+    mamba2,
+    short_conv,
+    softmax,
+)
+from ebbench.devices.modules import ModuleNames
+
+FULL, WINDOW, CHUNK, LINEAR, CONV, SPARSE = (
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "sparse_attention",
+)  # fmt: skip
+DENSE_MLP, EXPERTS = "mlp", "moe"
+KIND_NAMES: Mapping[str, str] = {
+    "attention": FULL, "global_attention": FULL, "indexed_attention": FULL, "hybrid": FULL, "*": FULL,
+    "sliding_window": WINDOW, "local_attention": WINDOW, "swa": WINDOW,
+    "deepseek_sparse_attention": FULL,
+    "mamba": LINEAR, "mamba2": LINEAR, "recurrent": LINEAR, "M": LINEAR, "minimax_m3_sparse": SPARSE,
+    "-": DENSE_MLP, "E": EXPERTS,
+}  # fmt: skip
+"""Other names of kinds of layers in a config.json."""
+Kinds = list[str]
+Pattern = Callable[[ConfigValues, int], Kinds]
+
+_SOFTMAX: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(),), WINDOW: (softmax("window"),)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the config.json of one family means.
+
+    ``defaults``: values of keys that may be absent. ``layers``: rules of each kind of layer that it has; a kind that is
+    not here is refused. ``pattern``: the kinds where no list of them is given. ``experts``: whether it may have any;
+    ``dense_width``, ``shared_width``: keys of the width of a dense MLP, and of what every token passes beside its
+    experts, if not the usual ones. ``width``: the MLP's width, if not what a key says. ``mlp_matrices``: 3 with a gate,
+    2 without. ``one_each``: a layer is attention or MLP, not both. ``tied``: whether embeddings are tied where the
+    config does not say. ``others``: parameters outside layers, embeddings and head. ``modules``: names of the parts of
+    a layer. ``understood``: keys that change
+    nothing here. ``note``: a caveat that its results carry.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    layers: Mapping[str, tuple[Rule, ...]] = field(default_factory=lambda: _SOFTMAX)
+    pattern: Pattern | None = None
+    experts: bool = False
+    dense_width: tuple[str, ...] = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+    shared_width: tuple[str, ...] = ()
+    width: Callable[[ConfigValues], int] | None = None
+    mlp_matrices: int = 3
+    one_each: bool = False
+    tied: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    others: Callable[[ConfigValues], int] | None = None
+    modules: ModuleNames = field(default_factory=ModuleNames)
+    understood: tuple[str, ...] = ()
+    note: str = ""
+
+
+# Patterns of kinds of layers.
+
+
+def every(number: int, *keys: str, first: bool = False, otherwise: str = WINDOW) -> Pattern:
+    """One layer in so many attends to everything, by the first of ``keys`` that is given: the last of each group, or
+    the first."""
+
+    def pattern(v: ConfigValues, layers: int) -> Kinds:
+        stated = v.number(*keys, default=0) if keys else 0
+        group = stated or number
+        due = 0 if first else group - 1
+        return [FULL if layer % group == due else otherwise for layer in range(layers)]
+
+    return pattern
+
+
+def lettered(v: ConfigValues, layers: int) -> Kinds:
+    """``sliding_window_pattern`` as a number or as letters, L for a window (EXAONE 4)."""
+    given = v.get("sliding_window_pattern")
+    if not isinstance(given, str):
+        return every(4, "sliding_window_pattern")(v, layers)
+    kinds = [WINDOW if given[layer % len(given)] == "L" else FULL for layer in range(layers)]
+    return [*kinds[:-1], FULL]
+
+
+def _after_layers(v: ConfigValues, layers: int) -> Kinds:
+    """Qwen 2 and 3: windows from ``max_window_layers`` on, if they are used at all."""
+    first = v.number("max_window_layers", default=0)
+    return [WINDOW if v.flag("use_sliding_window") and layer >= first else FULL for layer in range(layers)]
+
+
+def _chunks(v: ConfigValues, layers: int) -> Kinds:
+    """Llama 4: layers with rotary embeddings attend within chunks."""
+    interval = v.number("no_rope_layer_interval", default=4)
+    listed = v.per_layer("no_rope_layers", layers) or [(layer + 1) % interval for layer in range(layers)]
+    return [CHUNK if rope else FULL for rope in listed]
+
+
+def _flags(key: str, one: str, other: str = FULL) -> Pattern:
+    """A list of 0 and 1."""
+
+    def pattern(v: ConfigValues, layers: int) -> Kinds:
+        listed = v.per_layer(key, layers)
+        return [one if flag else other for flag in listed] if listed else [other] * layers
+
+    return pattern
+
+
+def _mimo(v: ConfigValues, layers: int) -> Kinds:
+    listed = v.per_layer("hybrid_layer_pattern", layers)
+    if listed:
+        return [WINDOW if flag else FULL for flag in listed]
+    return [FULL if layer == 0 or (layer + 1) % 6 == 0 else WINDOW for layer in range(layers)]
+
+
+def _repeated(key: str) -> Pattern:
+    """A short list of kinds, repeated."""
+
+    def pattern(v: ConfigValues, layers: int) -> Kinds:
+        listed = v.listed(key) or ["attention"]
+        return [str(listed[layer % len(listed)]) for layer in range(layers)]
+
+    return pattern
+
+
+def _listed_full(*keys: str, otherwise: str) -> Pattern:
+    """The numbers of the layers with attention."""
+
+    def pattern(v: ConfigValues, layers: int) -> Kinds:
+        lists = [v.listed(key) for key in keys]
+        full = next((listed for listed in lists if listed is not None), None)
+        if full is None:
+            full = list(range(layers)) if otherwise == CONV else []
+        return [FULL if layer in full else otherwise for layer in range(layers)]
+
+    return pattern
+
+
+def _period(v: ConfigValues, layers: int) -> Kinds:
+    """Jamba."""
+    period, offset = v.number("attn_layer_period", default=8), v.number("attn_layer_offset", default=0)
+    return [FULL if layer % period == offset else LINEAR for layer in range(layers)]
+
+
+def _kimi(v: ConfigValues, layers: int) -> Kinds:
+    """Kimi Linear lists layers from 1."""
+    nested = v.get("linear_attn_config") or {}
+    full = nested.get("full_attn_layers") or range(4, layers, 4)
+    return [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
+
+
+def _groups(v: ConfigValues, layers: int) -> Kinds:
+    return every(v.number("layer_group_size"), otherwise=LINEAR)(v, layers)
+
+
+def _all(kind: str) -> Pattern:
+    return lambda v, layers: [kind] * layers
+
+
+def _block_sparse(v: ConfigValues, layers: int) -> Kinds:
+    return _flags("sparse_attention_freq", SPARSE)(v, layers)
+
+
+# Widths and further parameters.
+
+
+def _half(v: ConfigValues) -> int:
+    return v.number("intermediate_size") // 2
+
+
+def _lfm2(v: ConfigValues) -> int:
+    width = v.number("block_ff_dim", "intermediate_size", default=0) or v.number("intermediate_size", default=12288)
+    v.understood(("block_dim", "block_use_swiglu", "block_mlp_init_scale", "block_out_init_scale", "block_norm_eps"))
+    v.understood(("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_use_xavier_init", "full_attn_idxs"))
+    v.understood(("block_ffn_dim_multiplier", "block_multiple_of"))
+    if not v.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    factor, multiple = v.get("block_ffn_dim_multiplier") or 1.0, v.number("block_multiple_of", default=256)
+    return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+
+
+def _four_times(v: ConfigValues) -> int:
+    expansion = v.get("expansion_ratio")
+    wide = v.number("intermediate_size", default=0)
+    return wide or (expansion if isinstance(expansion, int) else 4) * v.number("hidden_size")
+
+
+def _learned_positions(v: ConfigValues) -> int:
+    return v.number("n_positions", "max_position_embeddings", default=0) * v.number("hidden_size")
+
+
+def _per_layer_inputs(v: ConfigValues) -> int:
+    """Gemma 3n and 4: an embedding for every layer, and its way into the layers."""
+    each = v.number("hidden_size_per_layer_input", default=0)
+    hidden, layers = v.number("hidden_size"), v.number("num_hidden_layers")
+    words = v.number("vocab_size_per_layer_input", default=0)
+    return layers * each * (words + 3 * hidden)
+
+
+def _gemma3n(v: ConfigValues) -> int:
+    hidden, layers, inputs = v.number("hidden_size"), v.number("num_hidden_layers"), v.number("altup_num_inputs")
+    v.understood(("altup_active_idx", "altup_coef_clip", "altup_correct_scale", "activation_sparsity_pattern"))
+    low_rank = 2 * v.number("laurel_rank") * hidden
+    return _per_layer_inputs(v) + 2 * (inputs - 1) * hidden * hidden + layers * (low_rank + inputs * hidden)
+
+
+_GEMMA3 = {
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+_LATENT: Mapping[str, tuple[Rule, ...]] = {FULL: (latent,)}
+_DELTA_DEFAULTS = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "head_dim": 256,
+}  # fmt: skip
+_DELTA: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(gate="element"),), LINEAR: (delta,)}
+_NOT_SPARSE = "indexer_rope_interleave", "index_share_for_mtp_iteration", "index_topk_freq", "index_skip_topk_offset"
+DENSE = Family()
+MIXTURE = Family(experts=True)
+NO_GATE = Family(mlp_matrices=2)
+GEMMA = Family(tied=True, defaults={"head_dim": 256})
+GEMMA2 = replace(GEMMA, pattern=every(2), norms=4)
+GEMMA3 = replace(GEMMA, defaults=_GEMMA3, pattern=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
+                 norms=4, qk_norm=True)  # fmt: skip
+QWEN2 = Family(pattern=_after_layers)
+QWEN3 = replace(QWEN2, qk_norm=True, defaults={"head_dim": 128})
+QWEN_MOE = replace(QWEN2, experts=True)
+QWEN3_MOE = replace(QWEN_MOE, qk_norm=True)
+QWEN3_NEXT = Family(defaults=_DELTA_DEFAULTS, layers=_DELTA, experts=True, qk_norm=True,
+                    pattern=every(4, "full_attention_interval", otherwise=LINEAR),
+                    understood=("attn_output_gate",))  # fmt: skip
+DEEPSEEK = Family(layers=_LATENT, experts=True)
+DSA = replace(DEEPSEEK, layers={FULL: (latent, index)}, understood=_NOT_SPARSE)
+_BLOCK_SPARSE_MOE = ModuleNames(experts="block_sparse_moe.experts")
+MINIMAX_M3 = Family(
+    modules=ModuleNames(mlp="block_sparse_moe", experts="block_sparse_moe.experts"),
+    experts=True, qk_norm=True, pattern=_block_sparse,
+    layers={FULL: (softmax(),), SPARSE: (block_sparse, block_index)},
+    understood=("rotary_dim", "use_gemma_norm", "sparse_score_type", "sparse_disable_index_value",
+                "use_sparse_attention"),
+    note="its sparse layers choose whole blocks of keys; how long the choice takes was not measured",
+)  # fmt: skip
+MAMBA_ATTENTION: Mapping[str, tuple[Rule, ...]] = {FULL: (softmax(),), LINEAR: (mamba2,)}
+NEMOTRON_H = Family(modules=ModuleNames("mixer", "mixer", "mixer", "mixer.experts"), layers=MAMBA_ATTENTION,
+                    experts=True, mlp_matrices=2, one_each=True, norms=1,
+                    understood=("time_step_rank", "mamba_proj_bias", "mtp_layers_block_type"))  # fmt: skip
+GRANITE_HYBRID = Family(layers=MAMBA_ATTENTION, experts=True,
+                        pattern=_listed_full("attn_layer_indices", otherwise=LINEAR),
+                        dense_width=("shared_intermediate_size",), understood=("intermediate_size",))  # fmt: skip
+EXAONE4 = Family(pattern=lettered, qk_norm=True)
+GPT2 = Family(mlp_matrices=2, tied=True, width=_four_times, others=_learned_positions)
+LFM2 = Family(layers={FULL: (softmax(),), CONV: (short_conv,)}, tied=True, width=_lfm2, qk_norm=True,
+              pattern=_listed_full("full_attn_idxs", otherwise=CONV),
+              defaults={"intermediate_size": 12288})  # fmt: skip
+COHERE = Family(tied=True)
+HUNYUAN = Family(qk_norm=True, understood=("attention_head_dim",))
+BAILING = Family(experts=True, qk_norm=True, understood=("group_norm_size", "linear_silu", "layer_group_size"))
+ERNIE = Family(tied=True, defaults={"head_dim": 128})
+
+
+def _gemma4_full(v: ConfigValues, layers: int) -> Any:
+    """Gemma 4: layers with full attention have heads of another width, and may have one projection for both keys and
+    values."""
+    if v.has("per_layer_config"):
+        return softmax(own_values=not v.flag("attention_k_eq_v"))(v, layers)
+    wide = v.overlaid({"global_head_dim": v.get("global_head_dim") or 512})
+    if not v.flag("attention_k_eq_v"):
+        wide = wide.overlaid({"num_global_key_value_heads": None})
+    rule = softmax(kv_heads="num_global_key_value_heads", key_dim="global_head_dim", value_dim="",
+                   own_values=not v.flag("attention_k_eq_v"))  # fmt: skip
+    v.understood(("num_global_key_value_heads", "global_head_dim"))
+    return rule(wide, layers)
+
+
+def _mimo_window(v: ConfigValues, layers: int) -> Any:
+    """MiMo V2: layers with a window have twice the KV heads, where the config does not say."""
+    doubled = v.overlaid(
+        {"swa_num_key_value_heads": v.get("swa_num_key_value_heads") or 2 * v.number("num_key_value_heads")}
+    )
+    rule = softmax("window", heads="swa_num_attention_heads", kv_heads="swa_num_key_value_heads",
+                   key_dim="swa_head_dim", value_dim="swa_v_head_dim")  # fmt: skip
+    return rule(doubled, layers)
+
+
+def _step_window(v: ConfigValues, layers: int) -> Any:
+    """Step 3.5: ``attention_other_setting`` has the heads of layers with a window."""
+    other = v.get("attention_other_setting") or {}
+    own = {key: other[key] for key in ("num_attention_heads", "num_attention_groups", "head_dim") if key in other}
+    gate = "head" if v.flag("use_head_wise_attn_gate") else ""
+    return softmax("window", gate=gate)(v.overlaid(own), layers)
+
+
+GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, modules=ModuleNames(experts="experts"),
+                 others=_per_layer_inputs, pattern=every(6),
+                 layers={FULL: (_gemma4_full,), WINDOW: (softmax("window"),)},
+                 shared_width=("intermediate_size",), understood=("use_double_wide_mlp",))  # fmt: skip
+
+FAMILIES: Mapping[str, Family] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "ministral3", "granite", "seed_oss", "helium", "glm", "hyperclovax", "solar", "internlm3",
+         "minicpm", "orion", "telechat2", "internlm2", "exaone", "bitnet", "iquestcoder", "phi3", "smollm3",
+         "stablelm", "diffllama", "baichuan", "aquila", "xverse", "qwen2_vl_text", "qwen2_5_vl_text", "olmo", "yi"),
+        DENSE,
+    ),
+    "smollm3": COHERE,
+    "glm4": replace(DENSE, norms=4),
+    "olmo2": replace(DENSE, qk_norm=True),
+    "olmo3": replace(DENSE, qk_norm=True, pattern=every(4)),
+    "ministral": replace(DENSE, defaults={"head_dim": 128}),
+    "cwm": replace(DENSE, pattern=every(4, first=True)),
+    "granite_swa": replace(DENSE, pattern=every(4, first=True), tied=True),
+    "qwen": replace(DENSE, width=_half),
+    "chatglm": Family(understood=("multi_query_attention", "interleaved_qkv")),
+    **dict.fromkeys(("qwen2", "mimo", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_text"), QWEN2),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text"), QWEN3),
+    **dict.fromkeys(("arcee", "nemotron", "apertus", "persimmon", "jais2", "phi", "gpt_neox"), NO_GATE),
+    "starcoder2": replace(NO_GATE, tied=True),
+    "nanochat": NO_GATE,
+    "gpt2": GPT2,
+    "gpt_bigcode": replace(GPT2, defaults={"num_key_value_heads": 1}, understood=("multi_query",)),
+    "opt": replace(GPT2, understood=("word_embed_proj_dim",)),
+    "gptj": replace(GPT2, tied=False, others=None, understood=("rotary_dim",)),
+    "bloom": replace(GPT2, others=None),
+    **dict.fromkeys(("cohere", "cohere2_vision_text"), COHERE),
+    "cohere2": replace(COHERE, pattern=every(4, "sliding_window_pattern"), defaults={"head_dim": 128}),
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "vaultgemma": replace(GEMMA2, norms=2),
+    **dict.fromkeys(("gemma3", "gemma3_text"), GEMMA3),
+    "gemma3n_text": replace(
+        GEMMA3, pattern=every(5), others=_gemma3n, defaults={"head_dim": 256},
+        note="its layers keep several streams and inputs of their own (AltUp), whose time is left out: steps "
+             "are too fast",
+    ),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), GEMMA4),
+    **dict.fromkeys(("exaone4", "exaone4_5_text"), EXAONE4),
+    "exaone_moe": replace(EXAONE4, experts=True, defaults={"first_k_dense_replace": 1}),
+    "ernie4_5": ERNIE,
+    **dict.fromkeys(("ernie4_5_moe",), replace(MIXTURE, tied=True)),
+    "hunyuan_v1_dense": HUNYUAN,
+    "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
+                              understood=("attention_head_dim", "use_mixed_mlp_moe")),
+    "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
+                     defaults={"first_k_dense_replace": 1}),
+    **dict.fromkeys(("mixtral", "minimax_m2"), replace(MIXTURE, modules=_BLOCK_SPARSE_MOE)),
+    **dict.fromkeys(("phimoe", "granitemoe", "granitemoeshared", "olmoe", "flex_olmo", "dots1", "deepseek",
+                     "solar_open", "glm4_moe", "glm4v_moe_text", "aria_text"), MIXTURE),
+    "granitemoe_swa": replace(MIXTURE, pattern=every(4, first=True)),
+    "mellum": replace(MIXTURE, qk_norm=True, pattern=_all(FULL)),
+    "laguna": replace(MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(gate="head"),),
+                      WINDOW: (softmax("window", gate="head"),)}, understood=("gating", "swa_attention_sink_enabled")),
+    "afmoe": replace(MIXTURE, qk_norm=True, norms=4, pattern=every(4, "global_attn_every_n_layers"),
+                     layers={FULL: (softmax(gate="element"),), WINDOW: (softmax("window", gate="element"),)}),
+    "cohere2_moe": replace(MIXTURE, tied=True, pattern=every(4, "sliding_window_pattern"),
+                           understood=("prefix_dense_sliding_window_pattern", "shared_expert_combination_strategy")),
+    "gpt_oss": replace(MIXTURE, pattern=every(2), defaults={"head_dim": 64}),
+    **dict.fromkeys(("qwen2_moe",), QWEN_MOE),
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text"), QWEN3_MOE),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"), QWEN3_NEXT),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5"), replace(QWEN3_NEXT, experts=False)),
+    "olmo_hybrid": Family(layers={FULL: (softmax(),), LINEAR: (delta,)}, pattern=every(4, otherwise=LINEAR),
+                          qk_norm=True),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite", "mistral4_text"), DEEPSEEK),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DSA),
+    **dict.fromkeys(("step3p5", "step3p7"), replace(
+        MIXTURE, qk_norm=True, pattern=_all(FULL), layers={FULL: (softmax(),), WINDOW: (_step_window,)},
+        understood=("moe_layers_enum",))),
+    "youtu": Family(layers=_LATENT, tied=True),
+    "minicpm3": Family(layers=_LATENT, tied=True, understood=("dim_model_base", "scale_depth")),
+    "llama4_text": replace(MIXTURE, modules=ModuleNames(mlp="feed_forward", experts="feed_forward.experts"),
+                           pattern=_chunks, layers={FULL: (softmax(),), CHUNK: (softmax("chunk"),)},
+                           shared_width=("intermediate_size",),
+                           understood=("attention_chunk_size", "use_qk_norm", "for_llm_compressor")),
+    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
+        experts=True, pattern=_mimo, understood=("attention_chunk_size", "hybrid_block_size", "sliding_window_size"),
+        layers={FULL: (softmax(),), WINDOW: (_mimo_window,)},
+    )),
+    **dict.fromkeys(("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text"), MINIMAX_M3),
+    **dict.fromkeys(("minimax", "minimax_text_01"), Family(
+        experts=True, layers={FULL: (softmax(),), LINEAR: (lightning,)},
+        pattern=_flags("attn_type_list", FULL, LINEAR),
+    )),
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), BAILING),
+    **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5"), replace(
+        BAILING, layers={FULL: (softmax(),), LINEAR: (lightning,)}, pattern=_groups)),
+    "bamba": replace(GRANITE_HYBRID, experts=False, dense_width=("intermediate_size",)),
+    "granitemoehybrid": GRANITE_HYBRID,
+    "falcon_h1": Family(layers={FULL: (softmax(), mamba2)}, pattern=_all(FULL)),
+    "nemotron_h": NEMOTRON_H,
+    "jamba": Family(layers={FULL: (softmax(),), LINEAR: (mamba1,)}, pattern=_period, experts=True),
+    "lfm2": LFM2,
+    "lfm2_moe": replace(LFM2, experts=True, width=None),
+    "kimi_linear": Family(layers={FULL: (latent,), LINEAR: (kimi_delta,)}, experts=True, pattern=_kimi,
+                          defaults={"first_k_dense_replace": 1}),
+    "recurrent_gemma": Family(
+        layers={FULL: (softmax("window"),), LINEAR: (gated_recurrence,)}, pattern=_repeated("block_types"), tied=True,
+        width=_half, understood=("_block_types",),
+    ),
+}  # fmt: skip
+"""The families that are read."""
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Where a model of images or sound has its decoder."""
+TEXT_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
+    "mistral3": "mistral", "llava": "llama", "llava_next": "llama", "kimi_k25": "kimi_k2",
+    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "minimax_m3_vl": "minimax_m3_text",
+}  # fmt: skip
+"""``model_type`` of that part where it does not say."""

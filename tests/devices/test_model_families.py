@@ -1,0 +1,304 @@
+"""Families of decoders: layers, KV cache and parameters from config.json files as they are published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbench.devices import load_device
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.model_config import read_config
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.profiles import as_decoder, find_model
+from ebbench.errors import InputFileError, UsageError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 65536,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+DEEPSEEK = {
+    **LATENT, "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+    "vocab_size": 129280, "max_position_embeddings": 163840, "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+DELTA = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "full_attention_interval": 4, "head_dim": 256,
+}  # fmt: skip
+
+
+def write(folder: Path, config: dict[str, Any], name: str = "config.json") -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps(config))
+    return path
+
+
+def read(folder: Path, config: dict[str, Any], **changes: Any) -> ModelGeometry:
+    return read_config(write(folder, {**config, **changes}))
+
+
+def kinds(model: ModelGeometry) -> list[tuple[str, int]]:
+    return [(mixer.kind, mixer.layers) for mixer in model.mixers]
+
+
+def test_an_unknown_type_is_refused_or_assumed_with_a_caveat(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LLAMA, "model_type": "brand_new"})
+    with pytest.raises(InputFileError, match=r"model_type 'brand_new' is not known here; --assume-decoder"):
+        find_model(str(path))
+    model = find_model(as_decoder(str(path)))
+    assert model.params == read(tmp_path / "known", LLAMA).params
+    assert "any figure may be wrong" in model.note
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "head_compression",
+        "kv_sharing_groups",
+        "local_attention_span",
+        "layer_skip_every",
+        "expert_block_width",
+        "ssm_rank",
+    ],
+)
+def test_a_key_about_the_shape_that_no_rule_reads_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(InputFileError, match=f"{key} says something of the shape"):
+        read(tmp_path, LLAMA, **{key: 4})
+    assert read(tmp_path, LLAMA, **{key: None}).note == ""
+    model = find_model(as_decoder(str(write(tmp_path, {**LLAMA, key: 4}))))
+    assert f"what {key} says of its shape is left out" in model.note
+
+
+def test_keys_that_change_no_figure_are_understood(tmp_path: Path) -> None:
+    """As published configs have them."""
+    fields = {
+        "attention_bias": False, "attention_dropout": 0.1, "rope_theta": 5e5, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "initializer_range": 0.02, "mlp_bias": False, "pretraining_tp": 1,
+        "use_cache": True, "bos_token_id": 1,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "head_dim": 64, "partial_rotary_factor": 0.5,
+    }  # fmt: skip
+    assert read(tmp_path, LLAMA, **fields).note == ""
+
+
+def test_lists_of_layers_need_an_entry_for_each(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="layer_types has 4 entries for 8 layers"):
+        read(tmp_path, LLAMA, layer_types=["full_attention"] * 4)
+
+
+def test_latent_attention_keeps_one_latent_per_token(tmp_path: Path) -> None:
+    """DeepSeek V3: 671 billion parameters, 37 of them active; 576 elements per token and layer, whatever tp is."""
+    model = read(tmp_path, DEEPSEEK)
+    assert model.params / 1e9 == pytest.approx(671.0, abs=0.2)
+    assert model.active_params / 1e9 == pytest.approx(37.5, abs=0.5)
+    assert kinds(model) == [("latent", 61)]
+    assert model.kv_bytes_per_token == 61 * 576 * 2
+    assert model.sliced(8).kv_bytes_per_token == model.kv_bytes_per_token
+
+
+def test_a_model_with_an_index_keeps_it_beside_its_latents(tmp_path: Path) -> None:
+    """DeepSeek V3.2: an index of 128 bytes and a scale per token."""
+    model = read(
+        tmp_path, DEEPSEEK, model_type="deepseek_v32", index_topk=2048, index_n_heads=64, index_head_dim=128
+    )  # fmt: skip
+    assert kinds(model) == [("latent", 61), ("index", 61)]
+    assert model.kv_bytes_per_token == 61 * (576 * 2 + 132)
+    assert model.params / 1e9 == pytest.approx(671.9, abs=0.1)
+
+
+def test_linear_layers_keep_a_state_and_no_tokens(tmp_path: Path) -> None:
+    """Qwen3-Next: 80 billion parameters, 3 of them active; a quarter of the layers has attention."""
+    model = read(
+        tmp_path, LLAMA, model_type="qwen3_next", num_hidden_layers=48, hidden_size=2048, num_key_value_heads=2,
+        intermediate_size=5120, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512,
+        num_experts_per_tok=10, decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151936, **DELTA,
+    )  # fmt: skip
+    assert sorted(kinds(model)) == [("full", 12), ("state", 36)]
+    assert model.params / 1e9 == pytest.approx(79.7, abs=0.1)
+    assert model.active_params / 1e9 == pytest.approx(3.9, abs=0.1)
+    assert model.kv_bytes_per_token == 12 * 2 * 2 * 256 * 2
+    assert model.state_bytes == 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 2)
+
+
+def test_layers_of_one_kind_only(tmp_path: Path) -> None:
+    """Nemotron-H: a layer is Mamba, attention or an MLP of two matrices."""
+    model = read(
+        tmp_path, LLAMA, model_type="nemotron_h", num_hidden_layers=52, hidden_size=4096, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=21504, vocab_size=131072, attention_head_dim=128, head_dim=128,
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        mamba_num_heads=128, mamba_head_dim=64, ssm_state_size=128, n_groups=8, conv_kernel=4, expand=2, chunk_size=128,
+    )  # fmt: skip
+    assert sorted(kinds(model)) == [("full", 4), ("state", 24)]
+    assert model.params / 1e9 == pytest.approx(8.1, abs=0.1)
+    assert model.kv_bytes_per_token == 4 * 2 * 8 * 128 * 2
+
+
+def test_kinds_of_attention_with_heads_of_their_own(tmp_path: Path) -> None:
+    """As in Gemma 4: fewer and wider heads, one projection for both keys and values, where all tokens are kept."""
+    layers = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    model = read(
+        tmp_path, LLAMA, model_type="gemma4_text", num_hidden_layers=12, layer_types=layers, head_dim=64,
+        global_head_dim=128, num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=512,
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    window, full = model.mixers
+    assert (window.kind, window.layers, window.window, window.cached) == ("window", 10, 512, 2 * 4 * 64)
+    assert (full.kind, full.layers, full.cached) == ("full", 2, 2 * 2 * 128)
+    assert full.params == 1024 * (16 * 128 + 2 * 128) + 16 * 128 * 1024
+
+
+def test_layers_that_share_the_cache_of_others_keep_none(tmp_path: Path) -> None:
+    """As in Gemma 3n."""
+    model = read(
+        tmp_path, LLAMA, model_type="gemma3n_text", num_hidden_layers=10, num_kv_shared_layers=4, sliding_window=512,
+        head_dim=64, intermediate_size=[4096] * 10, hidden_size_per_layer_input=256, vocab_size_per_layer_input=32000,
+        altup_num_inputs=4, laurel_rank=64,
+    )  # fmt: skip
+    own = [mixer for mixer in model.mixers if mixer.cached]
+    assert sum(mixer.layers for mixer in own) == 6
+    assert {mixer.cached for mixer in own} == {2 * 4 * 64}
+    assert {mixer.reads for mixer in model.mixers} == {2 * 4 * 64}
+
+
+@pytest.mark.parametrize(("given", "windowed"), [("LLLG", 6), ("LG", 4), (2, 4)])
+def test_windows_by_letters(tmp_path: Path, given: object, windowed: int) -> None:
+    model = read(tmp_path, LLAMA, model_type="exaone4", sliding_window=4096, sliding_window_pattern=given)
+    assert sum(mixer.layers for mixer in model.windows) == windowed
+
+
+def test_a_first_qwen_has_half_the_width_of_its_key(tmp_path: Path) -> None:
+    whole, half = (read(tmp_path, LLAMA, model_type=kind, tie_word_embeddings=False) for kind in ("llama", "qwen"))
+    assert (whole.intermediate, half.intermediate) == (4096, 2048)
+
+
+def test_a_hybrid_without_states_is_a_dense_model(tmp_path: Path) -> None:
+    """Granite 4 has configs of its hybrid type in which every layer has attention."""
+    model = read(
+        tmp_path, LLAMA, model_type="granitemoehybrid", layer_types=["attention"] * 8, shared_intermediate_size=4096,
+        num_local_experts=0, num_experts_per_tok=0, mamba_d_conv=4, mamba_d_state=128, mamba_n_heads=128,
+        mamba_d_head=64, mamba_n_groups=1, mamba_expand=2,
+    )  # fmt: skip
+    assert model.params == read(tmp_path / "dense", LLAMA).params
+
+
+def test_sparse_layers_read_few_of_the_tokens_that_they_keep(tmp_path: Path) -> None:
+    """As in MiniMax M3: 16 blocks of 128 tokens, and an index of one head."""
+    sparse = {
+        "use_sparse_attention": True, "sparse_attention_freq": [0, 0, 1, 1, 1, 1, 1, 1], "sparse_block_size": 128,
+        "sparse_topk_blocks": 16, "sparse_index_dim": 128, "sparse_num_index_heads": 4,
+    }  # fmt: skip
+    model = read(
+        tmp_path, LLAMA, model_type="minimax_m3", num_local_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+        shared_intermediate_size=512, moe_intermediate_size=512, dense_intermediate_size=2048, head_dim=64,
+        moe_layer_freq=[0, 0, 1, 1, 1, 1, 1, 1], sparse_attention_config=sparse,
+    )  # fmt: skip
+    found = {mixer.kind: (mixer.layers, mixer.window, mixer.bytes_per_token(2)) for mixer in model.mixers}
+    assert found == {"full": (2, 0, 1024.0), "sparse": (6, 2048, 1024.0), "index": (6, 0, 256.0)}
+    assert (model.dense_layers, model.dense_intermediate) == (2, 2048)
+
+
+def test_layers_of_different_shapes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="block_configs"):
+        read(tmp_path, LLAMA, model_type="nemotron-nas", block_configs=[{"ffn": {"ffn_mult": 2.6}}] * 8)
+
+
+def test_a_state_space_model_without_attention_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="no layer with attention"):
+        read(
+            tmp_path, LLAMA, model_type="bamba", mamba_n_heads=32, mamba_d_head=64, mamba_d_state=16, mamba_d_conv=4
+        )  # fmt: skip
+
+
+def test_mistrals_own_format_is_read(tmp_path: Path) -> None:
+    params = {
+        "dim": 1024, "n_layers": 8, "head_dim": 64, "hidden_dim": 4096, "n_heads": 16, "n_kv_heads": 4,
+        "vocab_size": 32000, "norm_eps": 1e-5, "rope_theta": 1e6,
+    }  # fmt: skip
+    write(tmp_path, params, "params.json")
+    model, known = find_model(str(tmp_path)), read(tmp_path / "config", LLAMA)
+    assert (model.params, model.kv_bytes_per_token) == (known.params, known.kv_bytes_per_token)
+    mixture = write(tmp_path, {**params, "moe": {"num_experts": 4, "num_experts_per_tok": 2}}, "params.json")
+    assert read_config(mixture).experts == 4
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(LLAMA).encode())
+    assert read_config(path).params == read(tmp_path / "without", LLAMA).params
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) -> None:
+    outer = {"model_type": "anything_vl", "vision_config": {"hidden_size": 1280}, key: LLAMA}
+    model = read(tmp_path, outer)
+    assert model.params == read(tmp_path / "alone", LLAMA).params
+    assert "the encoder's weights and time are left out" in model.note
+
+
+def test_kinds_without_tables_are_estimated_and_said(tmp_path: Path) -> None:
+    """On eight GPUs, since a roofline of them as a whole does not exist."""
+    path = write(
+        tmp_path, {**DEEPSEEK, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    )
+    device = load_device("h200", str(path), parallel=Parallel(tp=8))
+    (said,) = (text for text in device.warnings if "latent (MLA) attention" in text)
+    assert "too fast rather than too slow" in said
+    assert device.kv_capacity_tokens > 500_000
+    with pytest.raises(UsageError, match="does not fit"):
+        load_device("h200", str(path))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_fewer_bits_take_less_time_to_read(tmp_path: Path, bits: int) -> None:
+    from ebbench.devices.fit import decode_shape
+
+    small = write(tmp_path / "small", {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": bits}})
+    plain = load_device("h200", str(write(tmp_path / "plain", LLAMA))).cost.step_s(decode_shape(1, 128))
+    quantised = load_device("h200", str(small))
+    assert quantised.cost.step_s(decode_shape(1, 128)) <= plain
+    assert any("were not measured on h200" in text for text in quantised.warnings)
+
+
+def test_types_that_most_weights_of_a_kind_do_not_have_count_in_the_size(tmp_path: Path) -> None:
+    """ModelOptimizer leaves the projections around the latents in 16 bits, one name per layer and projection."""
+    parts = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    left = [f"model.layers.{layer}.self_attn.{part}" for layer in range(61) for part in parts]
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "left").mkdir()
+    for folder, excluded in (("plain", []), ("left", left)):
+        types = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": excluded}
+        (tmp_path / folder / "hf_quant_config.json").write_text(json.dumps({"quantization": types}))
+    whole, model = (read(tmp_path / folder, DEEPSEEK) for folder in ("plain", "left"))
+    (latent,) = model.mixers
+    out = latent.products[-1].params
+    assert (model.dtype_of_attention, model.dtype_of_experts, model.kv_dtype) == ("nvfp4", "nvfp4", "fp8")
+    assert model.weight_bytes - whole.weight_bytes == pytest.approx(61 * (latent.params - out) * 11.5 / 8, rel=1e-6)
+    assert "37% of its attention projections are in bfloat16" in model.note
+
+
+def test_mixed_precision_is_read_by_the_names_of_layers(tmp_path: Path) -> None:
+    named = {
+        f"model.layers.{layer}.{part}": {"quant_algo": kind}
+        for layer in range(8)
+        for part, kind in (("self_attn.q_proj", "FP8"), ("self_attn.o_proj", "FP8"), ("mlp.down_proj", "NVFP4"),
+                           ("mlp.up_proj", "NVFP4"), ("mlp.gate_proj", "NVFP4"))
+    }  # fmt: skip
+    types = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+    model = read(tmp_path, LLAMA, quantization_config=types)
+    assert (model.dtype_of_attention, model.weight_dtype) == ("fp8", "nvfp4")
+    assert "20% of its attention projections are in bfloat16" in model.note
+
+
+@pytest.mark.parametrize("listed", [["re:(a+)+b"], ["re:" + "x*" * 30], ["re:("]])
+def test_patterns_that_could_take_long_are_refused(tmp_path: Path, listed: list[str]) -> None:
+    with pytest.raises(InputFileError, match="names modules by"):
+        read(tmp_path, LLAMA, quantization_config={"quant_method": "fp8", "ignore": listed})
