@@ -7,14 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbench.advice import bound as bounds
-from ebbench.advice.bound import bound, fair_prices, plan_work, work_of
 from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
+from tests.benchmarks import throughput_bound as bounds
+from tests.benchmarks.throughput_bound import bound, fair_prices, plan_work, work_of
 from tests.simulation.worlds import World, device, plan, worlds
 from vllm_eb.policy import parse_policy
 
