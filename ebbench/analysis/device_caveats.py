@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import caveats as of_device
 from ebbench.devices.base import Device, StepShape
-from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.table import TableCost
@@ -87,12 +86,6 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
             )
         for text in of_device.doubtful_host(profile, cost):
             yield text, text if _host_decides(cost, batches) else ""
-    for text in of_device.windowed(request, model):
-        longer = (
-            batches.longest_tokens > min(mixer.window for mixer in model.windows)
-            and batches.kv_peak > 1.0 - 5 * MATTERS
-        )
-        yield text, f"{text}: {_windowed_size(model, batches)}" if longer else ""
 
 
 def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> str:
@@ -119,10 +112,3 @@ def _host_decides(cost: TableCost, batches: Batches) -> bool:
     """Whether the host takes longer than the GPU in steps that take more than ``MATTERS`` of the time."""
     free = replace(cost, host=replace(cost.host, step_s=0.0, sequence_s=0.0))
     return sum(s for s, shape in batches.steps.values() if cost.step_s(shape) > free.step_s(shape)) > MATTERS
-
-
-def _windowed_size(model: ModelGeometry, batches: Batches) -> str:
-    """How many times as many sequences of the mean length vLLM's KV cache would hold."""
-    every = model.kv_bytes_per_token * batches.mean_tokens
-    kept = model.kv_bytes(batches.mean_tokens) - model.state_bytes
-    return f"about {every / kept:.1f} times as many of this run's mean length, so that waits for memory are too long"
