@@ -121,6 +121,16 @@ def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
     return opt(*one.option_names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
 
 
+def _refuse_for_simulator(engine: str, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for settings of the load generator with an engine that sends no requests, defaults too."""
+    from ebbench.engines import select_engine
+    from ebbench.engines.setup import client_of
+
+    known = known_settings()
+    if given := [name for name in settings if known[name].part == "client"]:
+        client_of(select_engine(engine)[0], given)
+
+
 def check_tp(tp: int, link: str | None) -> None:
     """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
     from ebbench.engines.checks import check_counts
@@ -151,6 +161,7 @@ def series_of(settings: Mapping[str, Any]) -> Series:
         "vllm_options": tuple(settings.get("vllm_options") or ()),
     }
     _refuse_for_server(engine, settings)
+    _refuse_for_simulator(engine, settings)
     spec = spec_of(settings, with_text=True)
     topology = topology_of(spec.cluster.topology, spec.plan.scenario, None)
     chosen = parse_policies(policies or default_policies(engine, topology))
