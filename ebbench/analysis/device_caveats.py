@@ -38,32 +38,23 @@ class Batches:
     kv_peak: float
 
 
-def batches_of(steps: Iterable[pa.Table], requests: RequestColumns) -> Batches:
-    """The batches of a run, from its step table in parts."""
+def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
+    """The batches of a run, from the columns of its steps that are no lists."""
     inputs, outputs = np.asarray(requests.input_tokens, float), np.asarray(requests.output_tokens, float)
     mean = float((inputs + outputs).mean()) if len(inputs) else 0.0
     context = float((inputs + outputs / 2).mean()) if len(inputs) else 0.0
-    sums: dict[str, list[float]] = {}
-    peak = 0.0
-    for part in steps:
-        spent = pc.subtract(part["end_ns"], part["start_ns"]).to_numpy().astype(float)
-        prompts, decodes = (part[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
-        total = part["kv_blocks_total"].to_numpy()
-        if total.size and total.max() > 0:
-            peak = max(peak, float((part["kv_blocks_used"].to_numpy() / np.maximum(total, 1)).max()))
-        for phase in ("prefill", "decode", "mixed"):
-            rows = pc.equal(part["phase"], phase).to_numpy(zero_copy_only=False)
-            found = sums.setdefault(phase, [0.0] * 4)
-            for place, value in enumerate((rows.sum(), spent[rows].sum(), prompts[rows].sum(), decodes[rows].sum())):
-                found[place] += float(value)
-    whole = sum(found[1] for found in sums.values()) or 1.0
-    kinds = {
-        phase: (spent / whole, _shape(prompts / count, decodes / count, context))
-        for phase, (count, spent, prompts, decodes) in sums.items()
-        if count
-    }
+    spent = pc.subtract(steps["end_ns"], steps["start_ns"]).to_numpy().astype(float)
+    prompts, decodes = (steps[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
+    whole = float(spent.sum()) or 1.0
+    kinds = {}
+    for phase in ("prefill", "decode", "mixed"):
+        rows = pc.equal(steps["phase"], phase).to_numpy()
+        if rows.any():
+            shape = _shape(float(prompts[rows].mean()), float(decodes[rows].mean()), context)
+            kinds[phase] = float(spent[rows].sum()) / whole, shape
+    used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
     longest = int((inputs + outputs).max()) if len(inputs) else 0
-    return Batches(kinds, longest, mean, peak)
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)))
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -71,9 +62,10 @@ def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
     return StepShape(((tokens, 0),) if tokens else (), seqs, round(seqs * context), seqs + (tokens > 0))
 
 
-def words_of_run(device: Device, batches: Batches) -> dict[str, str]:
-    """What to say instead of the device's warnings that depend on the run, "" for those that do not matter to it."""
-    return dict(_conditional(device, batches))
+def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> list[str]:
+    """The warnings as far as they matter to a run of such batches, with their direction and size there."""
+    words = dict(_conditional(device, batches))
+    return [said for text in warnings if (said := words.get(text, text))]
 
 
 def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:

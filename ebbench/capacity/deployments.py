@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.device_caveats import batches_of, said_of_run
+from ebbench.analysis.kv_pressure import kv_pressure
 from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
@@ -34,14 +37,12 @@ from ebbench.config.defaults import DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
 from ebbench.devices.parallel import Parallel
-from ebbench.engines.base import Engine, EngineResult
+from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import rank_notes, start_notes
-from ebbench.engines.setup import with_cluster
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
-from ebbench.spec.cluster import ClusterOptions
 from ebbench.spec.server import OFF, EngineOptions
 from ebbench.traffic.substreams import substream
 from ebbench.workloads import build_plan
@@ -192,7 +193,7 @@ class Stress:
     """The whole deployment at the rate, with headroom, and at the rate with replicas lost.
 
     ``lost``: one replica fewer, or all that are spare; None where none would be left. ``ttft_ms``, ``tpot_ms``: medians
-    at the rate.
+    at the rate; ``caveats``: what is estimated, and what a full KV cache cost, at the rate.
     """
 
     at_rate: Level
@@ -200,6 +201,7 @@ class Stress:
     lost: Level | None
     ttft_ms: float | None
     tpot_ms: float | None
+    caveats: tuple[str, ...] = ()
 
 
 def bound(task: PlanTask) -> Bound:
@@ -267,6 +269,7 @@ def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]
         lost=_level(whole(left, 1.0)) if left else None,
         ttft_ms=at_rate.ttft_ms,
         tpot_ms=at_rate.tpot_ms,
+        caveats=at_rate.caveats,
     )
 
 
@@ -351,18 +354,25 @@ def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
 
 
 def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
+    """Simulate; the reading's caveats are those that matter to this run, and what a full KV cache cost in it."""
     result = _simulated(task, plan, replicas)
-    return read_measured(ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)
+    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed)
+    device, batches = result.device or _device(task), batches_of(result.steps, RequestColumns.of(result.requests))
+    kv = kv_pressure(result.steps, result.requests, asdict(_options(task)))
+    said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
+    return replace(
+        read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
+    )
 
 
 def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
     candidate = task.candidate
-    options, device = _options(task), _device(task)
-    engine: Engine = SimEngine()
+    topology = None
     if candidate.gpus > 1 or replicas > 1:
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
-        engine, _ = with_cluster(engine, ClusterOptions(TopologySpec(replicas=pool)), None)
-    return engine.run(plan, parse_policy(candidate.policy), device, options, None)
+        topology = TopologySpec(replicas=pool)
+    engine = SimEngine(topology, figures_only=True)
+    return engine.run(plan, parse_policy(candidate.policy), _device(task), _options(task))
 
 
 def _options(task: PlanTask) -> EngineOptions:
@@ -390,7 +400,10 @@ def _device(task: PlanTask) -> Device:
     )
 
 
-def caveats(task: PlanTask) -> tuple[str, ...]:
-    """What is estimated on the candidate's device rather than measured, and what a real server needs to start."""
-    device, ranks = _device(task), rank_notes(parse_policy(task.candidate.policy), task.candidate.dp)
-    return (*device.warnings, *start_notes(device, _options(task)), *ranks)
+def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[str, ...]:
+    """What is estimated on the candidate's device rather than measured as far as it matters to the deployment, what a
+    full KV cache costs it, and what a real server needs to start. ``whole``: its complete simulation, if there is one.
+    """
+    reading = whole or found.reading
+    ranks = rank_notes(parse_policy(task.candidate.policy), task.candidate.dp)
+    return (*(reading.caveats if reading else ()), *start_notes(_device(task), _options(task)), *ranks)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ebbench.analysis.api_server_load import left_out
+from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.capacity.choose import Costed, DeploymentChoice
 from ebbench.capacity.deployments import (
     NOISE,
@@ -276,13 +277,15 @@ def _types(task: PlanTask) -> str:
 
 
 def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
-    """What is not measured on the devices of the deployments shown, each said once, with the first it holds for."""
-    said: dict[str, str] = {}
-    for each in found.found:
-        candidate = each.deployment.candidate
-        for caveat in caveats(replace(task, candidate=candidate)):
-            said.setdefault(caveat, f"{candidate.device} {_short(candidate)}: {caveat}")
-    return list(said.values())
+    """What is not measured, and matters, of the deployments shown: each said once, with those it holds for."""
+    shown = [each.deployment.candidate for each in found.found]
+    settings = [{"device": one.device, "instance": _short(one), "policy": one.policy} for one in shown]
+    owner = by_settings(settings, lambda _, values: values, "deployments")
+    return told_once([_caveats_of(each, task) for each in found.found], owner)
+
+
+def _caveats_of(each: Costed, task: PlanTask) -> tuple[str, ...]:
+    return caveats(replace(task, candidate=each.deployment.candidate), each.deployment, each.stress)
 
 
 def api_servers_left_out(found: DeploymentChoice, task: PlanTask) -> RunWarning | None:
@@ -349,7 +352,7 @@ def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> di
     reading, stress = each.deployment.reading, each.stress
     return {
         **vars(each.deployment.candidate),
-        "caveats": caveats(replace(task, candidate=each.deployment.candidate)),
+        "caveats": list(_caveats_of(each, task)),
         "replicas": each.deployment.replicas,
         "gpus": each.deployment.gpus,
         "cost_per_hour": each.cost if prices else None,

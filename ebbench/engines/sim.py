@@ -51,7 +51,7 @@ from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_pr
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import SchedulerLimits
-from ebbench.simulation.step_log import NoLog, StepLog
+from ebbench.simulation.step_log import FigureLog, StepLog
 from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
@@ -175,15 +175,15 @@ class SimEngine:
 
     ``topology`` None: one instance. ``dispatch`` is for the first pool, ``decode_dispatch`` for the decode pool. Each
     instance schedules by the run's policy; instances of separate pools by vLLM's own rules, since prefill and decode
-    are already separate. ``requests_only``: leave the tables of steps and decisions empty, for callers that need only
-    the metrics. ``steps_in_parts``: give the steps of one instance as parts to be stored, since the table of a long run
-    is larger than all else.
+    are already separate. ``figures_only``: leave out the decisions, and of the steps all but the numbers that figures
+    need. ``steps_in_parts``: give the steps of one instance as parts to be stored, since the table of a long run is
+    larger than all else.
     """
 
     topology: TopologySpec | None = None
     dispatch: DispatchSpec = LEAST_OUTSTANDING
     decode_dispatch: DispatchSpec = LEAST_OUTSTANDING
-    requests_only: bool = False
+    figures_only: bool = False
     steps_in_parts: bool = False
     name: str = "sim"
 
@@ -249,7 +249,7 @@ class _Simulation:
         self._engine, self._plan, self._policy = engine, plan, policy
         self._device, self._options, self._make_kv = device, options, make_kv
         self._whole = with_warmup(plan, options.warmup)
-        self._log = NoLog() if engine.requests_only else StepLog()
+        self._log: StepLog | FigureLog = FigureLog() if engine.figures_only else StepLog()
         self._beginning = Beginning(begun=not options.warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
@@ -371,7 +371,7 @@ class _Simulation:
             kv_blocks=blocks,
             make_kv=make_kv,
             make_controller=lambda total: make_controller(
-                self._policy, device, options, total, keep_records=not self._engine.requests_only, ranks=pool.dp
+                self._policy, device, options, total, keep_records=not self._engine.figures_only, ranks=pool.dp
             ),
             dispatch=dispatch,
             prefill_only=prefill_only,
@@ -424,7 +424,7 @@ class _Simulation:
             len(self._kv_totals) > 1
         )  # a unit that coasts makes its steps ahead of the others', so they are sorted
         parts = None
-        if self._engine.steps_in_parts and not several:
+        if self._engine.steps_in_parts and isinstance(self._log, StepLog) and not several:
             parts = step_parts_after(self._log, self._beginning, ids, self._kv_totals)
         else:
             steps = steps_after(self._log, self._beginning, ids, self._kv_totals, by_time=several)

@@ -42,7 +42,7 @@ def test_no_policy_is_faster_than_the_bound_on_measured_devices(name: str, rate:
     gpu, options = load_device(name, "qwen3-8b"), EngineOptions(max_num_seqs=256)
     found = bound(made, gpu.cost, gpu.kv_capacity_tokens, options)
     for policy in POLICIES:
-        assert found.seconds <= duration_s(SimEngine(requests_only=True).run(made, parse_policy(policy), gpu, options))
+        assert found.seconds <= duration_s(SimEngine(figures_only=True).run(made, parse_policy(policy), gpu, options))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

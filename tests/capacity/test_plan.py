@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -280,7 +281,9 @@ def test_what_a_plan_estimates_is_said_and_fp8_halves_the_time_per_token() -> No
         printed = " ".join(CliRunner().invoke(app, arguments).output.split())
         assert ("weights in fp8, KV cache in fp8" in printed) is bool(types)
         for text in (" ".join(found["deployments"][0]["caveats"]), printed):
-            assert "on l40s was never fitted" in text
+            assert "not measured on l40s" in text
+            assert re.search(r"mixed steps take \d+ % of this run's time", text)
+            assert "never fitted" not in text  # the host's guessed constants change no step by 2 %
     assert tpot_ms[1] < 0.65 * tpot_ms[0]
 
 
