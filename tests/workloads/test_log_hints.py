@@ -68,7 +68,9 @@ def test_a_last_column_that_is_empty_is_read(tmp_path: Path, content: str) -> No
     [
         (b"PK\x03\x04rest", "zip archive or an Excel sheet"),
         (b"\x28\xb5\x2f\xfdrest", "zstd -d"),
-        ("timestamp,a\n".encode("utf-16"), "iconv -f utf-16"),
+        ("timestamp,a\n".encode("utf-16"), "iconv -f utf-16 "),
+        ("timestamp,a\n".encode("utf-16-be"), "iconv -f utf-16be "),
+        ("timestamp,a\n".encode("utf-16-le"), "iconv -f utf-16le "),
         ("timestamp,Größe\n".encode("latin-1"), "iconv -f latin1"),
         (b"\x01\x00\x02\xff" * 9, "not UTF-8 text, nor Parquet"),
     ],
