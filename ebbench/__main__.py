@@ -21,10 +21,10 @@ def run() -> None:
     """Console entry of the distribution."""
     try:
         _refuse_small_limit()
-        from ebbench.termination import handle_signals, held
+        from ebbench.process.termination import handle_signals, held
 
         handle_signals()
-        from ebbench.without_pandas import process_of_ebbench
+        from ebbench.process.without_pandas import process_of_ebbench
 
         process_of_ebbench()
         with held():  # an import that is broken off may raise anything

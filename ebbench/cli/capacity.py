@@ -9,8 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli.options import GoodputCommand, grouped, opt
-from ebbench.cli.run_settings import DEFAULTS, OUTPUT, Attainment, Goodput, RunSettings, VllmOptions, WorkloadArgument
+from ebbench.cli.options import grouped, opt
+from ebbench.cli.run_settings import (
+    DEFAULTS,
+    OUTPUT,
+    Attainment,
+    Goodput,
+    RunsCommand,
+    RunSettings,
+    VllmOptions,
+    WorkloadArgument,
+)
 
 _SEARCH = "Search"
 _NOT_TAKEN = (
@@ -102,4 +111,4 @@ def capacity(
     )
 
 
-capacity.command_class = GoodputCommand  # type: ignore[attr-defined]
+capacity.command_class = RunsCommand  # type: ignore[attr-defined]

@@ -100,9 +100,9 @@ def gateway(flags: GatewayFlags) -> None:
 
     for module in ("starlette", "uvicorn"):
         need(module, "ebbench gateway", "gateway")
-    from ebbench.collector import no_full_collections
     from ebbench.gateway.serve import serve
     from ebbench.gateway.settings import GatewaySettings
+    from ebbench.process.collector import no_full_collections
 
     given = vars(flags) | {"upstreams": tuple(flags.upstreams), "signals": tuple(flags.signals or ())}
     text = f"{len(flags.upstreams)} upstreams, dispatch {flags.dispatch}; Ctrl-C ends it"

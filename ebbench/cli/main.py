@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from ebbench.cli.options import Command, ShownWhole, refuse_repeats
 from ebbench.cli.surroundings import refusal
 from ebbench.errors import EbbenchError, UsageError
-from ebbench.termination import finish, held, received
+from ebbench.process.termination import finish, held, received
 from ebbench.untrusted import visible
 
 

@@ -23,6 +23,8 @@ def opt(*names: str, help: str, panel: str, complete: Callable[[str], Any] | Non
     return option
 
 
+HELP_ALL = "--help-all"
+
 ALL_PERCENTILES = "Show p90, p95 and p99 of every latency, marked ? if there are too few samples."
 AllPercentiles = Annotated[bool, typer.Option("--all-percentiles", help=ALL_PERCENTILES)]
 
@@ -101,18 +103,38 @@ class ShownWhole:
     params: list[Any]
     add_help_option: bool
     get_params: Callable[[Any], list[Any]]
+    epilog: str | None
+    everyday: frozenset[str] = frozenset()
+    """Names of the options that ``--help`` shows; the others are shown by ``--help-all``. Empty: all."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write help from a copy with readable option names; parsing is not affected."""
         shown = copy.copy(self)
-        shown.params = [_readable(param) for param in self.get_params(ctx)]
+        params = self.get_params(ctx)
+        chosen = [param for param in params if not self.everyday or ctx.meta.get(HELP_ALL) or _is_everyday(self, param)]
+        if len(chosen) < len(params):
+            shown.epilog = f"{len(params) - len(chosen)} more options: `{ctx.command_path} {HELP_ALL}`."
+        shown.params = [_readable(param) for param in chosen]
         shown.add_help_option = False  # already among them
         with _names_uncut():
             super(ShownWhole, shown).format_help(ctx, formatter)  # type: ignore[misc]
 
 
+def _is_everyday(command: ShownWhole, param: Any) -> bool:
+    return not isinstance(param, TyperOption) or param.name in command.everyday or param.name == "help"
+
+
 class Command(ShownWhole, TyperCommand):
     """A command of ebbench."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Print all options for ``--help-all``, where ``--help`` shows some; else parse the arguments."""
+        words = args[: args.index("--")] if "--" in args else args
+        if self.everyday and HELP_ALL in words:
+            ctx.meta[HELP_ALL] = True
+            typer.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
 
 @contextmanager

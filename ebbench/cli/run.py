@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ebbench.cli.options import ALL_PERCENTILES, GoodputCommand, grouped, opt
-from ebbench.cli.run_settings import DEFAULTS, OUTPUT, RunSettings, VllmOptions, WorkloadArgument, is_given
+from ebbench.cli.options import ALL_PERCENTILES, grouped, opt
+from ebbench.cli.run_settings import DEFAULTS, OUTPUT, RunsCommand, RunSettings, VllmOptions, WorkloadArgument, is_given
 from ebbench.config.declare import LOAD
 
 
@@ -113,4 +113,4 @@ def _asked(
     return asked | ({"vllm_options": vllm_options} if vllm_options else {})
 
 
-run.command_class = GoodputCommand  # type: ignore[attr-defined]
+run.command_class = RunsCommand  # type: ignore[attr-defined]

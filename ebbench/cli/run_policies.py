@@ -18,13 +18,13 @@ from ebbench.cli.run_notes import announce
 from ebbench.engines.checks import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
+from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
 from ebbench.render.measuring import measured, planned
 from ebbench.runs import prepare
 from ebbench.runs.key import stored_form
 from ebbench.runs.series import Series
 from ebbench.spec.server import AUTO
-from ebbench.termination import held
 
 if TYPE_CHECKING:
     from ebbench.analysis.explain import Explanation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli.options import opt
+from ebbench.cli.options import GoodputCommand, opt
 from ebbench.config.declare import CLUSTER, Declared
 from ebbench.spec.run import known_settings
 from ebbench.spec.server import EngineOptions
@@ -48,6 +48,16 @@ Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parall
 
 DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 """Of commands that run on any engine, where a run's own defaults are of the simulator."""
+
+
+class RunsCommand(GoodputCommand):
+    """A command that makes runs; its help shows the options that one needs every day."""
+
+    everyday = frozenset((
+        "policy", "engine", "device", "model", "max_num_seqs", "max_num_batched_tokens", "scenario", "max_concurrency",
+        "request_rate", "num_prompts", "seed", "source", "input_len", "output_len", "topology", "goodput", "repeats",
+        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run",
+    ))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,16 @@ def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
     return opt(*one.option_names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
 
 
+def _refuse_for_simulator(engine: str, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for settings of the load generator with an engine that sends no requests, defaults too."""
+    from ebbench.engines import select_engine
+    from ebbench.engines.setup import client_of
+
+    known = known_settings()
+    if given := [name for name in settings if known[name].part == "client"]:
+        client_of(select_engine(engine)[0], given)
+
+
 def check_tp(tp: int, link: str | None) -> None:
     """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
     from ebbench.engines.checks import check_counts
@@ -141,6 +161,7 @@ def series_of(settings: Mapping[str, Any]) -> Series:
         "vllm_options": tuple(settings.get("vllm_options") or ()),
     }
     _refuse_for_server(engine, settings)
+    _refuse_for_simulator(engine, settings)
     spec = spec_of(settings, with_text=True)
     topology = topology_of(spec.cluster.topology, spec.plan.scenario, None)
     chosen = parse_policies(policies or default_policies(engine, topology))

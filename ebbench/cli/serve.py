@@ -77,9 +77,9 @@ def serve(
     Prints the equivalent `vllm serve` command first. That command is self-contained: it includes the costs, and the
     machine that runs it needs only vLLM and the plugin (see docs/deployment.md).
     """
-    from ebbench.child import run_supervised
     from ebbench.engines.server_log import explain
     from ebbench.engines.vllm_command import executable_line, import_path, plain_line
+    from ebbench.process.child import run_supervised
 
     if emulated.slow_motion != 1.0 and emulated.emulate is None:
         raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")

@@ -11,9 +11,9 @@ import sys
 
 import uvloop
 
-from ebbench.child import end_with_parent
 from ebbench.client.worker import WorkerSockets
 from ebbench.client.worker_process import run_worker
+from ebbench.process.child import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()

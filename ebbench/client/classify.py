@@ -13,7 +13,13 @@ import httpx
 from ebbench.client.response import StreamedResponse
 from ebbench.records.schema import ABANDONED
 
-_ABORT_REASONS = frozenset({"abort", "error"})  # finish reasons of a server that ended a response early
+_ABORT_REASONS = frozenset(
+    {
+        "abort", "aborted", "cancel", "cancelled", "canceled", "error", "error_finish", "failed", "internal_error",
+        "server_error", "network_error", "timeout", "timed_out", "insufficient_system_resource",
+    }
+)  # fmt: skip
+"""Finish reasons of a server that ended a response early."""
 _OWN_LIMITS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.EPERM}
 )
@@ -101,7 +107,7 @@ def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int,
     if streamed.finish_reason is None:
         said = f"; it also held: {streamed.stray}" if streamed.stray else ""
         return "truncated", f"the stream ended without a finish reason after {len(streamed.times_ns)} messages{said}"
-    if streamed.finish_reason in _ABORT_REASONS:
+    if streamed.finish_reason.lower() in _ABORT_REASONS:
         ended = f"the server ended the response with finish reason '{streamed.finish_reason}'"
         return "aborted", f"{ended} after {len(streamed.times_ns)} messages"
     if count is None:

@@ -1,6 +1,6 @@
 """Send a plan to a server and return the measurements: the entry point of the load generator.
 
-Requests and their times come from the plan, everything else from :class:`~ebbench.client.options.ClientOptions`.
+Requests and their times come from the plan, everything else from :class:`~ebbench.spec.client.ClientOptions`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from ebbench.client.verdict import (
 from ebbench.client.warmup import warm_up
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
+from ebbench.process.termination import held
 from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.spec.client import ClientOptions, spacing_ns
-from ebbench.termination import held
 
 
 class DriveResult(NamedTuple):

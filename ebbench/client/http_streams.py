@@ -19,7 +19,7 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
-from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections
+from ebbench.network.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections
 from ebbench.spec.client import Connecting
 
 _CONNECTS_AT_ONCE = 64

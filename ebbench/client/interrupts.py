@@ -9,7 +9,7 @@ from types import TracebackType
 
 from ebbench.client.messages import Stop
 from ebbench.client.senders import Senders
-from ebbench.termination import on_signal
+from ebbench.process.termination import on_signal
 
 
 class Interrupts:

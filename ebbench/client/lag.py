@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.alarm import Alarm
+from ebbench.process.alarm import Alarm
 
 PERIOD_NS = 10_000_000
 

@@ -23,8 +23,8 @@ from ebbench.client.nodes import CallFailedError, ClientNode, result_of
 from ebbench.client.plan_parts import PlanPart, split
 from ebbench.client.senders import Findings, OnBatch, Seen, missing_records
 from ebbench.config.server_url import ServerUrl
-from ebbench.credentials import KEY_VARIABLES
 from ebbench.errors import RunError
+from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.spec.client import ClientOptions
 
 NODE_LOST = "node_lost"

@@ -17,7 +17,7 @@ import ebbench
 from ebbench.client.messages import Place
 from ebbench.client.ray_node import RayNode, this_place
 from ebbench.errors import RunError, UsageError
-from ebbench.ray_connection import given_address, joined, ray_for
+from ebbench.process.ray_connection import given_address, joined, ray_for
 from ebbench.spec.client import ClientOptions
 
 START_S = 60.0

@@ -14,8 +14,8 @@ from ebbench.client.http_streams import BODY_BYTES, BODY_S, ConnectionPool, is_e
 from ebbench.client.messages import ConnectionCounts
 from ebbench.client.response import StreamedResponse
 from ebbench.config.server_url import ServerUrl
-from ebbench.connections import IDLE_LIMIT_S, tls_context
-from ebbench.credentials import api_key
+from ebbench.network.connections import IDLE_LIMIT_S, tls_context
+from ebbench.network.credentials import api_key
 from ebbench.spec.client import ClientOptions
 
 _HEADER_CHARACTERS = 200  # of a header that is kept with an error

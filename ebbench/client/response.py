@@ -143,7 +143,7 @@ class StreamedResponse:
         if not splitter.pending:
             self._splitter = None
         elif splitter.held_bytes > _EVENT_LIMIT:
-            self.fail("malformed_frame", f"an event of more than {_EVENT_LIMIT >> 20} MiB")
+            self.fail("malformed_frame", f"an event of more than {_EVENT_LIMIT >> 20} MiB, or a line without an end")
             self._splitter = None
             self._answered()
 
@@ -170,7 +170,7 @@ class StreamedResponse:
     def _message(self, data: bytes, now_ns: int) -> None:
         try:
             message = self._decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             if (message := self._unusual(data, now_ns)) is None:
                 return
         if message.model != self._named:
@@ -191,14 +191,14 @@ class StreamedResponse:
                     if self._texts is not None:
                         self._texts.append(text)
                 self.times_ns.append(now_ns)
-            if choice.finish_reason:  # some servers write "" until the last message
+            if choice.finish_reason and stream_messages.is_finish_reason(choice.finish_reason):
                 self.finish_reason = choice.finish_reason
             if choice.error:
                 self.fail("error_frame", stream_messages.reason_in(choice.error))
         if message.usage:
             self._count(message.usage)
         if message.error:
-            self.fail("error_frame", stream_messages.reason_in(message.error))
+            self._failed(message.error, data)
         elif not choices:
             self._without_choices(data)
 
@@ -261,6 +261,11 @@ class StreamedResponse:
             self.fail("error_frame", stream_messages.reason_in(document))
         elif document and not document.get("usage"):
             self._keep_stray(data)
+
+    def _failed(self, error: Any, data: bytes) -> None:
+        """Record an error; where it is a mere number or true, the message beside it says more."""
+        said = error if isinstance(error, str | dict | list) else stream_messages.document_of(data)
+        self.fail("error_frame", stream_messages.reason_in(said))
 
     def _keep_stray(self, data: bytes) -> None:
         if len(self._stray) < _STRAY_LIMIT:

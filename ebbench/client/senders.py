@@ -20,7 +20,7 @@ from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.worker_pool import WorkerPool, worker_pool, workers_for
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
-from ebbench.open_files import OTHER_FILES, allow_open_files
+from ebbench.process.open_files import OTHER_FILES, allow_open_files
 from ebbench.spec.client import ClientOptions
 
 LEAD_NS = 100_000_000

@@ -14,10 +14,10 @@ import msgspec
 from ebbench.client.server_numbers import whole_number
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
-from ebbench.connections import tls_context
-from ebbench.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.errors import RunError, UsageError
-from ebbench.queries import Answer, AnswerTooLargeError, ask, one_off_limits
+from ebbench.network.connections import tls_context
+from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
+from ebbench.network.queries import Answer, AnswerTooLargeError, ask, one_off_limits
 from ebbench.spec.client import ClientOptions, secrets
 
 _ASK_TIMEOUT_S = 10.0

@@ -18,10 +18,18 @@ DONE = b"[DONE]"
 _KEEP_ALIVE = re.compile(rb":.*|keep-?alive|ping|heartbeat|null|", re.DOTALL | re.IGNORECASE)
 _BETWEEN = re.compile(r"\s*(?:data:)?\s*")
 _JSON = json.JSONDecoder()
+_MOST_DIGITS = 400
 _KEEP_ALIVE_KINDS = frozenset({b"ping", b"keep-alive", b"keepalive", b"heartbeat"})
-_REASON_FIELDS = ("message", "msg", "detail", "error", "reason", "text")
+_REASON_FIELDS = (
+    "message", "msg", "detail", "error_message", "faultstring", "error", "errors", "exception", "fault", "reason",
+    "text", "response",
+)  # fmt: skip
 """Where servers put the reason of a failure, most telling first."""
+_FAILURE_FIELDS = ("error", "errors", "error_code", "error_message", "detail", "exception", "fault")
+"""Fields of which one is in a message that reports a failure."""
 _FAILED_STATES = frozenset({"error", "failed", "failure"})
+_NO_REASON = frozenset({"", "null", "none", "undefined", "unspecified", "finish_reason_unspecified"})
+"""What servers write for a finish reason while there is none."""
 
 
 class Choice(msgspec.Struct, gc=False):
@@ -83,7 +91,7 @@ def is_message(line: bytes) -> bool:
     if line.startswith(b"{") and line.rstrip().endswith((b"}", DONE)):
         try:
             _RAW.decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return document_of(line) is not None or bool(joined_messages(line))
         return True
     return line.strip() == DONE
@@ -114,10 +122,15 @@ def is_keep_alive(data: bytes, kind: bytes = b"") -> bool:
 def document_of(data: bytes) -> Mapping[str, Any] | None:
     """The JSON object in ``data``, with NaN and bytes that are no UTF-8 accepted; None if it is none."""
     try:
-        document = json.loads(data.decode("utf-8", "replace"))
+        document = json.loads(data.decode("utf-8", "replace"), parse_int=_integer)
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _integer(digits: str) -> int | float:
+    """A whole number of any length; one beyond every count is a float."""
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
 def tolerant(document: Mapping[str, Any], chat: bool) -> Completion | Chat:
@@ -165,25 +178,32 @@ def _text(value: Any) -> str | None:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
+def is_finish_reason(reason: str | None) -> bool:
+    """Whether a server says why the answer ended, and not in some word that there is no reason yet."""
+    return bool(reason) and reason.strip().lower() not in _NO_REASON  # type: ignore[union-attr]
+
+
 def failure_in(document: Mapping[str, Any]) -> bool:
     """Whether a message without choices reports a failure: servers write that in many ways."""
-    if any(document.get(name) for name in ("error", "error_code", "detail")) or "error" in (
-        document.get("object"),
-        document.get("type"),
-    ):
+    if any(document.get(name) for name in _FAILURE_FIELDS) or document.get("success") is False:
         return True
-    status, code = document.get("status"), document.get("code")
+    kind, status = document.get("type"), document.get("status")
+    if document.get("object") == "error" or (isinstance(kind, str) and kind.rpartition(".")[2] in _FAILED_STATES):
+        return True
     if isinstance(status, str) and status.lower() in _FAILED_STATES:
         return True
-    return any(isinstance(number, int) and number >= 400 for number in (status, code))
+    codes = (status, document.get("code"), document.get("status_code"))
+    return any(int(code) >= 400 for code in map(str, codes) if code.isdigit() and len(code) < _MOST_DIGITS)
 
 
 def reason_in(error: Any) -> str:
     """What a server says about a failure: its message if there is one, else all of it as text."""
     if isinstance(error, str):
         return _text(error) or ""
+    if isinstance(error, list) and len(error) == 1 and not (isinstance(error[0], Mapping) and "loc" in error[0]):
+        return reason_in(error[0])  # but FastAPI's, which say where, too
     if isinstance(error, Mapping):
         for name in _REASON_FIELDS:
-            if said := error.get(name):
+            if (said := error.get(name)) and not isinstance(said, bool | int | float):
                 return reason_in(said)
     return json.dumps(error, default=str)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from ebbench.config.server_url import ServerUrl
-from ebbench.connections import tls_context
+from ebbench.network.connections import tls_context
 
 _PROBE_S = 2.0
 _CERTIFICATES = (

@@ -104,8 +104,9 @@ def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
 
 def _odd_warning(name: str, odd: OddNumber) -> str:
     treated = "failed" if name == "completion_tokens" else "left out"
-    answers = "1 answer" if odd.answers == 1 else f"{odd.answers:,} answers, the first"
-    return f"{name} in the usage of {answers} is no possible number of tokens ({odd.first}): {treated}"
+    answers, first = ("1 answer", "") if odd.answers == 1 else (f"{odd.answers:,} answers", "the first: ")
+    where = "usage" if name == "usage" else f"{name} in the usage"
+    return f"{where} of {answers} is no possible number of tokens ({first}{odd.first}): {treated}"
 
 
 def token_time_warning(requests: pa.Table) -> str | None:

@@ -9,8 +9,8 @@ from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
 from ebbench.config.server_url import ServerUrl
-from ebbench.credentials import redacted
 from ebbench.errors import RunError
+from ebbench.network.credentials import redacted
 from ebbench.records.plan import Plan
 from ebbench.spec.client import ClientOptions, secrets
 

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ebbench.alarm import Alarm
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.bodies_ahead import BodiesAhead
 from ebbench.client.classify import BODY_LIMIT, classify
@@ -28,7 +27,8 @@ from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
 from ebbench.client.session_plan import SessionPlan
-from ebbench.credentials import redacted
+from ebbench.network.credentials import redacted
+from ebbench.process.alarm import Alarm
 from ebbench.spec.client import secrets
 
 _ODD_CHARACTERS = 40  # of a value that is no number, as a warning repeats it

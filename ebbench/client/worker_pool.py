@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ebbench.child import Child, child_command, child_environ
 from ebbench.client.messages import Assignment, Batch, FromParent, Ready, Start, Stop, WorkerDone, from_worker, send
 from ebbench.client.worker import WorkerSockets
 from ebbench.client.worker_process import run_worker
-from ebbench.connections import CA_VARIABLES
-from ebbench.credentials import KEY_VARIABLES
+from ebbench.network.connections import CA_VARIABLES
+from ebbench.network.credentials import KEY_VARIABLES
+from ebbench.process.child import Child, child_command, child_environ
 from ebbench.spec.client import ClientOptions
 
 _SESSIONS_PER_WORKER = 512

@@ -28,7 +28,7 @@ from ebbench.client.request_sender import RequestSender
 from ebbench.client.session_plan import plan_sessions
 from ebbench.client.shared import FileLock, SharedMemory
 from ebbench.client.worker import Worker, WorkerSockets
-from ebbench.collector import no_full_collections
+from ebbench.process.collector import no_full_collections
 from ebbench.spec.client import spacing_ns
 
 

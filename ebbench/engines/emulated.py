@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ebbench.collector import collector_paused
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_adapters
 from ebbench.engines.emulated_clients import VirtualClients
 from ebbench.errors import RunError
+from ebbench.process.collector import collector_paused
+from ebbench.process.termination import interruptible
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
 from ebbench.records.turn_graph import optional_ns
@@ -43,7 +44,6 @@ from ebbench.simulation.step import Step
 from ebbench.simulation.step_log import StepLog
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.spec.server import EngineOptions
-from ebbench.termination import interruptible
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from ebbench.collector import collector_paused
 from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
@@ -30,6 +29,8 @@ from ebbench.engines.checks import (
     refuse_undecided,
 )
 from ebbench.errors import RunError, UsageError
+from ebbench.process.collector import collector_paused
+from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
 from ebbench.simulation.engine import Unit
@@ -54,7 +55,6 @@ from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
-from ebbench.termination import interruptible
 from vllm_eb.controller import Controller
 from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec

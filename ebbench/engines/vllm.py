@@ -27,10 +27,10 @@ from ebbench.engines.vllm_command import (
 )
 from ebbench.engines.vllm_server import ServerProcess, free_port
 from ebbench.errors import RunError
+from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
-from ebbench.termination import interruptible
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
 from vllm_eb.recorder import read_frames

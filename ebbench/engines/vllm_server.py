@@ -14,9 +14,9 @@ from types import TracebackType
 
 import httpx
 
-from ebbench.child import KILL_WAIT_S, Child, supervised
 from ebbench.engines.server_log import explain
 from ebbench.errors import RunError
+from ebbench.process.child import KILL_WAIT_S, Child, supervised
 
 POLL_S = 0.25
 TERM_WAIT_S = 15.0  # time for the server to end its own children

@@ -4,10 +4,10 @@ import sys
 
 import msgspec
 
-from ebbench.child import end_with_parent
-from ebbench.collector import no_full_collections
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.server import run
+from ebbench.process.child import end_with_parent
+from ebbench.process.collector import no_full_collections
 
 
 def _announce(port: int) -> None:

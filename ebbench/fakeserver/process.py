@@ -5,11 +5,11 @@ from __future__ import annotations
 import http.client
 from types import TracebackType
 
-from ebbench.child import Child, NotReadyError, ready_child
 from ebbench.errors import RunError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.ledger import LedgerEntry, decode
 from ebbench.fakeserver.server import encode_config
+from ebbench.process.child import Child, NotReadyError, ready_child
 
 STOP_WAIT_S = 5.0
 

@@ -22,7 +22,7 @@ from ebbench.fakeserver.http_messages import EVENT_STREAM, GenerationRequest, Me
 from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 from ebbench.fakeserver.scheduled_response import ScheduledResponse
 from ebbench.fakeserver.timer_wheel import TimerWheel
-from ebbench.open_files import allow_open_files
+from ebbench.process.open_files import allow_open_files
 
 _CONNECTIONS = 65_536  # as far as the system lets
 _REQUEST = msgspec.json.Decoder(GenerationRequest)

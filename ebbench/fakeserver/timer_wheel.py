@@ -7,7 +7,7 @@ import heapq
 import time
 from typing import Protocol
 
-from ebbench.alarm import Alarm
+from ebbench.process.alarm import Alarm
 
 TICK_NS = 250_000
 

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Iterable
 
-from ebbench.alarm import Alarm
 from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward
 from ebbench.gateway.refusals import RefusedError
+from ebbench.process.alarm import Alarm
 
 
 class DispatchQueue:

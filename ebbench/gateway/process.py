@@ -6,9 +6,9 @@ from types import TracebackType
 
 import msgspec
 
-from ebbench.child import Child, NotReadyError, ready_child
 from ebbench.errors import RunError, UsageError
 from ebbench.gateway.settings import GatewaySettings
+from ebbench.process.child import Child, NotReadyError, ready_child
 
 STOP_WAIT_S = 10.0
 

@@ -11,7 +11,7 @@ from ebbench.errors import RunError
 from ebbench.gateway.app import Gateway, make_app
 from ebbench.gateway.client_limits import LimitedProtocol
 from ebbench.gateway.settings import GatewaySettings
-from ebbench.open_files import allow_open_files
+from ebbench.process.open_files import allow_open_files
 
 _CONNECTIONS = 65_536  # of clients and to upstreams, as far as the system lets
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 import httptools
 import httpx
 
-from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections, tls_context
+from ebbench.network.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections, tls_context
 
 MAX_HEAD_BYTES = 1 << 16  # of one response: headers, interim responses before them, trailers
 _RESERVE = 8  # connections per server that are opened before requests need them

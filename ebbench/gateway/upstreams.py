@@ -12,12 +12,12 @@ import httpx
 import msgspec
 
 from ebbench.config.server_url import ServerUrl
-from ebbench.credentials import KEY_VARIABLES, api_key
 from ebbench.errors import RunError, UsageError
 from ebbench.gateway.bursts import BurstClock
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
-from ebbench.queries import Answer, ask
+from ebbench.network.credentials import KEY_VARIABLES, api_key
+from ebbench.network.queries import Answer, ask
 from ebbench.untrusted import visible
 
 State = Literal["active", "ejected", "draining"]

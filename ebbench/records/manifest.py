@@ -56,6 +56,50 @@ class PhaseFact(msgspec.Struct, frozen=True):
 _NAMES = ("workload", "scenario", "source", "policy", "engine", "device", "model", "device_provenance")
 
 
+class _Options(msgspec.Struct, frozen=True):
+    """Kinds of the options with which readers compute; None where a run has none."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_active_seqs: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float | None = None
+    api_server_count: int | None = None
+    warmup: int | None = None
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    """Kinds of the facts with which readers compute; None where a run has none."""
+
+    seed: int | None = None
+    sessions: int | None = None
+    requests: int | None = None
+    gpus: int | None = None
+    replicas: int | None = None
+    request_rate: float | None = None
+    saturation_rate: float | None = None
+    burstiness: float | None = None
+    speed: float | None = None
+    duration_s: float | None = None
+    ramp_up_s: float | None = None
+    lag_limit_ms: float | None = None
+    prefix_hit_rate: float | None = None
+    trace_requests_per_s: float | None = None
+    server_reports: dict[str, Any] | None = None
+    phase_rates: dict[str, float | None] | None = None
+    client_connections: dict[str, int] | None = None
+
+
+class _Computed(msgspec.Struct, frozen=True):
+    options: _Options = _Options()
+    facts: _Facts = _Facts()
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run except measurements, stored as ``manifest.json``.
 
@@ -127,6 +171,7 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         version = msgspec.convert(value, _Versioned).schema_version
         if version > SCHEMA_VERSION:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
+        msgspec.convert(value, _Computed)
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from ebbench.without_pandas import skip_pandas
+from ebbench.process.without_pandas import skip_pandas
 
 skip_pandas()
 EARLIER_TURN_FAILED = "earlier_turn_failed"

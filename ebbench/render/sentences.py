@@ -9,6 +9,7 @@ Pure functions from data to lines of text without markup, so that a name cannot 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.compare.cases import MEASUREMENT, ComparisonCase
@@ -57,10 +58,17 @@ def verdicts(cases: Sequence[ComparisonCase]) -> list[tuple[str, list[str], bool
             return [("", [SEVERAL_MEASUREMENTS], False)]
         named = ", ".join(cases[0].apart)
         return [("", [f"No winner: these runs differ in {named}, so their figures do not compare."], False)]
-    return [(case.title, verdict(case.groups), certain(case.groups)) for case in cases]
+    return [(case.title, *verdict(case.groups)) for case in cases]
 
 
-def verdict(groups: Sequence[Group]) -> list[str]:
+class Verdict(NamedTuple):
+    """What is said of the policies of a case. ``shown``: the difference that is said first is significant."""
+
+    lines: list[str]
+    shown: bool = False
+
+
+def verdict(groups: Sequence[Group]) -> Verdict:
     """Which policy wins or is ahead, by how much over the baseline, how certainly, and the effect on latency.
 
     Goodput decides if limits were given, latency if all policies keep up with the arrivals, else output throughput.
@@ -68,47 +76,44 @@ def verdict(groups: Sequence[Group]) -> list[str]:
     """
     summaries = [summary for group in groups for summary in group.summaries]
     if unequal := differing(summaries):
-        return [f"No winner: these runs differ in {', '.join(unequal)}, so their figures do not compare."]
+        return Verdict([f"No winner: these runs differ in {', '.join(unequal)}, so their figures do not compare."])
     order = ranked(groups)
     if not any(summary.metrics.completed for summary in summaries):
-        return ["No policy completed a request, so there is nothing to compare."]
+        return Verdict(["No policy completed a request, so there is nothing to compare."])
     if len(groups) > 1 and (invalid := _invalid(groups)):
-        return [f"No winner: {invalid}, and an INVALID run is never compared."]
+        return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
-        return [f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."]
+        return Verdict(
+            [f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."]
+        )
     if len(order) < len(groups):
-        return [f"No winner: {_unfinished(groups)}, so there is no figure to compare."]
-    if by_goodput := _within_limits(groups):
-        return [*by_goodput, *_limits(groups)]
-    if all_keep_up(order):
-        return [*_fastest(order), *_limits(groups)]
+        return Verdict([f"No winner: {_unfinished(groups)}, so there is no figure to compare."])
+    decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
+    if decided is not None:
+        return Verdict([*decided.lines, *_limits(groups)], decided.shown)
     baseline, best = baseline_of(groups), order[0]
     reference = baseline if best is not baseline else order[1]
     lead = gain(best, reference)
     if lead is None:
-        return [f"No winner: {reference.policy} put out nothing in some run."]
+        return Verdict([f"No winner: {reference.policy} put out nothing in some run."])
     if lead.mean < TIE:
         tie = f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}."
-        return [tie, *_runners_up(order), *_limits(groups)]
+        return Verdict([tie, *_runners_up(order), *_limits(groups)])
+    shown = is_shown(groups, best, reference, output_throughput)
     lines = [
-        f"{_leads(groups, best, reference, output_throughput)}: {rate(best.mean(output_throughput))} output tokens/s "
+        f"{_leads(best, shown)}: {rate(best.mean(output_throughput))} output tokens/s "
         f"over the whole run, {change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
         f"({rate(reference.mean(output_throughput))}){_steady(best, reference)}."
     ]
-    return [*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)]
-
-
-def certain(groups: Sequence[Group]) -> bool:
-    """Whether the difference behind the verdict is shown."""
-    return f" {WINS}: " in verdict(groups)[0]
+    return Verdict([*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)], shown)
 
 
 WINS, AHEAD = "wins", "is ahead"
 
 
-def _leads(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> str:
+def _leads(best: Group, shown: bool) -> str:
     """``ebplus wins`` if the difference is shown, else ``ebplus is ahead``."""
-    return f"{best.policy} {WINS if is_shown(groups, best, reference, figure) else AHEAD}"
+    return f"{best.policy} {WINS if shown else AHEAD}"
 
 
 def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> bool:
@@ -142,7 +147,7 @@ def _named(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str)
     return f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} {word}" if found else ""
 
 
-def _fastest(order: Sequence[Group]) -> list[str]:
+def _fastest(order: Sequence[Group]) -> Verdict:
     def latency(group: Group) -> float:
         return group.mean(request_time) or float("inf")
 
@@ -152,13 +157,15 @@ def _fastest(order: Sequence[Group]) -> list[str]:
     reference = baseline if best is not baseline else others[0]
     keeping_up = "All policies keep up with the arrivals, so latency decides"
     if latency(others[0]) / latency(best) - 1 < TIE:
-        return [f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and it is equal."]
+        return Verdict([f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and it is equal."])
     compared = ", ".join(f"{duration_ms(latency(group))} under {group.policy}" for group in others)
-    return [
-        f"{_leads(order, best, reference, request_time)}: a request takes {duration_ms(latency(best))} (median) "
-        f"against {compared}. {keeping_up}.",
+    shown = is_shown(order, best, reference, request_time)
+    lines = [
+        f"{_leads(best, shown)}: a request takes {duration_ms(latency(best))} (median) against {compared}. "
+        f"{keeping_up}.",
         _latencies(best, others[0]),
     ]
+    return Verdict(lines, shown)
 
 
 def _limits(groups: Sequence[Group]) -> list[str]:
@@ -171,25 +178,26 @@ def _limits(groups: Sequence[Group]) -> list[str]:
     return [f"Requests within {slo} ms: {', '.join(met)}."]
 
 
-def _within_limits(groups: Sequence[Group]) -> list[str]:
-    """The policy with the most goodput; empty without limits, if no request met them, or if all are equal."""
+def _within_limits(groups: Sequence[Group]) -> Verdict | None:
+    """The policy with the most goodput; None without limits, if no request met them, or if all are equal."""
     order = ranked(groups, request_goodput)
     if len(order) < len(groups) or not order[0].mean(request_goodput):
-        return []
+        return None
     baseline, best = baseline_of(groups), order[0]
     reference = baseline if best is not baseline else order[1]
     lead = gain(best, reference, request_goodput)
     if lead is not None and lead.mean < TIE:
-        return []
+        return None
     by = "" if lead is None else f", {change(lead.mean)}{_uncertainty(lead)} over {reference.policy}"
     theirs = f"{rate(reference.mean(request_goodput))}" + ("" if lead else f" under {reference.policy}")
     carried = ", ".join(f"{group.policy} {rate(group.mean(output_throughput))}" for group in order)
-    return [
-        f"{_leads(groups, best, reference, request_goodput)}: {rate(best.mean(request_goodput))} requests/s within "
-        f"the limits{by} ({theirs}).",
+    shown = is_shown(groups, best, reference, request_goodput)
+    lines = [
+        f"{_leads(best, shown)}: {rate(best.mean(request_goodput))} requests/s within the limits{by} ({theirs}).",
         f"Output tokens/s over the whole run: {carried}.",
         _latencies(best, reference),
     ]
+    return Verdict(lines, shown)
 
 
 def _uncertainty(found: Gain) -> str:

@@ -22,6 +22,7 @@ from ebbench.engines.checks import stated_limits
 from ebbench.engines.duration import run_plan
 from ebbench.engines.setup import journalled, policy_label, with_step_parts
 from ebbench.engines.sim import SimEngine
+from ebbench.process.termination import held, interruptible
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunWarning, wall_clock_ns
 from ebbench.records.plan import Plan
@@ -29,7 +30,6 @@ from ebbench.records.run import Run, RunWriter
 from ebbench.runs.prepare import Prepared, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import is_server
-from ebbench.termination import held, interruptible
 from vllm_eb.policy import PolicySpec
 
 if TYPE_CHECKING:

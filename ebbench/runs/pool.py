@@ -20,10 +20,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from ebbench.child import begin_pool_worker
 from ebbench.engines.checks import check_counts
 from ebbench.errors import EbbenchError, RunError
-from ebbench.termination import held
+from ebbench.process.child import begin_pool_worker
+from ebbench.process.termination import held
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ebbench.errors import RunError, UsageError
-from ebbench.ray_connection import THIS_MACHINE, given_address, joined, ray_for
+from ebbench.process.ray_connection import THIS_MACHINE, given_address, joined, ray_for
 from ebbench.runs.pool import Outcome, attempt
 
 T = TypeVar("T")

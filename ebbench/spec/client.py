@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from ebbench.config.declare import CLIENT, check_ranges, declare, declared_in
 from ebbench.config.setting_strings import check_range
-from ebbench.credentials import api_key, forms_of
 from ebbench.errors import UsageError
+from ebbench.network.credentials import api_key, forms_of
 from vllm_eb.settings import Setting
 
 Endpoint = Literal["completions", "chat"]
@@ -169,6 +169,6 @@ def spacing_ns(options: ClientOptions) -> int:
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The API key and the values of headers, which :func:`ebbench.credentials.redacted` removes from output."""
+    """The API key and the values of headers, which :func:`ebbench.network.credentials.redacted` removes from output."""
     key = api_key(environ)
     return forms_of(([key] if key else []) + list(options.headers.values()))

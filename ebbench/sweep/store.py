@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from ebbench.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.errors import EbbenchError, RunError
+from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.records import files
 from ebbench.records.run import unused
 from ebbench.runs.key import key_of

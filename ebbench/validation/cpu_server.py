@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ebbench.child import environment
 from ebbench.engines.vllm_command import cpu_build
+from ebbench.process.child import environment
 from ebbench.validation.question import ValidationQuestion
 
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -9,9 +9,9 @@ import time
 from itertools import chain
 from pathlib import Path
 
-from ebbench.child import child_environ, run_supervised
 from ebbench.engines.vllm import server_environment
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
+from ebbench.process.child import child_environ, run_supervised
 from ebbench.records import files
 from ebbench.validation.cpu_server import server_processors, starting_on
 from ebbench.validation.question import StepTimes, ValidationQuestion

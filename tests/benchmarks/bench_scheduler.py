@@ -39,10 +39,10 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from ebbench.collector import collector_paused
 from ebbench.devices import load_device
 from ebbench.devices.base import Device
 from ebbench.engines.emulated import EmulatedEngine
+from ebbench.process.collector import collector_paused
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan

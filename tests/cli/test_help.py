@@ -29,21 +29,36 @@ EVERY = [
 ]
 
 
-def shown(words: tuple[str, ...]) -> str:
-    done = CliRunner().invoke(main.app, [*words, "--help"], env={"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": None})
+def shown(words: tuple[str, ...], option: str = "--help") -> str:
+    done = CliRunner().invoke(main.app, [*words, option], env={"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": None})
     assert done.exit_code == 0, done.output
     return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)  # some CI services force colours
 
 
 @pytest.mark.parametrize(("words", "command"), EVERY, ids=[" ".join(words) for words, _ in EVERY])
 def test_every_option_name_is_whole_at_80_columns(words: tuple[str, ...], command: Any) -> None:
-    page = shown(words)
+    page = shown(words, "--help-all" if getattr(command, "everyday", ()) else "--help")
     assert max(map(len, page.splitlines())) <= WIDTH
     assert "…" not in page
     whole = set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", page))
     for param in command.params:
         if param.param_type_name == "option" and not param.hidden:
             assert {*param.opts, *param.secondary_opts} <= whole, param.name
+
+
+@pytest.mark.parametrize("name", ["run", "capacity"])
+def test_help_of_commands_that_make_runs_has_the_everyday_options(name: str) -> None:
+    page, command = shown((name,)), main.load_command(name)
+    options = [param for param in command.params if param.param_type_name == "option"]
+    everyday = [param for param in options if f" {param.opts[0]} " in page]
+    assert 15 <= len(everyday) <= 25
+    assert re.search(r"\d+ more options: ", page)
+
+
+def test_help_all_after_the_options_for_vllm_is_theirs() -> None:
+    done = CliRunner().invoke(main.app, ["run", "balanced", "--engine", "sim", "--", "--help-all"])
+    assert "--help-all" in done.stderr
+    assert done.exit_code == 2
 
 
 def test_names_of_the_program_itself_are_whole() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.child import child_environ
 from ebbench.errors import RunError
+from ebbench.process.child import child_environ
 from ebbench.records.run import Run
 from ebbench.runs.store import RunStore
 

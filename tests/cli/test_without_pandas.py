@@ -43,7 +43,7 @@ def test_a_program_that_imports_ebbench_keeps_pandas() -> None:
 
 def test_a_process_of_ebbench_still_converts_to_pandas() -> None:
     program = (
-        "from ebbench import without_pandas as w; w.process_of_ebbench()\n"
+        "from ebbench.process import without_pandas as w; w.process_of_ebbench()\n"
         "import sys, ebbench.records.schema, pyarrow\nassert 'pandas' not in sys.modules\n"
         "print(pyarrow.table({'a': [1, 2]}).to_pandas()['a'].sum())"
     )

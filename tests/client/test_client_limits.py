@@ -21,7 +21,7 @@ from ebbench.client.classify import BODY_LIMIT, transport_failure
 from ebbench.client.http_streams import BODY_S
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
-from ebbench.open_files import OTHER_FILES, allow_open_files
+from ebbench.process.open_files import OTHER_FILES, allow_open_files
 from tests.client.client_runs import column, plan_of, run
 from tests.client.odd_server import Answer, OddServer, completion, reply, running
 from tests.gate.gate_data import invoke

@@ -22,9 +22,9 @@ from ebbench.client.response import StreamedResponse
 from ebbench.client.scrape import parse
 from ebbench.client.session_plan import plan_sessions, unique_ids
 from ebbench.client.sse import SseSplitter
-from ebbench.credentials import api_key
 from ebbench.errors import UsageError
 from ebbench.fakeserver.http_messages import Messages
+from ebbench.network.credentials import api_key
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 from ebbench.records.plan import ClosedPhase
 from ebbench.spec.client import ClientOptions
@@ -109,7 +109,7 @@ def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("usage", ['{"prompt_tokens":5,"completion_tokens":1}', "null"])
-@pytest.mark.parametrize("reason", ["abort", "error"])
+@pytest.mark.parametrize("reason", ["abort", "error", "Cancelled", "timeout", "insufficient_system_resource"])
 def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: bool) -> None:
     answer = StreamedResponse(chat=False, keep_text=False)
     choice = f'{{"text":"a","finish_reason":"{reason}"}}'

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from ebbench.credentials import redacted
+from ebbench.network.credentials import redacted
 from ebbench.spec.client import ClientOptions, secrets
 
 KEY = "sk-4f/3a+1c2b9d0e8f"

@@ -46,6 +46,9 @@ ACCEPTED = {
     "an empty object": A + b"data: {}\n\n" + B + C + USAGE,
     "a choice that is null": A + b'data: {"choices":[null]}\n\n' + B + C + USAGE,
     "not UTF-8": A + event(BAD_LETTER) + C + USAGE,
+    "a count of 5,000 digits": A + B + C + event(
+        b'{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"queue_tokens":%b}}' % (b"9" * 5000)
+    ),
     "half a surrogate pair": A + event(rb'{"choices":[{"text":"\ud83d"}]}') + C + USAGE,
     "NaN": A + event(b'{"choices":[{"text":"b","logprobs":[NaN]}]}') + C + USAGE,
     "pretty-printed": A + B + b'data: {"choices":\ndata: [{"text": "c",\ndata: "finish_reason": "stop"}]}\n\n' + USAGE,
@@ -82,9 +85,16 @@ FAILURES: dict[str, bytes] = {
     "a message of type error": event({"type": "error", "error": {"type": "overloaded", "message": REASON}}),
     "a field named error": b'error: {"code":500,"message":"%b"}\n\n' % REASON.encode(),
     "an event named error": b'event: error\ndata: {"message":"%b"}\n\n' % REASON.encode(),
+    "nested too deep": event(b'{"error":{"message":"%b","trace":%b}}' % (REASON.encode(), b"[" * 9000 + b"]" * 9000)),
     "an event named error, as text": b"event: error\ndata: %b\n\n" % REASON.encode(),
     "a detail": event({"detail": REASON}),
     "a list of details": event({"detail": [{"loc": ["body"], "msg": REASON}]}),
+    "a list of errors": event({"errors": [{"message": REASON}]}),
+    "a number beside the message": event({"error": 1, "message": REASON}),
+    "a message of failure": event({"type": "response.failed", "response": {"error": {"message": REASON}}}),
+    "no success": event({"success": False, "message": REASON}),
+    "a status code as text": event({"status_code": "500", "message": REASON}),
+    "a fault": event({"fault": {"faultstring": REASON}}),
     "a code beside the text": event({"text": REASON, "error_code": 50002}),
     "a status code": event({"code": 503, "message": REASON}),
     "JSON without a field": b'{"error": {"message": "%b"}}\n' % REASON.encode(),
@@ -116,10 +126,12 @@ def test_the_reason_that_a_server_gives_inside_a_stream_is_kept(endpoint: str) -
     assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(FAILURES, "failed")
     assert all(REASON in row["error_body"] for row in rows.values())
     more = {name for name, row in rows.items() if row["error_body"] != REASON}
-    assert more == {"a list of details", "text outside the stream"}, "these have more than the reason"
+    assert more == {"a list of details", "nested too deep", "text outside the stream"}, (
+        "these have more than the reason"
+    )
 
 
-@pytest.mark.parametrize("finish", ["", None])
+@pytest.mark.parametrize("finish", ["", None, "null", "None", " ", "FINISH_REASON_UNSPECIFIED"])
 def test_a_stream_cut_without_a_finish_reason_is_truncated(finish: str | None) -> None:
     async def answer(asked: Asked) -> None:
         usage = {"prompt_tokens": 5, "completion_tokens": 2}
@@ -235,7 +247,7 @@ def test_an_event_that_never_ends_is_given_up() -> None:
 
     with raw_server(answer) as server:
         done = run(server.url, plan_of(1))
-    assert column(done, "error_body") == ["an event of more than 64 MiB"]
+    assert column(done, "error_body") == ["an event of more than 64 MiB, or a line without an end"]
 
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)  # also half surrogate pairs

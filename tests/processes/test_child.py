@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.child import Child, child_environ, descendants_guarded, run_supervised, supervised
+from ebbench.process.child import Child, child_environ, descendants_guarded, run_supervised, supervised
 from tests.processes.process_tree import assert_gone, descendants, left_of, running, wait_until
 
 # A program with a child in a session of its own, as servers have engines: killing its process group would miss it.
@@ -20,7 +20,7 @@ WITH_GRANDCHILD = "setsid sleep 600 & touch started; wait"
 DEAF_WITH_GRANDCHILD = "trap '' TERM; setsid sleep 600 & touch started; while :; do sleep 0.1; done"
 PARENT = """
 import subprocess, sys, time
-from ebbench.child import Child, supervised
+from ebbench.process.child import Child, supervised
 child = Child(supervised(["sh", "-c", sys.argv[1]], 0.5), start_new_session=True)
 time.sleep(600)
 """
@@ -89,7 +89,7 @@ def test_errors_are_shown_while_the_program_runs_and_returned_at_its_end(tmp_pat
         "{ echo first; head -c 200000 /dev/zero | tr '\\0' x; until grep -q first shown; do :; done; echo last; } >&2"
     )
     code = f"""
-from ebbench.child import KEPT_BYTES, run_supervised
+from ebbench.process.child import KEPT_BYTES, run_supervised
 status, errors = run_supervised(["sh", "-c", {program!r} + "; exit 3"], 1.0, shows_errors=True)
 print(status, len(errors) == KEPT_BYTES, errors.endswith("xlast\\n"))
 """
@@ -139,7 +139,7 @@ def test_workers_of_a_pool_leave_hang_ups_to_their_parent_and_end_with_it(tmp_pa
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from ebbench.child import begin_pool_worker
+from ebbench.process.child import begin_pool_worker
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=begin_pool_worker)
     pool.submit(int).result()
@@ -168,7 +168,7 @@ def test_processes_in_sessions_of_their_own_end_when_the_process_is_killed(tmp_p
     """A program in a session of its own whose parent has ended, as the agents of a Ray cluster."""
     code = """
 import subprocess, time
-from ebbench.child import descendants_guarded
+from ebbench.process.child import descendants_guarded
 with descendants_guarded():
     subprocess.Popen(["sh", "-c", "setsid sleep 600 & wait"], start_new_session=True)
     time.sleep(3)
@@ -188,7 +188,7 @@ def test_a_process_that_lost_its_parent_at_once_is_killed_too(tmp_path: Path) ->
     """An agent whose parent, killed with the program, ends before the guard looks again: no descendant of anything."""
     code = """
 import subprocess, time
-from ebbench.child import descendants_guarded
+from ebbench.process.child import descendants_guarded
 with descendants_guarded():
     subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null & echo $! > pid"], stdout=subprocess.DEVNULL)
     open("started", "w").close()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.child import child_environ
 from ebbench.errors import UsageError
+from ebbench.process.child import child_environ
 from ebbench.records.lock import sole_use
 from tests.processes.process_tree import wait_until
 

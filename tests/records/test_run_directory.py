@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import pyarrow as pa
@@ -226,6 +227,27 @@ def test_damaged_manifests_are_named(tmp_path: Path, result: EngineResult, conte
     (tmp_path / "run" / "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=r"manifest\.json: not a manifest"):
         Run.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [("options", "max_num_seqs", "1024"), ("options", "max_num_active_seqs", {}), ("options", "block_size", [16]),
+     ("options", "gpu_memory_utilization", "most"), ("facts", "gpus", "two"), ("facts", "request_rate", [1.0])],
+)  # fmt: skip
+def test_a_number_of_another_kind_is_named(part: str, name: str, value: object) -> None:
+    content = json.loads(encode_manifest(manifest()))
+    content[part][name] = value
+    with pytest.raises(DataError, match=rf"not a manifest \(Expected.*\$\.{part}\.{name}"):
+        decode_manifest(json.dumps(content).encode(), Path("m"))
+
+
+def test_the_kind_of_every_number_among_the_options_is_checked() -> None:
+    numbers = {name for name, kind in get_type_hints(EngineOptions).items() if {int, float} & {kind, *get_args(kind)}}
+    content = json.loads(encode_manifest(manifest()))
+    for name in numbers:
+        damaged = json.dumps(content | {"options": {name: "many"}}).encode()
+        with pytest.raises(DataError, match=name):
+            decode_manifest(damaged, Path("m"))
 
 
 def test_a_newer_manifest_asks_for_a_newer_ebbench(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, 
 
 
 def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
-    lines = sentences.verdict(made_groups(tmp_path, "eb", "v1", "ebplus"))
+    lines = sentences.verdict(made_groups(tmp_path, "eb", "v1", "ebplus")).lines
     assert lines[0].startswith("ebplus is ahead: ")
     assert "+100.0 % over v1" in lines[0]
     assert lines[1] == "Against ebplus: eb -9.1 %, v1 -50.0 %."
@@ -52,7 +52,7 @@ def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
 
 
 def test_a_winning_v1_is_compared_with_the_second_best(tmp_path: Path) -> None:
-    lines = sentences.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5}))
+    lines = sentences.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5})).lines
     assert lines[0].startswith("v1 is ahead: ")
     assert "+100.0 % over ebplus" in lines[0]
 
@@ -72,13 +72,13 @@ def with_steady(group: Group, output_throughput: float) -> Group:
 
 def test_latency_decides_where_arrivals_set_the_throughput(tmp_path: Path) -> None:
     v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20}))
-    lines = sentences.verdict([with_steady(v1, 1000), with_steady(eb, 1001)])
+    lines = sentences.verdict([with_steady(v1, 1000), with_steady(eb, 1001)]).lines
     assert lines[0].startswith("v1 is ahead: a request takes 210 ms (median) against 420 ms under eb.")
     assert "keep up with the arrivals" in lines[0]
     # An overloaded server does not keep up: throughput decides again.
-    assert sentences.verdict([with_steady(v1, 1000), with_steady(eb, 900)])[0].startswith("v1 is ahead")
+    assert sentences.verdict([with_steady(v1, 1000), with_steady(eb, 900)]).lines[0].startswith("v1 is ahead")
     equal = as_open_loop(made_groups(tmp_path / "b", "v1", "eb", gaps={"v1": 10, "eb": 10}))
-    assert sentences.verdict([with_steady(g, 10) for g in equal])[0].startswith("No winner: all policies keep up")
+    assert sentences.verdict([with_steady(g, 10) for g in equal]).lines[0].startswith("No winner: all policies keep up")
 
 
 def test_limits_given_are_answered(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_limits_given_are_answered(tmp_path: Path) -> None:
         )
         for group in groups
     ]
-    assert sentences.verdict(asked)[-1] == "Requests within tpot:15 ms: v1 25.0 %, eb 100.0 %."
+    assert sentences.verdict(asked).lines[-1] == "Requests within tpot:15 ms: v1 25.0 %, eb 100.0 %."
 
 
 def with_goodput(group: Group, request_goodput: float) -> Group:
@@ -109,16 +109,18 @@ def with_goodput(group: Group, request_goodput: float) -> Group:
 
 def test_goodput_decides_where_limits_were_given(tmp_path: Path) -> None:
     v1, eb, ebplus = made_groups(tmp_path, "v1", "eb", "ebplus")
-    lines = sentences.verdict([with_goodput(v1, 20), with_goodput(eb, 5), with_goodput(ebplus, 10)])
+    lines = sentences.verdict([with_goodput(v1, 20), with_goodput(eb, 5), with_goodput(ebplus, 10)]).lines
     assert lines[0] == "v1 is ahead: 20 requests/s within the limits, +100.0 % over ebplus (10)."
     assert lines[1].startswith("Output tokens/s over the whole run: v1 ")
     assert lines[-1].startswith("Requests within tpot:15 ms: v1 ")
-    none = sentences.verdict([with_goodput(v1, 20), with_goodput(eb, 0)])
+    none = sentences.verdict([with_goodput(v1, 20), with_goodput(eb, 0)]).lines
     assert none[0] == "v1 is ahead: 20 requests/s within the limits (0 under eb)."
     # If limits do not separate the policies, or no request met them, throughput decides.
     for rates in ((7, 7), (0, 0)):
-        assert sentences.verdict([with_goodput(g, r) for g, r in zip((v1, eb), rates, strict=True)])[0].startswith(
-            "eb is ahead"
+        assert (
+            sentences.verdict([with_goodput(g, r) for g, r in zip((v1, eb), rates, strict=True)])
+            .lines[0]
+            .startswith("eb is ahead")
         )
 
 
@@ -138,13 +140,17 @@ def test_means_of_lengths_say_that_they_are_of_completed_requests(tmp_path: Path
 
 
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
-    lines = sentences.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10}))
+    lines = sentences.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10})).lines
     assert lines == ["No winner: v1 and ebplus differ by 0.0 %."]
 
 
 def test_a_single_policy_and_none_at_all(tmp_path: Path) -> None:
-    assert sentences.verdict(made_groups(tmp_path / "a", "v1"))[0].startswith("v1: 3")
-    assert sentences.verdict(made_groups(tmp_path / "b", "v1", "eb", fail_from=0))[0].startswith("No policy completed")
+    assert sentences.verdict(made_groups(tmp_path / "a", "v1")).lines[0].startswith("v1: 3")
+    assert (
+        sentences.verdict(made_groups(tmp_path / "b", "v1", "eb", fail_from=0))
+        .lines[0]
+        .startswith("No policy completed")
+    )
 
 
 def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Path) -> None:
@@ -367,27 +373,27 @@ def without_output(group: Group, *, valid: bool = True) -> Group:
 
 def test_there_is_no_winner_where_only_one_policy_completed_requests(tmp_path: Path) -> None:
     v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb"))
-    [line] = sentences.verdict([with_steady(v1, 1000), without_output(eb)])
+    [line] = sentences.verdict([with_steady(v1, 1000), without_output(eb)]).lines
     assert line == "No winner: eb is without a completed request, so there is no figure to compare."
     seeds = [replace(g, summaries=(*g.summaries, replace(g.summaries[0], seed=1))) for g in (eb, v1)]
-    [line] = sentences.verdict([without_output(seeds[0]), seeds[1]])
+    [line] = sentences.verdict([without_output(seeds[0]), seeds[1]]).lines
     assert line.startswith("No winner: eb (seed 0) is without a completed request")
 
 
 def test_an_invalid_run_is_never_compared(tmp_path: Path) -> None:
     v1, eb = made_groups(tmp_path, "v1", "eb")
     broken = replace(v1, summaries=tuple(replace(s, valid=False) for s in v1.summaries))
-    assert sentences.verdict([broken, eb]) == ["No winner: v1 is INVALID, and an INVALID run is never compared."]
-    assert sentences.verdict([broken])[0].startswith("v1: ")
+    assert sentences.verdict([broken, eb]).lines == ["No winner: v1 is INVALID, and an INVALID run is never compared."]
+    assert sentences.verdict([broken]).lines[0].startswith("v1: ")
 
 
 def test_different_limits_have_no_winner_and_no_line_of_limits(tmp_path: Path) -> None:
     v1, eb = (with_goodput(g, 5) for g in made_groups(tmp_path, "v1", "eb"))
     other = replace(eb, summaries=tuple(replace(s, slo=Slo(tpot=99)) for s in eb.summaries))
-    [line] = sentences.verdict([v1, other])
+    [line] = sentences.verdict([v1, other]).lines
     assert line.startswith("No winner: these runs differ in limits (--goodput")
     unlimited = replace(eb, summaries=tuple(replace(s, slo=Slo()) for s in eb.summaries))
-    assert not any("Requests within" in line for line in sentences.verdict([v1, unlimited]))
+    assert not any("Requests within" in line for line in sentences.verdict([v1, unlimited]).lines)
 
 
 def test_runs_of_one_seed_are_not_averaged(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.child import child_environ
+from ebbench.process.child import child_environ
 from ebbench.runs.pool import Processes
 
 # Python's own call at the end of a program, held up where the pool's thread may close the pipe before the write.

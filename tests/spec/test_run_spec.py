@@ -110,6 +110,13 @@ def test_what_a_file_says_is_checked_as_on_the_command_line(tmp_path: Path, line
     assert message in refused.stderr
 
 
+@pytest.mark.parametrize("option", [("--temperature", "0"), ("--ignore-eos",), ("--header", "a=b")])
+def test_options_of_the_load_generator_are_refused_where_nothing_is_sent(option: tuple[str, ...]) -> None:
+    refused = run("balanced", *SMALL, *option, "--engine", "sim", "--dry-run")
+    assert refused.exit_code == 2
+    assert f"{option[0]} is for sending requests, which engine sim does not do" in refused.stderr
+
+
 def test_a_workload_file_is_still_a_workload(tmp_path: Path) -> None:
     bundled = Path(__file__).parents[2] / "workloads" / "balanced.toml"
     (tmp_path / "own.toml").write_text(bundled.read_text())

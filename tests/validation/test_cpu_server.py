@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ebbench.calibration.measure import ProbeGrid
-from ebbench.child import supervised
 from ebbench.devices import Device
 from ebbench.engines.started import StartedServers
 from ebbench.engines.vllm import VllmEngine, server_environment
 from ebbench.errors import RunError
+from ebbench.process.child import supervised
 from ebbench.runs.store import RunStore
 from ebbench.spec.server import EngineOptions
 from ebbench.validation import cpu_server, drive, question, steps

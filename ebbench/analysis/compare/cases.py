@@ -64,9 +64,10 @@ def cases_of(
         for summary, label in zip(summaries, labels, strict=True)
     ]
     held = partition(range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries])
-    apart = differing_conditions([conditions[places[0]] for _, places in held])
-    if len(held) > 1 and any("plan " in title for title, _ in held):
-        apart.append("plan")
+    first_of = [places[0] for _, places in held]
+    apart = differing_conditions([conditions[place] for place in first_of])
+    if len(held) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
+        apart.append("plan")  # equal conditions were split by their plans
     cases = []
     for title, places in held:
         own = [summaries[place] for place in places]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbench.child import run_supervised
 from ebbench.errors import RunError, UsageError
+from ebbench.process.child import run_supervised
 from ebbench.records import files
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import MANIFEST, find_runs, read_manifest, unused

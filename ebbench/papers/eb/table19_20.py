@@ -239,14 +239,14 @@ def explained(found: Mapping[str, Measured]) -> str:
 
 
 def _why_best(title: str, best: Measured) -> str:
-    if not _is_pools(title):
+    if title not in _POOLS:
         return ": all GPUs do whatever there is to do"
     return f": prefill GPUs busy {_busy(best):.0f} %, so that neither side waits long for the other"
 
 
 def _why(title: str, other: Measured, best: Measured) -> str:
     """Why ``other`` was slower, if its figures show it."""
-    if not _is_pools(title):
+    if title not in _POOLS:
         tpot, best_tpot = other.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
         if tpot > best_tpot:
             return f" (prompts among the decodes: TPOT {tpot:.1f} ms against {best_tpot:.1f})"
@@ -258,8 +258,8 @@ def _why(title: str, other: Measured, best: Measured) -> str:
     return f" (decode is the bottleneck: prefill GPUs idle {100 - _busy(other):.0f} %)"
 
 
-def _is_pools(title: str) -> bool:
-    return "P+" in title
+_POOLS = frozenset(choice.title for choice in FOUR.values() if choice.topology.disaggregated)
+"""Titles of settings whose prefill and decode are apart."""
 
 
 def _busy(measured: Measured) -> float:

@@ -2,9 +2,10 @@
 
 Each child's standard input is a pipe whose other end only this process holds (its lifeline). Nothing is written to it.
 When this process ends, even by SIGKILL, the kernel closes the pipe and the child reads end of file. Modules of ebbench
-then exit (:func:`end_with_parent`). Other programs run under a supervisor (:mod:`ebbench.supervisor`), which ends them
-and their descendants. What a library starts inside this process is watched by :mod:`ebbench.tree_guard`. Workers of a
-``ProcessPoolExecutor`` have such a pipe from multiprocessing (:func:`begin_pool_worker`).
+then exit (:func:`end_with_parent`). Other programs run under a supervisor (:mod:`ebbench.process.supervisor`), which
+ends them and their descendants. What a library starts inside this process is watched by
+:mod:`ebbench.process.tree_guard`. Workers of a ``ProcessPoolExecutor`` have such a pipe from multiprocessing
+(:func:`begin_pool_worker`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ebbench.termination import hastened
-from ebbench.without_pandas import process_of_ebbench
+from ebbench.process.termination import hastened
+from ebbench.process.without_pandas import process_of_ebbench
 
 STDIN, STDERR = 0, 2
 KILL_WAIT_S = 15.0

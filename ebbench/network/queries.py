@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import httpx
 
-from ebbench.connections import IDLE_LIMIT_S
+from ebbench.network.connections import IDLE_LIMIT_S
 
 _ANY_HEADER = 47  # zlib: window bits for both gzip and zlib headers
 

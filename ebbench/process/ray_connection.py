@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ebbench.child import descendants_guarded
 from ebbench.errors import RunError
 from ebbench.extras import need
-from ebbench.termination import signals_kept
+from ebbench.process.child import descendants_guarded
+from ebbench.process.termination import signals_kept
 
 THIS_MACHINE = "local"
 """The address of a new cluster on this machine that ends with this process."""

@@ -3,9 +3,9 @@
 For clusters that a library starts inside this program, where no supervisor can stand between (Ray: its agents notice
 after a minute that their parent has ended, and their parent ends with this program). Looks at the descendants of PID
 every second and remembers them by process id and start time, so that another process with the same id is never meant.
-When its own standard input closes (:mod:`ebbench.child`), those that still run are killed, with what they have started
-since, and every process with MARK in its environment: one that began and lost its parent between two looks is no
-descendant any more. SIGTERM ends it without that.
+When its own standard input closes (:mod:`ebbench.process.child`), those that still run are killed, with what they have
+started since, and every process with MARK in its environment: one that began and lost its parent between two looks is
+no descendant any more. SIGTERM ends it without that.
 
 Standard library only and nothing of ebbench, so that it starts in milliseconds and needs no import path.
 """
