@@ -43,9 +43,10 @@ def parts(
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
-        lines += [_table(found, task, prices), _efficiency(found, task, prices)]
+        lines += ["", _table(found, task, prices), *_legend(found, task)]
+        lines += ["", _efficiency(found, task, prices), _EFFICIENT]
         lines += [f"Prices in {priced_in}."] if priced_in else []
-        lines += _remarks(found, task, prices)
+        lines += ["", *_remarks(found, task, prices), ""]
     else:
         lines.append(f"No candidate carries {_carried(task)} within the limits.")
     lines += _experts(found, task)
@@ -211,27 +212,37 @@ def _overloads(found: DeploymentChoice) -> Iterator[str]:
         yield "over: the queue grows for as long as requests come."
 
 
-def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
-    best = found.found[0]
-    candidate, varied = best.deployment.candidate, _varied_of(found)
+_EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
+
+
+def _legend(found: DeploymentChoice, task: PlanTask) -> list[str]:
+    """What the table of deployments shows."""
+    candidate = found.found[0].deployment.candidate
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
-    gpus = best.deployment.gpus
-    lines = [
+    return [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
-        "+: none has as many output tokens/s both per user and per GPU.",
         f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
         f"{100 * (1 + _headroom(task)):g} % of it and at the rate with {_lost(task)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
         *_overloads(found),
+        *([] if _varied_of(found)(candidate) else [sizes]),
+    ]
+
+
+def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
+    """The answer, what it does not carry, and what it rests on."""
+    best = found.found[0]
+    candidate, gpus = best.deployment.candidate, best.deployment.gpus
+    return [
         f"Cheapest that carries {_carried(task).removesuffix(',')}: {best.deployment.replicas} x {candidate.device} "
-        f"{candidate.shape} under {candidate.policy}{varied(candidate)}, {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+        f"{candidate.shape} under {candidate.policy}{_varied_of(found)(candidate)}, "
+        f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_weaknesses(best, task),
         *_api_servers(found, task),
         *_caveats(found, task),
     ]
-    return lines if varied(candidate) else [lines[0], sizes, *lines[1:]]
 
 
 def _weaknesses(best: Costed, task: PlanTask) -> Iterator[str]:
@@ -280,7 +291,8 @@ def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
     shown = [each.deployment.candidate for each in found.found]
     settings = [{"device": one.device, "instance": _short(one), "policy": one.policy} for one in shown]
     owner = by_settings(settings, lambda _, values: values, "deployments")
-    return told_once([_caveats_of(each, task) for each in found.found], owner)
+    lines = told_once([_caveats_of(each, task) for each in found.found], owner)
+    return [f"{line.removesuffix('.')}." for line in lines]
 
 
 def _caveats_of(each: Costed, task: PlanTask) -> tuple[str, ...]:
