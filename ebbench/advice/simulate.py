@@ -12,9 +12,9 @@ from ebbench.advice.choice import BASELINE, choose, own_budget, relative_gain
 from ebbench.advice.halving import SearchResult
 from ebbench.advice.results import Advice, AdviceQuestion, BudgetedPolicy, GainCurve, PolicyScore, Tuning
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
+from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
-from ebbench.engines.checks import start_notes
 from ebbench.records.manifest import RunWarning
 from ebbench.runs.api_server import left_out_of
 from ebbench.runs.prepare import device_of, plan_of
@@ -142,11 +142,22 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
-            *plan.warnings, *device.warnings, *start_notes(device, first.server),
+            *plan.warnings, *_caveats(question, store, found.finalists),
             *filter(None, [time_note(plan.facts), _api_server(question, store, found.finalists)]),
         ),
         dropped=found.dropped, engines=engines,
     )  # fmt: skip
+
+
+def _caveats(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> list[str]:
+    """What is estimated in the runs and matters to them, and what a full KV cache cost, each once."""
+    made = [
+        (pair.policy, result.caveats)
+        for pair in finalists
+        for seed in range(question.seeds)
+        if (result := store.get(candidate(question, pair.policy, seed, pair.max_num_batched_tokens))) is not None
+    ]
+    return told_once([caveats for _, caveats in made], by_policy([policy for policy, _ in made]))
 
 
 def _api_server(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> str:

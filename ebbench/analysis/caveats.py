@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.records.manifest import KV_CACHE, OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.spec.server import VIRTUAL_TIME
 
 Owner = Callable[[Collection[int]], str]
@@ -20,10 +20,10 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
 
     A simulated engine speaks for its devices, too: the units of another pool, images, a server that would not start. A
     real one speaks about its client and this one run; what it says of the server, such as answers of another model and
-    prompts that it had cached, holds for every figure.
+    prompts that it had cached, holds for every figure. So does what a full KV cache cost on either.
     """
     codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", WARM_CACHE, OTHER_MODEL}
-    return tuple(str(warning) for warning in warnings if warning.code in codes)
+    return tuple(str(warning) for warning in warnings if warning.code in codes | {KV_CACHE})
 
 
 def told_once(said: Sequence[Iterable[str]], owner: Owner) -> list[str]:

@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.device_caveats import batches_of, words_of_run
+from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run
 from ebbench.analysis.distribution import QUANTILES, samples_needed
+from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import Metrics, latency_columns, measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import steady_windows
@@ -95,7 +96,14 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         *invalid_reasons(result.requests, context.plan.table, columns, metrics, conditions),
         *result.invalid,
     )
-    warnings = (*_warnings(context, result, metrics, columns), *_one_token_warnings(columns, context.slo))
+    steps = _plain_steps(result)
+    kv = _kv_pressure(context, result, steps)
+    warnings = (
+        *_warnings(context, result, metrics, batches_of(steps, columns)),
+        *_one_token_warnings(columns, context.slo),
+        *(kv.warnings if kv is not None else ()),
+    )
+    result = replace(result, facts={**result.facts, **(kv.figures if kv is not None else {})})
     manifest = _manifest(context, result, clock, reasons, warnings)
     tables = {
         "plan": context.plan.table,
@@ -116,6 +124,19 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
         raise NotStoredError(str(error), Run(writer.path, lost, whole)) from error
     return run, replace(summary, run_dir=str(run.path), warnings=run.manifest.warnings)
+
+
+def _plain_steps(result: EngineResult) -> pa.Table:
+    """The steps without the lists of their requests, which are most of a long run."""
+    names = [*STEP_COLUMNS, "phase"]
+    return pa.concat_tables([part.select(names) for part in result.step_parts or [result.steps]])
+
+
+def _kv_pressure(context: RunContext, result: EngineResult, steps: pa.Table) -> KvPressure | None:
+    options = asdict(context.options) if context.device_known else {}
+    if steps.num_rows or result.server_metrics is None:
+        return kv_pressure(steps, result.requests, options)
+    return kv_pressure_by_metrics(result.server_metrics, result.requests.num_rows, options.get("max_num_seqs"))
 
 
 def _with_latencies(requests: pa.Table, columns: RequestColumns, slo: Slo) -> pa.Table:
@@ -177,11 +198,9 @@ def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) ->
     return reports.get("kv_cache_tokens") or (blocks * size if blocks and size else None)
 
 
-def _warnings(
-    context: RunContext, result: EngineResult, metrics: Metrics, columns: RequestColumns
-) -> tuple[RunWarning, ...]:
+def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batches: Batches) -> tuple[RunWarning, ...]:
     simulated = context.engine in VIRTUAL_TIME
-    of_device, of_engine = _caveats(context, result, columns)
+    of_device, of_engine = _caveats(context, result, batches)
     found = [
         *_of("plan", context.plan.warnings),
         *_of("device", of_device),
@@ -199,18 +218,15 @@ def _warnings(
     return tuple(once.values())
 
 
-def _caveats(context: RunContext, result: EngineResult, columns: RequestColumns) -> tuple[list[str], list[str]]:
+def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[str], list[str]]:
     """What the device and the engine, of its units, warn of, without what does not matter to this run.
 
     Measured times depend on the device's caveats only if the policy computes with its costs.
     """
     device = result.device or context.device
-    own, units = list(device.warnings), list(result.warnings)
     if context.engine not in VIRTUAL_TIME:
-        return (own if context.policy.needs_costs else []), units
-    words = words_of_run(device, batches_of(result.step_parts or [result.steps], columns))
-    own, units = ([said for text in texts if (said := words.get(text, text))] for texts in (own, units))
-    return own, units
+        return (list(device.warnings) if context.policy.needs_costs else []), list(result.warnings)
+    return said_of_run(device, batches, device.warnings), said_of_run(device, batches, result.warnings)
 
 
 def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
@@ -241,8 +257,8 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
         found.append(
             RunWarning(
                 "short-steady-window",
-                f"Only {metrics.steady.share:.0%} of the run is steady; warm-up and drain weigh on the whole-run "
-                "throughput.",
+                f"Only {100 * metrics.steady.share:.0f} % of the run is steady; warm-up and drain weigh on the "
+                "whole-run throughput.",
                 _longer(plan, math.ceil(2 * (1 - metrics.steady.share) * _sessions(plan))),
             )
         )

@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import caveats as of_device
 from ebbench.devices.base import Device, StepShape
-from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.table import TableCost
@@ -39,32 +38,23 @@ class Batches:
     kv_peak: float
 
 
-def batches_of(steps: Iterable[pa.Table], requests: RequestColumns) -> Batches:
-    """The batches of a run, from its step table in parts."""
+def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
+    """The batches of a run, from the columns of its steps that are no lists."""
     inputs, outputs = np.asarray(requests.input_tokens, float), np.asarray(requests.output_tokens, float)
     mean = float((inputs + outputs).mean()) if len(inputs) else 0.0
     context = float((inputs + outputs / 2).mean()) if len(inputs) else 0.0
-    sums: dict[str, list[float]] = {}
-    peak = 0.0
-    for part in steps:
-        spent = pc.subtract(part["end_ns"], part["start_ns"]).to_numpy().astype(float)
-        prompts, decodes = (part[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
-        total = part["kv_blocks_total"].to_numpy()
-        if total.size and total.max() > 0:
-            peak = max(peak, float((part["kv_blocks_used"].to_numpy() / np.maximum(total, 1)).max()))
-        for phase in ("prefill", "decode", "mixed"):
-            rows = pc.equal(part["phase"], phase).to_numpy(zero_copy_only=False)
-            found = sums.setdefault(phase, [0.0] * 4)
-            for place, value in enumerate((rows.sum(), spent[rows].sum(), prompts[rows].sum(), decodes[rows].sum())):
-                found[place] += float(value)
-    whole = sum(found[1] for found in sums.values()) or 1.0
-    kinds = {
-        phase: (spent / whole, _shape(prompts / count, decodes / count, context))
-        for phase, (count, spent, prompts, decodes) in sums.items()
-        if count
-    }
+    spent = pc.subtract(steps["end_ns"], steps["start_ns"]).to_numpy().astype(float)
+    prompts, decodes = (steps[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
+    whole = float(spent.sum()) or 1.0
+    kinds = {}
+    for phase in ("prefill", "decode", "mixed"):
+        rows = pc.equal(steps["phase"], phase).to_numpy()
+        if rows.any():
+            shape = _shape(float(prompts[rows].mean()), float(decodes[rows].mean()), context)
+            kinds[phase] = float(spent[rows].sum()) / whole, shape
+    used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
     longest = int((inputs + outputs).max()) if len(inputs) else 0
-    return Batches(kinds, longest, mean, peak)
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)))
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -72,9 +62,10 @@ def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
     return StepShape(((tokens, 0),) if tokens else (), seqs, round(seqs * context), seqs + (tokens > 0))
 
 
-def words_of_run(device: Device, batches: Batches) -> dict[str, str]:
-    """What to say instead of the device's warnings that depend on the run, "" for those that do not matter to it."""
-    return dict(_conditional(device, batches))
+def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> list[str]:
+    """The warnings as far as they matter to a run of such batches, with their direction and size there."""
+    words = dict(_conditional(device, batches))
+    return [said for text in warnings if (said := words.get(text, text))]
 
 
 def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
@@ -95,12 +86,6 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
             )
         for text in of_device.doubtful_host(profile, cost):
             yield text, text if _host_decides(cost, batches) else ""
-    for text in of_device.windowed(request, model):
-        longer = (
-            batches.longest_tokens > min(mixer.window for mixer in model.windows)
-            and batches.kv_peak > 1.0 - 5 * MATTERS
-        )
-        yield text, f"{text}: {_windowed_size(model, batches)}" if longer else ""
 
 
 def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> str:
@@ -127,10 +112,3 @@ def _host_decides(cost: TableCost, batches: Batches) -> bool:
     """Whether the host takes longer than the GPU in steps that take more than ``MATTERS`` of the time."""
     free = replace(cost, host=replace(cost.host, step_s=0.0, sequence_s=0.0))
     return sum(s for s, shape in batches.steps.values() if cost.step_s(shape) > free.step_s(shape)) > MATTERS
-
-
-def _windowed_size(model: ModelGeometry, batches: Batches) -> str:
-    """How many times as many sequences of the mean length vLLM's KV cache would hold."""
-    every = model.kv_bytes_per_token * batches.mean_tokens
-    kept = model.kv_bytes(batches.mean_tokens) - model.state_bytes
-    return f"about {every / kept:.1f} times as many of this run's mean length, so that waits for memory are too long"

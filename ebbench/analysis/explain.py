@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.analysis.kv_pressure import KvPressure, kv_pressure
 from ebbench.records.run import Run
 
 TIMELINE_BINS = 20
@@ -100,7 +99,6 @@ class Explanation:
     policy: str
     steps: StepFacts | None
     decisions: DecisionFacts | None
-    kv: KvPressure | None = None
 
 
 def explain(run: Run) -> Explanation:
@@ -110,7 +108,6 @@ def explain(run: Run) -> Explanation:
         policy=run.manifest.policy,
         steps=_step_facts(steps) if steps.num_rows else None,
         decisions=_decision_facts(run.decisions) if run.table("decisions", ["kind"]).num_rows else None,
-        kv=kv_pressure(run),
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.manifest import Manifest
-from ebbench.records.run import Run
+from ebbench.records.manifest import KV_CACHE, RunWarning
 
 WORTH_SAYING = 0.02
 """Share of the time, or of the requests, from which on a full cache is said."""
@@ -54,33 +54,60 @@ class KvPressure:
         repeated = self.preempted_share if self.repeated_share is None else self.repeated_share
         return max(self.full_share, repeated) > WORTH_SAYING
 
+    @property
+    def warnings(self) -> tuple[RunWarning, ...]:
+        """What it cost, with the ways out; empty if that was little."""
+        if not self.matters:
+            return ()
+        parts = []
+        if self.full_share > WORTH_SAYING:
+            slots = "sequences running" if self.slots is None else f"of {self.slots:,} slots in use"
+            waited = f"requests waited for memory {100 * self.full_share:.1f} % of the time"
+            parts.append(f"{waited}, with {self.running:,.0f} {slots}")
+        if self.preemptions:
+            text = f"{self.preemptions:,} preemption{'' if self.preemptions == 1 else 's'}"
+            if self.repeated_tokens is not None and self.repeated_share is not None:
+                again = f"{self.repeated_tokens:,} tokens computed again"
+                text += f", {again} ({100 * self.repeated_share:.1f} % of the time)"
+            parts.append(text)
+        return (RunWarning(KV_CACHE, f"KV cache full: {'; '.join(parts)}.", _WAYS_OUT),)
 
-def kv_pressure(run: Run) -> KvPressure | None:
-    """By the recorded steps, else by the server's metrics; None without both."""
-    if run.manifest.rows.get("steps"):
-        return _of_steps(run)
-    if run.manifest.rows.get("server_metrics"):
-        return _of_metrics(run.table("server_metrics"), run.manifest)
-    return None
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """Its shares of the time and repeated tokens, by their names in JSON."""
+        return {
+            "kv_full_share": self.full_share,
+            "repeated_tokens": self.repeated_tokens,
+            "repeated_share": self.repeated_share,
+        }
 
 
-def _of_steps(run: Run) -> KvPressure:
-    table = run.table("steps", STEP_COLUMNS)
-    steps = {name: table.column(name).to_numpy() for name in STEP_COLUMNS}
-    requests = run.table("requests", ["input_tokens", "cached_tokens", "status"])
+_WAYS_OUT = (
+    "More memory for it (--gpu-memory-utilization, --kv-cache-dtype fp8, more GPUs) or less load would change these "
+    "figures."
+)
+FIGURES = ("kv_full_share", "repeated_tokens", "repeated_share")
+"""Names of :attr:`KvPressure.figures`."""
+
+
+def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any]) -> KvPressure | None:
+    """By the recorded steps of a run, with ``options`` as in its manifest; None without steps."""
+    if not steps.num_rows:
+        return None
+    columns = {name: steps.column(name).to_numpy() for name in STEP_COLUMNS}
     prompts = requests.filter(pc.equal(requests["status"], "ok"))["input_tokens"]
-    spent = (steps["end_ns"] - steps["start_ns"]).astype(np.float64)
+    spent = (columns["end_ns"] - columns["start_ns"]).astype(np.float64)
     total = float(spent.sum()) or 1.0
-    slots = run.manifest.options.get("max_num_active_seqs") or run.manifest.options.get("max_num_seqs")
-    full = _waits_for_memory(steps, slots, run.manifest, pc.quantile(prompts, 0.5)[0].as_py() or 0)
-    preemptions = int(steps["preemptions"].sum())
-    repeated = _repeated_tokens(steps, requests) if preemptions else 0
-    computed = int(steps["prefill_tokens"].sum())
-    tokens = np.maximum(steps["prefill_tokens"] + steps["decode_seqs"], 1)
-    prefilling = float((spent * steps["prefill_tokens"] / tokens).sum()) / total
+    slots = options.get("max_num_active_seqs") or options.get("max_num_seqs")
+    full = _waits_for_memory(columns, slots, options, pc.quantile(prompts, 0.5)[0].as_py() or 0)
+    preemptions = int(columns["preemptions"].sum())
+    repeated = _repeated_tokens(columns, requests) if preemptions else 0
+    computed = int(columns["prefill_tokens"].sum())
+    tokens = np.maximum(columns["prefill_tokens"] + columns["decode_seqs"], 1)
+    prefilling = float((spent * columns["prefill_tokens"] / tokens).sum()) / total
     return KvPressure(
         full_share=float(spent[full].sum()) / total,
-        running=float(np.average(steps["running"][full], weights=spent[full])) if spent[full].sum() else 0.0,
+        running=float(np.average(columns["running"][full], weights=spent[full])) if spent[full].sum() else 0.0,
         slots=slots,
         preemptions=preemptions,
         preempted_share=preemptions / max(requests.num_rows, 1),
@@ -90,10 +117,10 @@ def _of_steps(run: Run) -> KvPressure:
 
 
 def _waits_for_memory(
-    steps: Mapping[str, npt.NDArray[np.int64]], slots: int | None, manifest: Manifest, prompt_tokens: float
+    steps: Mapping[str, npt.NDArray[np.int64]], slots: int | None, options: Mapping[str, Any], prompt_tokens: float
 ) -> npt.NDArray[np.bool_]:
     """Steps in which requests waited, slots were free, and the free blocks held no prompt of the median length."""
-    free_tokens = (steps["kv_blocks_total"] - steps["kv_blocks_used"]) * int(manifest.options.get("block_size") or 1)
+    free_tokens = (steps["kv_blocks_total"] - steps["kv_blocks_used"]) * int(options.get("block_size") or 1)
     limit = np.inf if slots is None else slots
     found: npt.NDArray[np.bool_] = (steps["waiting"] > 0) & (steps["running"] < limit) & (free_tokens < prompt_tokens)
     return found
@@ -110,7 +137,8 @@ def _repeated_tokens(steps: Mapping[str, npt.NDArray[np.int64]], requests: pa.Ta
     return max(int(steps["prefill_tokens"].sum()) - (prompts - cached), 0)
 
 
-def _of_metrics(metrics: pa.Table, manifest: Manifest) -> KvPressure | None:
+def kv_pressure_by_metrics(metrics: pa.Table, requests: int, slots: int | None) -> KvPressure | None:
+    """By a server's own metrics during a run of so many requests; None without its KV cache among them."""
     series = _series(metrics)
     usage = [values for name, values in series if _USAGE.search(name)]
     preempted = [values for name, values in series if _PREEMPTIONS.search(name)]
@@ -127,9 +155,9 @@ def _of_metrics(metrics: pa.Table, manifest: Manifest) -> KvPressure | None:
     return KvPressure(
         full_share=float(lasting[full].sum()) / total,
         running=float(np.average(running[full], weights=lasting[full])) if lasting[full].sum() else 0.0,
-        slots=manifest.options.get("max_num_seqs"),
+        slots=slots,
         preemptions=preemptions,
-        preempted_share=preemptions / max(manifest.rows.get("requests", 0), 1),
+        preempted_share=preemptions / max(requests, 1),
     )
 
 

@@ -17,6 +17,7 @@ from ebbench.analysis.distribution import QUANTILES, Distribution
 from ebbench.analysis.economy import FIGURES, economy_of
 from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
+from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
 from ebbench.analysis.load import LoadFacts, Machine, flat_load, load_of_run, machine_of_run
 from ebbench.analysis.metrics import FURTHER_LATENCIES, LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
@@ -56,6 +57,7 @@ class Summary:
     until_clear: bool = False  # one of several repeats that were tested after each
     virtual: bool = False  # simulated time: repeating the run gives a copy
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
+    kv: Mapping[str, float | None] = field(default_factory=dict)  # what a full KV cache cost the whole run
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -87,6 +89,7 @@ class Summary:
             | flat_load(self.load, self.machine, self.policy)
             | self.clients.to_dict()
             | metrics_dict(self.metrics)
+            | ({} if self.phase else {name: self.kv.get(name) for name in KV_FIGURES})
             | unsound
             | verdict
         )
@@ -184,6 +187,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         until_clear=bool(manifest.facts.get("until_clear")),
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
+        kv={name: manifest.facts.get(name) for name in KV_FIGURES},
     )
 
 
@@ -248,7 +252,8 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in _COUNTS:
         if key not in first:  # a summary stored before this count existed
             continue
-        merged[key] = sum(summary[key] for summary in summaries)
+        counts = [summary[key] for summary in summaries]
+        merged[key] = None if None in counts else sum(counts)
     warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
     reasons = dict.fromkeys(reason for summary in summaries for reason in summary["reasons"])
     merged |= {
@@ -278,7 +283,15 @@ _AVERAGED = frozenset(
         "input_throughput",
         "total_token_throughput",
     }
-    | {"request_goodput", "token_goodput", "tokens_per_s_per_user", "prefix_hit_rate", *FIGURES}
+    | {
+        "request_goodput",
+        "token_goodput",
+        "tokens_per_s_per_user",
+        "prefix_hit_rate",
+        "kv_full_share",
+        "repeated_share",
+        *FIGURES,
+    }
     | {
         f"{statistic}_{name}_ms"
         for statistic, _ in Distribution(0).items()
@@ -288,8 +301,7 @@ _AVERAGED = frozenset(
 _COUNTS = (
     "planned", "completed", "failed", "timed_out", "cancelled", "abandoned", "never_sent",
     "total_input_tokens", "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
-    "thinking_tokens", "abandoned_input_tokens",
-    "abandoned_output_tokens",
+    "thinking_tokens", "abandoned_input_tokens", "abandoned_output_tokens", "repeated_tokens",
 )  # fmt: skip
 
 

@@ -287,7 +287,7 @@ def _show(
             console.print(piece)
         for line in sentences.remarks(outcomes, search.limits, search.by_concurrency, api_servers_left_out):
             console.print(line, markup=False, soft_wrap=True)
-        for part in notes("Keep in mind", [*search.notes, *sentences.caveats(outcomes)]):
+        for part in notes("Keep in mind", [*search.notes, *sentences.caveats(outcomes, search.by_concurrency)]):
             console.print(part)
 
 

@@ -8,8 +8,8 @@ failed did not meet the limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from ebbench.analysis.api_server_load import processes_needed
 from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.distribution import NS_PER_MS
+from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
 from ebbench.analysis.metrics import limited_ns, meets, tpot_ns
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import Window, completed_sessions_per_s, session_ends_ns, steady_windows
@@ -25,7 +26,7 @@ from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.crossing import Floats
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.search_types import MetCounts, Probe
-from ebbench.records.manifest import PhaseFact
+from ebbench.records.manifest import KV_CACHE, PhaseFact
 from ebbench.records.run import Run
 
 BATCHES = 20
@@ -58,7 +59,8 @@ class ProbeReading:
     ``completed_sessions_per_s``: sessions that ended in the steady window.
     ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``: medians; ``ttft_high_ms``, ``tpot_high_ms``:
     percentiles at the required attainment. ``memory_full``: share of the time with a full KV cache. ``api_servers``:
-    processes of vLLM's API server that the counted requests keep busy. ``caveats``: those of plan and device.
+    processes of vLLM's API server that the counted requests keep busy. ``caveats``: those of plan and device;
+    ``kv_warnings``: what a full KV cache cost, and ``kv_figures`` by the names of the run's JSON.
     """
 
     probe: Probe
@@ -82,6 +84,8 @@ class ProbeReading:
     memory_full: float
     api_servers: float = 0.0
     caveats: tuple[str, ...] = ()
+    kv_warnings: tuple[str, ...] = ()
+    kv_figures: Mapping[str, float | None] = field(default_factory=dict)
     met: bool = True
     asked: int = 0
 
@@ -104,8 +108,15 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     reading = read_measured(measured, load, limits, per_open)
-    plan = (str(warning) for warning in manifest.warnings if warning.code == "plan")
-    return replace(reading, caveats=(*plan, *of_device(manifest.engine, manifest.warnings)))
+    memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
+    others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
+    plan = (str(warning) for warning in others if warning.code == "plan")
+    return replace(
+        reading,
+        caveats=(*plan, *of_device(manifest.engine, others)),
+        kv_warnings=tuple(map(str, memory)),
+        kv_figures={name: manifest.facts.get(name) for name in KV_FIGURES},
+    )
 
 
 @dataclass(frozen=True)

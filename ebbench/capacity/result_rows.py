@@ -53,7 +53,7 @@ def as_dict(
     Rates are in requests/s: the searched session rate times the requests per session. ``curve`` has one entry per probe
     in order of load; its latencies are medians, and the percentiles at the required attainment, in ms. ``warnings``:
     the caveats of plan and device. ``attainment``, latencies and goodput are those of the requests sent in the steady
-    ``window`` of the probe at ``nearest_load``.
+    ``window`` of the probe at ``nearest_load``; what a full KV cache cost is that of this whole probe.
     """
     estimate, near = outcome.estimate, outcome.nearest
     name = "capacity_concurrency" if by_concurrency else "capacity_requests_per_s"
@@ -78,7 +78,8 @@ def as_dict(
         "stopped": outcome.stopped or None,
         "refused": outcome.refused or None,
         "probes": len(outcome.readings),
-        "warnings": [*notes, *told_once(outcome.caveats, lambda _: "")],
+        **near.kv_figures,
+        "warnings": [*notes, *near.kv_warnings, *told_once(outcome.caveats, lambda _: "")],
         "nearest_run_dir": near.run_dir,
         "nearest_load": factor * near.probe.load,
         "window": "steady",
@@ -100,5 +101,6 @@ def _point(reading: ProbeReading, factor: float) -> dict[str, Any]:
         "tpot_at_attainment_ms": reading.tpot_high_ms,
         "requests_per_s": reading.requests_per_session * reading.completed_sessions_per_s,
         "output_tokens_per_s": reading.output_tokens_per_s,
+        **reading.kv_figures,
         "run_dir": reading.run_dir,
     }

@@ -90,7 +90,7 @@ def remarks(
     """
     lines = []
     if any(outcome.readings for outcome in found.values()):
-        near = _listed(found, by_concurrency)
+        near = ", ".join(_shown_probes(found, by_concurrency))
         lines.append(
             f"Met, latencies and goodput: of the requests sent in the steady window of the probe nearest to capacity "
             f"that kept the limits ({near}). Limits: {limits}."
@@ -114,14 +114,14 @@ def remarks(
     return lines
 
 
-def _listed(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> str:
-    """The loads of the probes that the table shows: ``30.8/s``, or with several policies ``v1 30.8/s, eb 29.1/s``."""
+def _shown_probes(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> dict[str, ProbeReading]:
+    """The probes that the table shows, by their loads: ``30.8/s``, or with several policies ``v1 30.8/s``."""
     shown = {name: outcome.nearest for name, outcome in found.items() if outcome.readings}
     loads = {
         name: "one request at a time" if near is found[name].alone else _load(near.probe.load, by_concurrency)
         for name, near in shown.items()
     }
-    return ", ".join(f"{name} {load}" if len(loads) > 1 else load for name, load in loads.items())
+    return {f"{name} {load}" if len(loads) > 1 else load: shown[name] for name, load in loads.items()}
 
 
 def beyond_api_servers(found: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
@@ -130,10 +130,16 @@ def beyond_api_servers(found: Mapping[str, SearchOutcome], processes: int) -> Ru
     return left_out(max(needed), processes) if processes and needed else None
 
 
-def caveats(found: Mapping[str, SearchOutcome]) -> list[str]:
-    """The caveats of plan and device, each once, with the policies whose probes have it unless all do."""
+def caveats(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> list[str]:
+    """The caveats of plan and device, each once, with the policies whose probes have it unless all do.
+
+    First what a full KV cache cost in the probes that the table shows: in those far above capacity it is always full.
+    """
     told = [(name, caveats) for name, outcome in found.items() for caveats in outcome.caveats]
-    return told_once([caveats for _, caveats in told], by_policy([name for name, _ in told]))
+    memory = [
+        f"At {at}: {text}" for at, near in _shown_probes(found, by_concurrency).items() for text in near.kv_warnings
+    ]
+    return [*memory, *told_once([caveats for _, caveats in told], by_policy([name for name, _ in told]))]
 
 
 def _open_ends(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> list[str]:

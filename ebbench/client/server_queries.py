@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from ebbench.client.server_numbers import whole_number
+from ebbench.client.stream_messages import document_of
 from ebbench.client.unreachable import certificate_remedy, other_protocol, unused_proxy
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
@@ -255,14 +256,15 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
     """The models by id, each with those of its fields that have the right type. Raises _NoModelsError."""
     if answer.status != 200:
         raise _NoModelsError(_refusal(answer))
-    try:
-        document = msgspec.json.decode(answer.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    document = document_of(answer.body)
+    if document is None:
         kind = answer.headers.get("content-type", "no content type")
+        if "json" in kind or answer.body.lstrip()[:1] in (b"[", b"{"):
+            raise _NoModelsError("answers with no JSON object that lists models; check the URL")
         raise _NoModelsError(
             f"answers with {kind}, not JSON: a log-in page or another service? check the URL and the key"
-        ) from None
-    entries = document.get("data") if isinstance(document, dict) else None
+        )
+    entries = document.get("data")
     models: dict[str, dict[str, Any]] = {}
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"]:

@@ -10,6 +10,7 @@ from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
     from ebbench.devices.geometry import ModelGeometry
+    from ebbench.devices.kv_layout import KvLayout
     from ebbench.devices.profiles import DeviceProfile
     from ebbench.devices.request import DeviceRequest
 
@@ -53,7 +54,8 @@ class Device:
     None for a device made by hand. Topologies with several GPUs per unit need them and must not look them up by name: a
     model read from a config.json has no known name. ``costs_known`` False: ``calibration`` is a placeholder.
     ``kv_capacity_tokens`` 0: unknown. ``identity``: what tells it from others of its name, by name
-    (:mod:`ebbench.devices.identity`).
+    (:mod:`ebbench.devices.identity`). ``kv_layout``: how blocks are given to layers that keep a window or a state; None
+    where every layer keeps every token.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Device:
     request: DeviceRequest | None = None
     costs_known: bool = True
     identity: tuple[tuple[str, str], ...] = ()
+    kv_layout: KvLayout | None = None
 
     @property
     def sources(self) -> str:

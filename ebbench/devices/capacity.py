@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.devices.request import DeviceRequest
@@ -24,9 +26,12 @@ def kv_capacity_tokens(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     eager: bool = False,
+    async_scheduling: bool = True,
     reported: int | None = None,
 ) -> int:
     """KV tokens of one unit that fit beside the weights and what vLLM sets aside at its start, in blocks of 16.
+
+    Of a model whose layers keep a window or a state: as vLLM counts them, by the longest sequences.
 
     ``start``: the rules of vLLM's version. Limits of None are those of the profile (the usual settings of a server on
     this GPU), a share of None is the version's default. ``reported``: what a server says that it has, in place of the
@@ -44,7 +49,11 @@ def kv_capacity_tokens(
     reserve = profile.context_bytes + reserve_bytes(model, start, seqs, step_tokens, parallel=parallel, eager=eager)
     part = model.sliced(parallel.tp)
     room = budget - weights - reserve
-    tokens = int(room // part.kv_bytes_per_token) // 16 * 16
+    layout = layout_of(part, in_flight_tokens(step_tokens, async_scheduling=async_scheduling))
+    if layout is None:
+        tokens = int(room // part.kv_bytes_per_token) // BLOCK_TOKENS * BLOCK_TOKENS
+    else:
+        tokens = layout.tokens_of(max(int(room // layout.block_bytes), 0))
     if tokens < 16:
         several = "" if parallel.single else f" per GPU of {parallel.gpus}"
         raise UsageError(
@@ -108,5 +117,27 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
         max_num_seqs=request.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,
         eager=request.eager,
+        async_scheduling=request.async_scheduling,
         reported=request.kv_tokens,
     )
+
+
+def kv_cache_bytes(device: Device) -> int:
+    """Bytes of the KV cache of one GPU of a loaded device."""
+    assert device.geometry is not None
+    assert device.request is not None
+    if device.kv_layout is not None:
+        return device.kv_layout.blocks_of(device.kv_capacity_tokens) * device.kv_layout.block_bytes
+    return device.kv_capacity_tokens * device.geometry.sliced(device.request.parallel.tp).kv_bytes_per_token
+
+
+def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> KvLayout | None:
+    """How the model's KV cache lies on each GPU with the settings of ``request``; None if every layer keeps all."""
+    step_tokens = request.max_num_batched_tokens or profile.max_num_batched_tokens
+    in_flight = in_flight_tokens(step_tokens, async_scheduling=request.async_scheduling)
+    return layout_of(model.sliced(request.parallel.tp), in_flight)
+
+
+def in_flight_tokens(max_num_batched_tokens: int, *, async_scheduling: bool) -> int:
+    """Most tokens that are scheduled and not yet computed."""
+    return max_num_batched_tokens * (2 if async_scheduling else 1)

@@ -65,19 +65,7 @@ def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
             f"{request.model} has the name of {model.name} and another shape ({model.params / 1e9:.2f}B parameters): "
             "what is published and fitted for that model is not used",
         )
-    return (*found, *windowed(request, model))
-
-
-def windowed(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
-    """That layers with a window keep all tokens here, if the model has any."""
-    if model.windows and request.kv_tokens is None:
-        layers, window = sum(mixer.layers for mixer in model.windows), model.windows[0].window
-        return (
-            f"{layers} of the {model.layers} layers of {model.name} attend to the last {window:,} tokens only; vLLM "
-            "keeps no more of longer sequences there and has room for more of them, while here every layer keeps all "
-            "tokens",
-        )
-    return ()
+    return found
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:

@@ -259,6 +259,8 @@ def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
         dtype = typed.type_of(module)
         params[module.kind][dtype] = params[module.kind].get(dtype, 0) + module.params
     most = {kind: max(types, key=types.__getitem__, default=PLAIN) for kind, types in params.items()}
+    if not params[MLP]:
+        most[MLP] = most[ATTENTION]
     if not params[EXPERTS]:
         most[EXPERTS] = most[MLP]
     other, said = 0.0, []

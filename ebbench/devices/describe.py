@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ebbench.devices.base import Device
-from ebbench.devices.capacity import weight_bytes_per_gpu
+from ebbench.devices.capacity import kv_cache_bytes, weight_bytes_per_gpu
 from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.marginal import MarginalCurve, marginal_curve
@@ -46,7 +46,13 @@ class DeviceFacts:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache of one GPU."""
-        return self.device.kv_capacity_tokens * self.model.sliced(self.parallel.tp).kv_bytes_per_token
+        return kv_cache_bytes(self.device)
+
+    @property
+    def kv_blocks(self) -> int | None:
+        """Blocks of the pool from which layers that keep a window or a state draw; None where all keep all tokens."""
+        layout = self.device.kv_layout
+        return None if layout is None else layout.blocks_of(self.device.kv_capacity_tokens)
 
     @property
     def gpu_weight_bytes(self) -> int:
@@ -83,6 +89,7 @@ class DeviceFacts:
             "gpu_memory_utilization": self.request.memory_share,
             "reserve_bytes": self.reserve_bytes,
             "kv_capacity_tokens": self.device.kv_capacity_tokens,
+            "kv_blocks": self.kv_blocks,
             "context_tokens": self.context_tokens,
             "crossover_decode_share": self.curve.crossover,
             "marginal_s_per_token": asdict(self.curve),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebbench.devices.base import CostModel, Device
-from ebbench.devices.capacity import requested_capacity
+from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
@@ -119,6 +119,7 @@ def load(request: DeviceRequest) -> Device:
         geometry=geometry,
         request=request,
         identity=identity_of(profile, named, request),
+        kv_layout=requested_layout(profile, geometry, request),
     )
 
 
@@ -127,7 +128,8 @@ def resized(device: Device, request: DeviceRequest) -> Device:
     assert device.profile is not None
     assert device.geometry is not None
     capacity = requested_capacity(device.profile, device.geometry, request)
-    return replace(device, kv_capacity_tokens=capacity, request=request)
+    layout = requested_layout(device.profile, device.geometry, request)
+    return replace(device, kv_capacity_tokens=capacity, request=request, kv_layout=layout)
 
 
 def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel) -> Calibration | None:

@@ -62,6 +62,8 @@ class StepTableParts(TableParts, Protocol):
 class EngineResult:
     """Tables in the schemas of :mod:`ebbench.records.schema`, and entries for the manifest.
 
+    ``steps`` of an engine that was asked for figures only lacks columns that no figure needs.
+
     ``invalid``: reasons that make the run INVALID and that only the engine knows. ``facts`` are added to the plan's.
     ``server_metrics``: samples of the server's metrics page, if it has one. ``device``: the device of one instance, if
     that is a unit of several GPUs instead of the given single GPU. ``step_parts``: the steps of a long run in parts, to
@@ -83,10 +85,11 @@ class EngineResult:
 
     @property
     def last_mode(self) -> str:
-        """The mode of the last step, eb or mb; "" if no steps are known."""
+        """The mode of the last step, eb or mb; "" if no modes are known."""
         if self.step_parts is not None:
             return self.step_parts.last_mode
-        return str(self.steps["mode"][-1].as_py()) if self.steps.num_rows else ""
+        known = self.steps.num_rows and "mode" in self.steps.column_names
+        return str(self.steps["mode"][-1].as_py()) if known else ""
 
 
 class Engine(Protocol):

@@ -229,10 +229,11 @@ def _beyond_positions(device: Device, options: EngineOptions) -> tuple[str, ...]
 
 
 def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
-    """Where layers have a sliding window vLLM needs less than is reckoned here, and with a given number of blocks the
-    device is not the limit."""
-    capacity, model = device.kv_capacity_tokens, device.geometry
-    if model is None or model.windows or options.num_kv_blocks is not None or capacity >= options.max_model_len:
+    """With a given number of blocks the device is not the limit."""
+    if device.geometry is None or options.num_kv_blocks is not None:
+        return ()
+    capacity = longest_sequence(device, options)
+    if capacity >= options.max_model_len:
         return ()
     return (
         f"a real server would not start: vLLM wants room for a request of --max-model-len {options.max_model_len:,} "
@@ -243,7 +244,22 @@ def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     """Number of KV blocks of an instance: as given, or from the device's capacity."""
-    return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
+    if options.num_kv_blocks:
+        return options.num_kv_blocks
+    layout = device.kv_layout
+    return (
+        device.kv_capacity_tokens // options.block_size
+        if layout is None
+        else layout.blocks_of(device.kv_capacity_tokens)
+    )
+
+
+def longest_sequence(device: Device, options: EngineOptions) -> int:
+    """Tokens of the longest sequence that an instance's KV blocks hold, as far as ``max_model_len`` allows it."""
+    blocks, layout = num_kv_blocks(device, options), device.kv_layout
+    if layout is None:
+        return blocks * options.block_size
+    return layout.longest_within(blocks, options.max_model_len)
 
 
 def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
@@ -272,7 +288,7 @@ def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
         )
     if options.num_kv_blocks is None and not device.kv_capacity_tokens:
         return
-    capacity = num_kv_blocks(device, options) * options.block_size
+    capacity = longest_sequence(device, options)
     if longest <= capacity:
         return
     where = "--num-kv-blocks" if options.num_kv_blocks is not None else f"{device.model} on {device.name}"

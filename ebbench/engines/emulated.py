@@ -77,7 +77,8 @@ class EmulatedEngine:
                 f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor"
             ) from None
         # The shortcuts skip sequences whose next tokens are certain; those of a client that hangs up are not.
-        shortcuts = self._shortcuts and optional_ns(plan.table, "hang_up_ns") is None
+        # They know one block table per request.
+        shortcuts = self._shortcuts and optional_ns(plan.table, "hang_up_ns") is None and device.kv_layout is None
         run = _EmulatedRun(emulated_core, plan, policy, device, options, shortcuts=shortcuts)
         self.prepare(run.core)
         with collector_paused():
@@ -112,7 +113,7 @@ class _EmulatedRun:
         self.core = (
             self._core_with_shortcuts(core_module, policy, options, additional)
             if shortcuts
-            else (core_module.build_core(self._blocks, options, scheduler, additional))
+            else core_module.build_core(self._blocks, options, scheduler, additional, device.kv_layout)
         )
         self._scheduler = self.core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool

@@ -23,6 +23,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from ebbench.devices.base import CostModel
+from ebbench.devices.kv_layout import KvLayout
 from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.errors import UsageError
 from ebbench.spec.server import EngineOptions
@@ -108,12 +109,20 @@ def build_core(
     options: EngineOptions,
     scheduler_cls: str | type | None,
     additional_config: dict[str, Any],
+    layout: KvLayout | None = None,
     **further: Any,
 ) -> EngineCore:
-    """A vLLM engine core with ``blocks`` usable KV blocks and the null block; ``further`` are EngineArgs."""
+    """A vLLM engine core with ``blocks`` usable KV blocks and the null block; ``further`` are EngineArgs.
+
+    ``layout``: groups of layers that keep different amounts.
+    """
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM refuses to start if one sequence of this length does not fit.
     max_model_len = min(options.max_model_len, blocks * options.block_size)
+    executor: type[StandInExecutor] = VirtualExecutor
+    if layout is not None:
+        max_model_len = layout.longest_within(blocks, options.max_model_len)
+        executor = type("LaidOutExecutor", (VirtualExecutor,), {"layout": layout})
     with tempfile.TemporaryDirectory(prefix="ebbench-model-") as folder:
         config = MODEL_CONFIG | {"max_position_embeddings": options.max_model_len}
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -122,7 +131,7 @@ def build_core(
             skip_tokenizer_init=True,
             load_format="dummy",
             enforce_eager=True,
-            distributed_executor_backend=VirtualExecutor,
+            distributed_executor_backend=executor,
             num_gpu_blocks_override=blocks + 1,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
@@ -141,8 +150,10 @@ def build_core(
         ).create_engine_config()
         # vLLM's CPU platform switches asynchronous scheduling off; the emulated device supports it.
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
+        if layout is not None:  # nor does its hybrid KV cache manager need a GPU
+            vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
         with _no_heap_freeze():
-            return EngineCore(vllm_config, VirtualExecutor, log_stats=False)
+            return EngineCore(vllm_config, executor, log_stats=False)
 
 
 def _later_options(options: EngineOptions) -> dict[str, Any]:

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.kv_layout import KvLayout
+from ebbench.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,28 @@ class StepReader:
         return ModelRunnerOutput(req_ids=ids, req_id_to_index=self._index, sampled_token_ids=sampled)
 
 
+def _specs_of(layout: KvLayout) -> Iterator[FullAttentionSpec | SlidingWindowSpec]:
+    """One layer per block table, whose blocks have the same bytes. Raises UsageError for a state per sequence."""
+    largest = max(group.block_tokens for group in layout.groups)
+    for group in layout.groups:
+        if group.per_sequence:
+            raise UsageError(
+                "the emulated device has no layers with a state per sequence; use --engine sim for this model"
+            )
+        width = {"num_kv_heads": 1, "head_size": 16 * largest // group.block_tokens, "dtype": torch.bfloat16}
+        for _ in range(group.tables):
+            if group.window:
+                yield SlidingWindowSpec(block_size=group.block_tokens, sliding_window=group.window, **width)
+            else:
+                yield FullAttentionSpec(block_size=group.block_tokens, **width)
+
+
 class StandInExecutor(Executor):  # type: ignore[misc]
     """Base of the emulated devices: no worker, no weights, KV memory for the requested number of blocks."""
 
     supports_pp = False
+    layout: KvLayout | None = None
+    """Groups of layers that keep different amounts; None: every layer keeps every token."""
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
@@ -166,8 +186,10 @@ class StandInExecutor(Executor):  # type: ignore[misc]
         """Bytes; more than enough, since num_gpu_blocks_override sets the number of blocks."""
         return [1 << 44]
 
-    def get_kv_cache_specs(self) -> list[dict[str, FullAttentionSpec]]:
-        """One full-attention layer: the scheduler uses only block size and count."""
+    def get_kv_cache_specs(self) -> list[dict[str, FullAttentionSpec | SlidingWindowSpec]]:
+        """One layer per block table: the scheduler uses only block sizes, windows and the number of blocks."""
+        if self.layout is not None:
+            return [{f"emulated.{number}": spec for number, spec in enumerate(_specs_of(self.layout))}]
         return [
             {
                 "emulated.0": FullAttentionSpec(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
@@ -34,7 +35,7 @@ from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
 from ebbench.simulation.engine import Unit
-from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded
+from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.releases import (
@@ -50,7 +51,7 @@ from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_pr
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import SchedulerLimits
-from ebbench.simulation.step_log import NoLog, StepLog
+from ebbench.simulation.step_log import FigureLog, StepLog
 from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
@@ -119,7 +120,7 @@ def make_controller(
         policy,
         device.calibration,
         max_num_seqs=options.running_limit,
-        block_size=options.block_size,
+        block_size=options.block_size if device.kv_layout is None else device.kv_layout.scheduler_block_tokens,
         num_blocks=total_blocks,
         max_num_batched_tokens=options.max_num_batched_tokens,
         keep_records=keep_records,
@@ -174,15 +175,15 @@ class SimEngine:
 
     ``topology`` None: one instance. ``dispatch`` is for the first pool, ``decode_dispatch`` for the decode pool. Each
     instance schedules by the run's policy; instances of separate pools by vLLM's own rules, since prefill and decode
-    are already separate. ``requests_only``: leave the tables of steps and decisions empty, for callers that need only
-    the metrics. ``steps_in_parts``: give the steps of one instance as parts to be stored, since the table of a long run
-    is larger than all else.
+    are already separate. ``figures_only``: leave out the decisions, and of the steps all but the numbers that figures
+    need. ``steps_in_parts``: give the steps of one instance as parts to be stored, since the table of a long run is
+    larger than all else.
     """
 
     topology: TopologySpec | None = None
     dispatch: DispatchSpec = LEAST_OUTSTANDING
     decode_dispatch: DispatchSpec = LEAST_OUTSTANDING
-    requests_only: bool = False
+    figures_only: bool = False
     steps_in_parts: bool = False
     name: str = "sim"
 
@@ -227,6 +228,12 @@ def _kv_managers(plan: Plan, options: EngineOptions) -> list[MakeKv]:
     return [by_stream, by_identity] if streams_take_turns(plan) else [by_identity]
 
 
+def _nothing_shared(plan: Plan) -> bool:
+    """Whether no two requests of the plan have any content in common."""
+    table = plan.table
+    return table["hash_ids"].null_count == len(plan) and len(table["content"].unique()) == len(plan)
+
+
 class _Simulation:
     """One run. Its front stage generates, or computes prompts for the back stage."""
 
@@ -242,10 +249,11 @@ class _Simulation:
         self._engine, self._plan, self._policy = engine, plan, policy
         self._device, self._options, self._make_kv = device, options, make_kv
         self._whole = with_warmup(plan, options.warmup)
-        self._log = NoLog() if engine.requests_only else StepLog()
+        self._log: StepLog | FigureLog = FigureLog() if engine.figures_only else StepLog()
         self._beginning = Beginning(begun=not options.warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
+        self._notes: list[str] = []
         self._units: list[Device] = []  # of each pool of a topology
         topology = engine.topology
         stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
@@ -354,16 +362,16 @@ class _Simulation:
     ) -> Stage:
         """``device``: that of one unit of ``pool``."""
         options = self._pool_options(pool)
-        blocks = num_kv_blocks(device, options)
+        blocks, make_kv = self._kv(device, options)
         check_fits(self._plan, device, options)
         spec = StageSpec(
             pool=pool,
             cost=device.cost,
             limits=scheduler_limits(options),
             kv_blocks=blocks,
-            make_kv=self._make_kv,
+            make_kv=make_kv,
             make_controller=lambda total: make_controller(
-                self._policy, device, options, total, keep_records=not self._engine.requests_only, ranks=pool.dp
+                self._policy, device, options, total, keep_records=not self._engine.figures_only, ranks=pool.dp
             ),
             dispatch=dispatch,
             prefill_only=prefill_only,
@@ -377,6 +385,28 @@ class _Simulation:
         stage, controllers = build_stage(self._whole, state, spec, self._log, seed=int(self._plan.facts.get("seed", 0)))
         self._controllers += controllers
         return stage
+
+    def _kv(self, device: Device, options: EngineOptions) -> tuple[int, MakeKv]:
+        """The number of KV blocks of a unit and how they are given out.
+
+        Where layers keep a window or a state, blocks are those of vLLM's pool. What requests share is found by blocks
+        that hold all layers of their tokens; then the pool counts as many of them as it holds at the mean length.
+        """
+        blocks, layout = num_kv_blocks(device, options), device.kv_layout
+        if layout is None:
+            return blocks, self._make_kv
+        if not options.enable_prefix_caching or _nothing_shared(self._plan):
+            return blocks, lambda state, total: LaidOutKv(state, total, layout)
+        table = self._plan.table
+        tokens = pc.add(table["input_tokens"].cast(pa.int64()), table["output_tokens"])
+        mean, longest = float(pc.mean(tokens).as_py()), int(pc.max(tokens).as_py())
+        effective = max(layout.effective_tokens(blocks, mean), longest) // options.block_size + 1
+        self._notes.append(
+            f"layers of {device.model} keep a window of tokens or a state: since requests share prefixes, its KV cache "
+            f"is taken to hold {effective * options.block_size:,} tokens, as it does of requests of the mean length "
+            f"({mean:,.0f}); longer ones than that wait too short, shorter ones too long"
+        )
+        return effective, self._make_kv
 
     # Results.
 
@@ -394,10 +424,11 @@ class _Simulation:
             len(self._kv_totals) > 1
         )  # a unit that coasts makes its steps ahead of the others', so they are sorted
         parts = None
-        if self._engine.steps_in_parts and not several:
+        if self._engine.steps_in_parts and isinstance(self._log, StepLog) and not several:
             parts = step_parts_after(self._log, self._beginning, ids, self._kv_totals)
         else:
             steps = steps_after(self._log, self._beginning, ids, self._kv_totals, by_time=several)
+        said = [text for unit in self._units for text in unit.warnings]
         return EngineResult(
             requests=requests,
             steps=steps,
@@ -406,7 +437,7 @@ class _Simulation:
             interrupted=interrupted,
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts={} if topology is None else self._facts(topology),
-            warnings=(*dict.fromkeys(text for unit in self._units for text in unit.warnings), *notes_of(self._plan)),
+            warnings=tuple(dict.fromkeys([*said, *self._notes, *notes_of(self._plan)])),
             device=self._units[0] if self._units else None,
         )
 

@@ -29,13 +29,13 @@ csv.field_size_limit(CELL_CHARACTERS)
 def csv_rows(path: Path, text: IO[str]) -> Iterator[tuple[int, list[str]]]:
     """Rows of a table, the header first, with the number of their last line. Empty rows are left out.
 
-    The separator is that of ``,``, ``;`` and tab which is most frequent in the header. Raises InputFileError.
+    The separator is that of ``,``, ``;``, ``|`` and tab which is most frequent in the header. Raises InputFileError.
     """
     lines = _bounded(path, text)
     header, above = "", 0
     while not header.strip():
         header, above = next(lines, "\0"), above + 1
-    separator = max(",;\t", key=header.count)
+    separator = max(",;\t|", key=header.count)
     if header.count(separator) >= COLUMNS:
         raise InputFileError(path, f"has more than {COLUMNS:,} columns; keep those of times and token counts", above)
     names = [name.strip() for name in next(csv.reader([header], delimiter=separator))]

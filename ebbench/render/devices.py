@@ -44,6 +44,29 @@ def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]])
     yield ""
 
 
+def _kept(facts: DeviceFacts) -> str:
+    """What a sequence keeps in the KV cache."""
+    model = facts.model
+    element = model.kv_dtype_bytes
+    windows = {
+        mixer.window: sum(
+            one.layers * one.bytes_per_token(element) for one in model.windows if one.window == mixer.window
+        )
+        for mixer in model.windows
+    }
+    every = model.kv_bytes_per_token - sum(windows.values())
+    parts = [f"at {every / 1e3:.0f} kB per token"] if every or not windows else []
+    parts += [f"{kept / 1e3:.0f} kB per token of the last {window:,}" for window, kept in windows.items()]
+    parts += [f"{model.state_bytes / 1e6:.1f} MB per sequence"] if model.state_bytes else []
+    return ", ".join(parts) if every else f"at {', '.join(parts)}"
+
+
+def _of_which(facts: DeviceFacts) -> str:
+    if facts.device.kv_layout is None:
+        return ""
+    return f" in sequences of {facts.device.kv_layout.longest:,}, as vLLM counts ({facts.kv_blocks:,} blocks)"
+
+
 def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     """The parts of ``ebbench devices show``, from top to bottom."""
     device, model = facts.device, facts.model
@@ -54,7 +77,7 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
         f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
         f"{facts.profile.memory_bytes / 1e9:.1f} GB{each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"set aside {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
-        f"at {model.kv_bytes_per_token / 1e3:.0f} kB per token: room for {device.kv_capacity_tokens:,} tokens"
+        f"{_kept(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
     )
     yield ""
     yield _step_table(facts)

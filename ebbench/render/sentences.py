@@ -33,8 +33,8 @@ from ebbench.analysis.compare.policies import (
     steady_throughput,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
-from ebbench.analysis.kv_pressure import WORTH_SAYING, KvPressure
 from ebbench.analysis.summary import Summary
+from ebbench.records.manifest import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
 
@@ -341,34 +341,13 @@ def accounting(summary: Summary) -> str | None:
     )
 
 
-def memory(kv: KvPressure | None) -> list[str]:
-    """What a full KV cache cost a run, with the ways out; empty if it cost little."""
-    if kv is None or not kv.matters:
-        return []
-    parts = []
-    if kv.full_share > WORTH_SAYING:
-        slots = "sequences running" if kv.slots is None else f"of {count(kv.slots)} slots in use"
-        parts.append(
-            f"requests waited for memory {percent(kv.full_share)} of the time, with {count(kv.running)} {slots}"
-        )
-    if kv.preemptions:
-        text = f"{count(kv.preemptions)} preemption{'' if kv.preemptions == 1 else 's'}"
-        if kv.repeated_tokens is not None and kv.repeated_share is not None:
-            text += f", {count(kv.repeated_tokens)} tokens computed again ({percent(kv.repeated_share)} of the time)"
-        parts.append(text)
-    return [
-        f"KV cache full: {'; '.join(parts)}. More memory for it (--gpu-memory-utilization, --kv-cache-dtype fp8, more "
-        "GPUs) or less load would change these figures."
-    ]
-
-
 def caveats(groups: Sequence[Group]) -> list[str]:
     """Warnings, with their policy unless all runs share them, and reasons for INVALID.
 
     Warnings that differ only in numbers are merged, with the range of each number.
     """
     summaries = [summary for group in groups for summary in group.summaries]
-    said = [[str(warning) for warning in summary.warnings] for summary in summaries]
+    said = [[str(each) for each in summary.warnings if each.code != KV_CACHE] for summary in summaries]
     invalid = [
         f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(summary.reasons)}."
         for summary in summaries
@@ -378,10 +357,13 @@ def caveats(groups: Sequence[Group]) -> list[str]:
 
 
 def _memory(groups: Sequence[Group]) -> list[str]:
-    """What a full KV cache cost each policy: policies differ in it, so their figures are not merged."""
-    found = []
+    """What a full KV cache cost each policy, whose figures are not merged, and once the way out."""
+    said: dict[str, list[str]] = {}
+    remedy = ""
     for group in groups:
-        before = f"{group.policy}: " if len(groups) > 1 else ""
-        lines = told_once([memory(each.kv) for each in group.explanations], lambda _: "")
-        found += [before + line for line in lines]
-    return list(dict.fromkeys(found))
+        found = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
+        for line in told_once([[each.message for each in of_run] for of_run in found], lambda _: ""):
+            said.setdefault(line, []).append(group.policy)
+        remedy = next((each.remedy for of_run in found for each in of_run), remedy)
+    lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
+    return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -80,7 +80,7 @@ def _recording(engine: Engine, *, stored: bool) -> Engine:
     if stored:
         return with_step_parts(engine)
     if isinstance(engine, SimEngine) and engine.topology is None:
-        return replace(engine, requests_only=True)
+        return replace(engine, figures_only=True)
     return engine
 
 

@@ -158,7 +158,7 @@ class EngineLoop:
         self._alone = units[0] if len(units) == 1 else None
         self._first, self._scheduler = units[0].index, units[0].scheduler
         self._coasting: Coasting | None = None
-        if self._alone is not None and self._scheduler.counted is not None:
+        if self._alone is not None and self._scheduler.counted is not None and self._scheduler.layout is None:
             self._coasting = Coasting(self._scheduler, self._scheduler.counted, self._alone.gate, self._run_alone)
         self._timer = StepTimer()
         self._depth = 2 if units[0].scheduler.limits.async_scheduling else 1
@@ -297,7 +297,7 @@ class EngineLoop:
         """Make decode steps of the running requests up to ``quiet_until_ns()`` while there is nothing else to do.
 
         Returns False if no such step was made; nothing has then changed. Only engines with one unit coast, and only if
-        its KV blocks are counted and no listener follows the passes.
+        its KV blocks are counted by tokens alone and no listener follows the passes.
         """
         coasting, passes = self._coasting, self._passes
         if coasting is None or self.on_pass is not None or not coasting.due() or (passes and not passes[0].steps):

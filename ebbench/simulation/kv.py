@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
+from ebbench.devices.kv_layout import KvLayout
 from ebbench.simulation.state import RequestState
 
 
@@ -98,6 +99,18 @@ class CountingKv:
         if self._caching and not self._done[row]:
             raise IdentityNeeded
         self.free += int(self._held[row])
+
+
+class LaidOutKv(CountingKv):
+    """Counts blocks of a pool from which layers that keep all tokens, a window or a state draw (``layout``).
+
+    A request's blocks depend on its length and on how much of it is computed for good; nothing is found again by
+    content.
+    """
+
+    def __init__(self, state: RequestState, total: int, layout: KvLayout) -> None:
+        super().__init__(state, total, caching=False)
+        self.layout = layout
 
 
 class CachingKv:

@@ -14,7 +14,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.records.turn_graph import turn_graph
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step_log import StepLog, StepParts
+from ebbench.simulation.step_log import FigureLog, StepLog, StepParts
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Record
 
@@ -35,7 +35,9 @@ class Beginning:
     steps_of: Counter[int] = field(default_factory=Counter)
 
 
-def at_beginning(beginning: Beginning, log: StepLog, controllers: Iterable[Controller]) -> Callable[[int], None]:
+def at_beginning(
+    beginning: Beginning, log: StepLog | FigureLog, controllers: Iterable[Controller]
+) -> Callable[[int], None]:
     """A function to call with the time at which the plan begins: it stores the time and drops the warm-up's records."""
 
     def begin(now_ns: int) -> None:
@@ -92,7 +94,12 @@ def since_beginning(times_ns: Ints, beginning: Beginning) -> Ints:
 
 
 def steps_after(
-    log: StepLog, beginning: Beginning, request_ids: pa.Array, kv_blocks_total: int | Sequence[int], *, by_time: bool
+    log: StepLog | FigureLog,
+    beginning: Beginning,
+    request_ids: pa.Array,
+    kv_blocks_total: int | Sequence[int],
+    *,
+    by_time: bool,
 ) -> pa.Table:
     """Table STEPS of the plan's own steps on its own clock; the other arguments are those of :meth:`StepLog.table`."""
     first = beginning.steps if beginning.begun else len(log)

@@ -22,7 +22,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
 from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
-from ebbench.simulation.kv import CountedKv, KvBlocks
+from ebbench.simulation.kv import CountedKv, KvBlocks, LaidOutKv
 from ebbench.simulation.releases import Beginning, since_beginning
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
@@ -109,12 +109,17 @@ def _cached_tokens(scheduler: Scheduler, row: int, hits: Sequence[int]) -> int:
 
 def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -> bool:
     """Whether blocks for ``tokens`` tokens are free; ``pinned`` of the blocks that are hit count as free now."""
+    if scheduler.layout is not None:
+        return scheduler.layout.most(tokens) <= scheduler.kv.free
     return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
 
 
 def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int) -> None:
     """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` tokens together."""
-    need = -(-after // scheduler.limits.block_size) - len(hits)
+    if scheduler.layout is None:
+        need = -(-after // scheduler.limits.block_size) - len(hits)
+    else:
+        need = int(scheduler.layout.held(np.array([after], np.int64), np.array([cached], np.int64))[0])
     counted = scheduler.counted
     if hits or counted is None:
         scheduler.kv.adopt(row, hits)
@@ -146,7 +151,7 @@ def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
             break
         known = int(state.target[row])
         slots -= 1
-        blocks -= -(-known // block_size)
+        blocks -= -(-known // block_size) if scheduler.layout is None else scheduler.layout.most(known)
         if blocks < 0:
             break
         found += known
@@ -311,6 +316,7 @@ class Scheduler:
         self.listeners: list[SchedulerListener] = []
         self.api_servers: ApiServers | None = None  # stream the tokens to the clients, if simulated
         self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
+        self.layout = kv.layout if isinstance(kv, LaidOutKv) else None  # where blocks are not by tokens alone
         self.delivered: dict[int, int] = {}
         self.seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
@@ -432,9 +438,14 @@ class Scheduler:
             before = np.cumsum(tokens) - tokens
             tokens = np.clip(budget - before, 0, tokens)
         block_size = self.limits.block_size
-        need = (computed + tokens + (block_size - 1)) // block_size - state.held_blocks.take(candidates)
-        np.maximum(need, 0, out=need)
-        if np.add.reduce(need) <= self.kv.free:
+        held = state.held_blocks.take(candidates)
+        if self.layout is not None:
+            need = self.layout.held(computed + tokens, self._processed(candidates, computed)) - held
+            need[tokens == 0] = 0
+        else:
+            need = (computed + tokens + (block_size - 1)) // block_size - held
+            np.maximum(need, 0, out=need)
+        if self._suffices(need):
             self._grow(candidates, need)
         else:
             kept = self._grow_preempting(step, candidates, need)
@@ -461,12 +472,33 @@ class Scheduler:
         due = computed < state.last.take(rows)
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
+        if self.layout is not None:
+            need = self.layout.held(computed + 1, self._processed(rows, computed)) - state.held_blocks.take(rows)
+            if len(rows) > budget or not self._suffices(need):
+                return None
+            self._grow(rows, need)
+            return rows, computed
         growing = rows[state.held_blocks.take(rows) * block_size == computed]  # all blocks held are full
         if len(rows) > budget or len(growing) > self.kv.free:
             return None
         if len(growing):
             self._take(growing, self.ones[: len(growing)])
         return rows, computed
+
+    def _suffices(self, need: Ints) -> bool:
+        """Whether the free blocks suffice for every request in turn; one may give back more than it takes."""
+        if self.layout is None:
+            return bool(np.add.reduce(need) <= self.kv.free)
+        return not len(need) or bool(np.maximum.reduce(np.cumsum(need)) <= self.kv.free)
+
+    def _processed(self, rows: Ints, computed: Ints) -> Ints:
+        """Tokens of ``rows`` that are computed for good: without those of steps in flight."""
+        if not self.in_flight:
+            return computed
+        flying = np.zeros(self.state.count, np.int64)
+        for step in self.in_flight:
+            flying[step.rows] += step.tokens
+        return computed - flying.take(rows)
 
     def _grow(self, rows: Ints, need: Ints) -> None:
         """Give each row the blocks it needs; the caller has checked that they are free."""
@@ -486,6 +518,8 @@ class Scheduler:
 
         The order is vLLM's: an earlier request takes its blocks before a later one's blocks are freed.
         """
+        if self.layout is not None:
+            return self._grow_in_turn(step, candidates, need)
         done, kept, taken = 0, len(candidates), 0
         upto = np.cumsum(need)
         while True:
@@ -505,10 +539,26 @@ class Scheduler:
             if kept == done:
                 break
         self.state.held_blocks[candidates[:kept]] += need[:kept]
+        self._leave_preempted(step)
+        return kept
+
+    def _grow_in_turn(self, step: Step, candidates: Ints, need: Ints) -> int:
+        """:meth:`_grow_preempting` where a request may give back blocks that have left its window."""
+        done, kept = 0, len(candidates)
+        while done < kept:
+            if need[done] <= self.kv.free:
+                self._take(candidates[done : done + 1], need[done : done + 1])
+                done += 1
+                continue
+            kept -= 1
+            self._preempt(step, int(candidates[kept]))
+        self._leave_preempted(step)
+        return kept
+
+    def _leave_preempted(self, step: Step) -> None:
         victims = np.zeros(self.state.count, np.bool_)
         victims[step.preempted] = True
         self.running = self.running[~victims[self.running]]
-        return kept
 
     def _preempt(self, step: Step, row: int) -> None:
         state = self.state

@@ -8,6 +8,7 @@ part after part is written to a run's directory (:class:`StepParts`), and STEPS 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ PLAIN_COLUMNS = (
     "running", "k", "n_limit",
 )  # fmt: skip
 _TIMES = ("scheduled_ns", "start_ns", "end_ns")
+_FIGURE_COLUMNS = (
+    "instance", *_TIMES, "prefill_tokens", "decode_seqs", "kv_blocks_used", "waiting", "running", "preemptions",
+)  # fmt: skip
 
 
 class _Folded(NamedTuple):
@@ -145,11 +149,51 @@ class StepLog:
         return pa.concat_tables(made)
 
 
-class NoLog(StepLog):
-    """A StepSink that keeps no steps."""
+class FigureLog:
+    """A StepSink that keeps of every step the numbers that figures need, and neither its requests nor its mode.
+
+    Callers that need only figures run many simulations: this takes a tenth of the time of a StepLog, and 80 bytes.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
 
     def step(self, instance: int, step: Step) -> None:
-        """Drop the step."""
+        """Keep the step's numbers, by _FIGURE_COLUMNS."""
+        self._numbers.extend((
+            instance, step.scheduled_ns, step.start_ns, step.end_ns, step.prefill_tokens, step.decode_seqs,
+            step.kv_blocks_used, step.waiting, step.running, len(step.preempted),
+        ))  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._numbers) // len(_FIGURE_COLUMNS)
+
+    def steps_per_instance(self) -> Counter[int]:
+        """How many steps each instance has made."""
+        return Counter(self._numbers[:: len(_FIGURE_COLUMNS)])
+
+    def table(
+        self,
+        request_ids: pa.Array,
+        kv_blocks_total: int | Sequence[int],
+        *,
+        first: int = 0,
+        begin_ns: int = 0,
+        by_time: bool = False,
+    ) -> pa.Table:
+        """The kept columns of STEPS, and those that follow from them, in the order of the steps' results.
+
+        The arguments of :meth:`StepLog.table`.
+        """
+        rows = np.frombuffer(self._numbers, np.int64).reshape(-1, len(_FIGURE_COLUMNS))[first:]
+        columns: dict[str, Any] = dict(zip(_FIGURE_COLUMNS, rows.T, strict=True))
+        columns |= {name: columns[name] - begin_ns for name in _TIMES}
+        prompts, decodes = columns["prefill_tokens"] > 0, columns["decode_seqs"] > 0
+        columns["phase"] = np.where(prompts, np.where(decodes, "mixed", "prefill"), "decode")
+        blocks = np.asarray(kv_blocks_total)
+        columns["kv_blocks_total"] = blocks[columns["instance"]] if blocks.ndim else np.full(len(rows), blocks)
+        schema = pa.schema([field for field in STEPS if field.name in columns])
+        return pa.table({name: pa.array(columns[name]) for name in schema.names}).cast(schema)
 
 
 def phase_of(step: Step) -> str:

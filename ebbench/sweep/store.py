@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
 from ebbench.errors import EbbenchError, RunError
 from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.records import files
@@ -37,6 +38,7 @@ FIGURES = (
     "request_throughput", "output_throughput", "total_token_throughput", "request_goodput", "slo_attainment",
     "duration", "completed", "planned", "preemptions", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
     "p99_tpot_ms", "median_itl_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms",
+    *KV_FIGURES,
 )  # fmt: skip
 _TYPES = {str: pa.string(), bool: pa.bool_(), float: pa.float64(), int: pa.int64()}
 

@@ -321,7 +321,7 @@ def _named(get: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, An
     return name
 
 
-_QUESTIONS = ("question", "query")
+_QUESTIONS = ("question", "query", "instruction")
 
 
 def _refuse_questions(log: LogFile, columns: Columns, asked: Mapping[str, str]) -> None:

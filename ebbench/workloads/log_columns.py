@@ -61,7 +61,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
     "cached": ("cached_tokens", "cache_read_input_tokens", "cached_input_tokens", "prompt_cache_hit_tokens"),
     "messages": ("messages", "conversations_messages", "chat_messages"),
-    "prompt": ("prompt", "prompt_text", "input_text", "text_input", "query", "question"),
+    "prompt": ("prompt", "prompt_text", "input_text", "text_input", "query", "question", "instruction"),
     "answer": ("completion", "response_text", "output_text", "answer", "generated_text", "response", "output"),
 }  # fmt: skip
 """Recognised names per role, the preferred first. Units stand in the name: ``start_ns``, ``latency_ms``."""

@@ -119,6 +119,10 @@ def _kind_of(path: Path) -> Kind:
             return "Parquet"
         if problem := next((what for mark, what in _OTHER_BYTES.items() if start.startswith(mark)), ""):
             raise InputFileError(path, problem)
+        if len(start) == 4 and {start[0::2], start[1::2]} & {b"\0\0"} and any(start):
+            code = "utf-16be" if start[0] == 0 else "utf-16le"  # without its mark
+            problem = f"is UTF-16 text; convert it first: iconv -f {code} -t utf-8"
+            raise InputFileError(path, problem)
         number, line = next(lines_of(path, stream), (1, b""))
     text = decoded(path, line, number).strip()
     if not text:

@@ -114,6 +114,18 @@ def free_blocks(scheduler: Any) -> int:
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
+def blocks_of(scheduler: Any, tokens: int) -> int:
+    """KV blocks that a request of so many tokens needs to be admitted, over all groups of layers.
+
+    Groups that keep a window (vLLM's hybrid KV cache manager) need no more than their own cap.
+    """
+    needed = 0
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        blocks, most = -(-tokens // manager.block_size), getattr(manager, "max_admission_blocks_per_request", None)
+        needed += blocks if most is None else min(blocks, most)
+    return needed
+
+
 def by_priority(scheduler: Any) -> bool:
     """Whether requests have priorities (``--scheduling-policy priority``)."""
     return not isinstance(scheduler.waiting, deque)

@@ -20,7 +20,7 @@ from vllm_eb.policy import PolicySpec
 from vllm_eb.queueing import Places, QueueOrder, ShortestFirst, Waited
 from vllm_eb.strategy import EngineFacts, StepChoice, Strategy, Values
 
-GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
+GATE_MARGIN, GATE_MIN, GATE_MAX = 0.5, 0.05, 0.6  # appendix D.6, whose reserve is 0
 
 Entered = Callable[[View, str, Values], None]
 
@@ -134,7 +134,7 @@ class Phases:
         """The share of KV memory that must be free for a refill."""
         limit = self._strategy.seqs_allowed
         expected_share = limit * self._lengths.mu_o * GATE_MARGIN / self._engine.capacity_tokens
-        return min(max(expected_share + GATE_RESERVE, GATE_MIN), GATE_MAX)
+        return min(max(expected_share, GATE_MIN), GATE_MAX)
 
     def _refill_reason(self, view: View) -> str | None:
         """Why to change from decode to prefill now, or None."""

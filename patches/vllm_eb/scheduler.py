@@ -185,7 +185,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             if found >= wanted or slots <= 0:
                 break
             slots -= 1
-            blocks -= -(-request.num_tokens // self.block_size)
+            blocks -= compat.blocks_of(self, request.num_tokens)
             if blocks < 0:
                 break
             found += request.num_tokens

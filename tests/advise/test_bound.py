@@ -7,14 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbench.advice import bound as bounds
-from ebbench.advice.bound import bound, fair_prices, plan_work, work_of
 from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
+from tests.benchmarks import throughput_bound as bounds
+from tests.benchmarks.throughput_bound import bound, fair_prices, plan_work, work_of
 from tests.simulation.worlds import World, device, plan, worlds
 from vllm_eb.policy import parse_policy
 
@@ -42,7 +42,7 @@ def test_no_policy_is_faster_than_the_bound_on_measured_devices(name: str, rate:
     gpu, options = load_device(name, "qwen3-8b"), EngineOptions(max_num_seqs=256)
     found = bound(made, gpu.cost, gpu.kv_capacity_tokens, options)
     for policy in POLICIES:
-        assert found.seconds <= duration_s(SimEngine(requests_only=True).run(made, parse_policy(policy), gpu, options))
+        assert found.seconds <= duration_s(SimEngine(figures_only=True).run(made, parse_policy(policy), gpu, options))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

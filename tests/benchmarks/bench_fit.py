@@ -83,9 +83,9 @@ def halves(path: Path, folder: Path) -> list[Path]:
 
 def figures(plan: Plan, gpus: int, device: str = DEVICE) -> Floats:
     """Output tokens/s, then TTFT and TPOT (ms), median, p75 and mean each, under vLLM's own scheduler."""
-    engine = SimEngine(requests_only=True)
+    engine = SimEngine(figures_only=True)
     if gpus > 1:
-        engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), requests_only=True)
+        engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), figures_only=True)
     result = engine.run(plan, parse_policy("v1"), load_device(device, MODEL), EngineOptions(max_model_len=LONGEST))
     assert not result.invalid, result.invalid
     names = ("intended_ns", "first_token_ns", "last_token_ns", "output_tokens")

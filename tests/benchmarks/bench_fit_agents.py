@@ -44,7 +44,7 @@ def simulate(workload: str, **options: object) -> pa.Table:
     """The table of requests of a run under vLLM's own scheduler."""
     plan = build_plan(workload, **options)  # type: ignore[arg-type]
     limits = EngineOptions(max_model_len=131_072)
-    result = SimEngine(requests_only=True).run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), limits)
+    result = SimEngine(figures_only=True).run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), limits)
     assert not result.invalid, result.invalid
     return result.requests
 

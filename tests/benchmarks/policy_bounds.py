@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from ebbench.advice.bound import bound
 from ebbench.records.files import write_bytes
 from tests.benchmarks.policy_cells import Job, all_jobs, device_of, plan_of
+from tests.benchmarks.throughput_bound import bound
 
 BOUNDS = Path("reports/policies-bounds.json")
 UNITS = 4

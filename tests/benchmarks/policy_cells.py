@@ -153,7 +153,7 @@ def plan_of(job: Job, device: Device) -> Plan:
         arguments["max_model_len"] = min(job.setting.options.max_model_len, device.kv_capacity_tokens)
     if job.setting.probe is not None:
         probe = build_plan(**job.setting.probe, seed=1)
-        requests = SimEngine(requests_only=True).run(probe, parse_policy("v1"), device, job.setting.options).requests
+        requests = SimEngine(figures_only=True).run(probe, parse_policy("v1"), device, job.setting.options).requests
         arguments["saturation_rate"] = len(probe) / (float(np.max(requests["end_ns"])) / 1e9)
     return build_plan(seed=job.seed, **arguments)
 
@@ -169,7 +169,7 @@ def run_job(job: Job) -> dict[str, Outcome] | None:
     made += [(pool, pool, "v1") for pool in pools]
     found = {}
     for name, topology, policy in made:
-        engine = SimEngine(topology=None if topology is None else deployed(topology), requests_only=True)
+        engine = SimEngine(topology=None if topology is None else deployed(topology), figures_only=True)
         begun_s = time.process_time()
         result = engine.run(plan, parse_policy(policy), device, job.setting.options)
         seconds = time.process_time() - begun_s

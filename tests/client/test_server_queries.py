@@ -108,8 +108,8 @@ def test_a_missing_key_is_named_at_once() -> None:
         (reply("200 OK", b'{"data": [{"name": "m"}]}'), "lists no model with an id"),
         (reply("200 OK", b'{"data": [{"id": 7}, {"id": ""}, {"id": null}, {"id": ["m"]}, 3]}'), "no model with an id"),
         (reply("200 OK", b'{"data": {"m": 1}}'), "lists no model with an id"),
-        (reply("200 OK", b"[]"), "lists no model with an id"),
-        (reply("200 OK", b"[" * 100_000), "not JSON"),
+        (reply("200 OK", b"[]"), "no JSON object that lists models"),
+        (reply("200 OK", b"[" * 100_000), "no JSON object that lists models"),
         (reply("200 OK", b"\xff\xfe"), "not JSON"),
         (reply("308 Permanent Redirect", location="/api/v1/models"), "points to /api/v1/models: give the URL"),
         (reply("404 Not Found"), "give the URL that precedes /completions"),
@@ -127,7 +127,7 @@ def test_why_no_model_is_known_is_one_sentence(page: bytes, why: str) -> None:
 
 
 def test_fields_of_a_model_of_another_type_are_left_out() -> None:
-    odd = b'{"data": [{"id": "m", "root": {}, "parent": [1], "max_model_len": true, "owned_by": 3}, {"id": "m"}]}'
+    odd = b'{"data": [{"id": "m", "root": {}, "parent": [1], "max_model_len": true, "created": NaN}, {"id": "m"}]}'
     with running(OddServer({"/v1/models": reply("200 OK", odd)})) as server:
         assert asked(server)[0] == Served("m", None, names=frozenset({"m"}))
 

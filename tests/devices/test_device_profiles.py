@@ -215,14 +215,6 @@ def test_the_slower_steps_of_more_gpus_are_those_of_their_devices() -> None:
     assert four > 3 * two
 
 
-@pytest.mark.parametrize(("model", "layers"), [("gpt-oss-120b", "18 of the 36"), ("gemma-3-1b-it", "22 of the 26")])
-def test_a_sliding_window_that_the_kv_cache_does_not_know_is_a_caveat(model: str, layers: str) -> None:
-    """Not where the server reports its KV cache, nor for models without a window."""
-    assert any(layers in warning for warning in load_device("h200", model).warnings)
-    others = (load_device("h200", model, kv_tokens=10_000), load_device("h200", "qwen3-8b"))
-    assert not any("attend to the last" in warning for device in others for warning in device.warnings)
-
-
 def test_capacity_meets_the_measured_ones() -> None:
     """RTX 4090: 41,408 tokens, printed by vLLM 0.19 (LLMServingSim). RTX PRO 6000: about 448k behind table 3."""
     cases = [

@@ -45,6 +45,16 @@ def test_tables_do_not_depend_on_the_size_of_their_pieces(world: World, fold: in
     assert folded.steps["step_id"].to_pylist() == list(range(folded.steps.num_rows))
 
 
+@given(worlds(), st.integers(0, 5))
+def test_the_numbers_that_figures_need_are_those_of_the_table(world: World, warmup: int) -> None:
+    world = replace(world, options=replace(world.options, warmup=warmup))
+    whole, figures = world.run(), world.on(SimEngine(figures_only=True))
+    assert figures.steps.equals(whole.steps.select(figures.steps.column_names))
+    assert {"phase", "running", "preemptions", "kv_blocks_total"} < set(figures.steps.column_names)
+    assert figures.requests.equals(whole.requests)
+    assert figures.last_mode == ""
+
+
 def test_steps_in_parts_are_stored_as_the_table_and_kept_if_they_cannot_be(tmp_path: Path) -> None:
     plan = build_plan("balanced", num_prompts=30, max_concurrency=8)
     device, options, policy = load_device("h200", "qwen3-8b"), EngineOptions(), parse_policy("v1")

@@ -39,6 +39,9 @@ def test_a_data_set_names_the_workload_that_sends_it(tmp_path: Path, row: dict[s
 
 def test_a_table_of_questions_is_no_log_unless_its_columns_are_named(tmp_path: Path) -> None:
     rows = [{"question": "what is it", "answer": "a question"}] * 3
+    tasks = [{"instruction": "add them", "input": "2 3", "output": "5"}] * 3
+    with pytest.raises(InputFileError, match=r"not a log: .*--columns prompt=instruction,answer=output"):
+        read(tmp_path, tasks)
     with pytest.raises(InputFileError, match=r"not a log: .*--columns prompt=question,answer=answer"):
         read(tmp_path, rows)
     assert len(read(tmp_path, rows, "prompt=question,answer=answer").requests) == 3

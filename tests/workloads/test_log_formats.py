@@ -230,7 +230,7 @@ def test_named_columns_in_every_file_kind(tmp_path: Path) -> None:
     parquet = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(list(rows())), parquet)
     plans = [build_plan(f"log:{path}", columns=columns) for path in (lines, packed, array, parquet)]
-    for separator in ",;\t":
+    for separator in ",;\t|":
         table = tmp_path / f"a{ord(separator)}.csv"
         heading = separator.join(["at", "made", "who", "req.in"])
         table.write_text(

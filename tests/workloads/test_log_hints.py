@@ -68,7 +68,9 @@ def test_a_last_column_that_is_empty_is_read(tmp_path: Path, content: str) -> No
     [
         (b"PK\x03\x04rest", "zip archive or an Excel sheet"),
         (b"\x28\xb5\x2f\xfdrest", "zstd -d"),
-        ("timestamp,a\n".encode("utf-16"), "iconv -f utf-16"),
+        ("timestamp,a\n".encode("utf-16"), "iconv -f utf-16 "),
+        ("timestamp,a\n".encode("utf-16-be"), "iconv -f utf-16be "),
+        ("timestamp,a\n".encode("utf-16-le"), "iconv -f utf-16le "),
         ("timestamp,Größe\n".encode("latin-1"), "iconv -f latin1"),
         (b"\x01\x00\x02\xff" * 9, "not UTF-8 text, nor Parquet"),
     ],
@@ -199,7 +201,7 @@ def test_cached_tokens_are_reported_and_what_a_replay_shares_is_said(tmp_path: P
     row = '{"time": %s, "session": "%s", "usage": {"prompt_tokens": 100, "completion_tokens": 5, %s}}\n'
     path.write_text(row % (0.5, "a", details % 0) + row % (1.25, "b", details % 64))
     assert describe_log(read_trace(path), None)["cached_share"] == pytest.approx(0.32)
-    assert any("32.0% of the prompt tokens were cached" in warning for warning in build_plan(f"log:{path}").warnings)
+    assert any("32.0 % of the prompt tokens were cached" in warning for warning in build_plan(f"log:{path}").warnings)
     silent = read_trace(path, "cached=-")
     assert "cached_share" not in describe_log(silent, None)
     assert not any("cached" in warning for warning in silent.requests.warnings)

@@ -86,7 +86,7 @@ def session_figures(rows: Sequence[Row], device: Device, seed: int) -> list[dict
     options = EngineOptions(
         *SIZES, max_model_len=4096, async_scheduling=False, scheduler_reserve_full_isl=False, vllm_version=VLLM
     )
-    result = SimEngine(requests_only=True).run(session_plan(rows, seed), parse_policy("v1"), device, options)
+    result = SimEngine(figures_only=True).run(session_plan(rows, seed), parse_policy("v1"), device, options)
     got = RequestColumns.of(result.requests)
     found = []
     for row in rows:

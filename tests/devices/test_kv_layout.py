@@ -1,0 +1,125 @@
+"""KV blocks of layers that keep a window or a state: sizes, room, and runs that need it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ebbench.devices import load_device
+from ebbench.devices.base import Device
+from ebbench.devices.kv_layout import KvGroup, KvLayout, layout_of
+from ebbench.devices.profiles import find_model
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import UsageError
+from ebbench.spec.server import EngineOptions
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+WINDOWED = {
+    "model_type": "gemma3_text", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 32000, "sliding_window": 512,
+    "max_position_embeddings": 131072, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4,
+}  # fmt: skip
+
+
+def device_of(folder: Path, utilization: float | None = None, **changes: object) -> Device:
+    (folder / "config.json").write_text(json.dumps({**WINDOWED, **changes}))
+    return load_device("l40s", str(folder), max_num_batched_tokens=2048, gpu_memory_utilization=utilization)
+
+
+def held(layout: KvLayout, tokens: int, processed: int) -> int:
+    return int(layout.held(np.array([tokens]), np.array([processed]))[0])
+
+
+def test_a_window_gives_its_blocks_back() -> None:
+    layout = KvLayout((KvGroup(1, 16), KvGroup(5, 16, window=48)), 1, 4096, 256)
+    assert held(layout, 32, 16) == 2 + 5 * 2
+    assert held(layout, 4096, 4095) == 256 + 5 * (256 - (4095 - 47) // 16)
+    assert layout.most(4096) == 256 + 5 * (-(-(47 + 256) // 16) + 1)
+
+
+def test_a_state_takes_the_same_for_every_length() -> None:
+    layout = KvLayout((KvGroup(1, 16), KvGroup(3, 16, per_sequence=2)), 1, 4096, 256)
+    assert held(layout, 16, 0) - 1 == held(layout, 1600, 1599) - 100 == 6
+
+
+def test_all_layers_alike_need_no_groups() -> None:
+    assert layout_of(find_model("qwen3-8b"), 8192) is None
+
+
+def test_groups_have_the_size_of_the_smallest_kind() -> None:
+    """Gemma 3: one layer in six attends to everything."""
+    layout = layout_of(find_model("gemma-3-1b-it"), 8192)
+    assert layout is not None
+    full, windowed = layout.groups
+    assert (full.tables, full.window) == (1, 0)
+    assert windowed.tables == 6  # 22 layers in groups of 4
+    assert windowed.window == 512
+
+
+def test_a_server_that_reports_tokens_has_the_blocks_of_them(tmp_path: Path) -> None:
+    device = device_of(tmp_path)
+    assert device.kv_layout is not None
+    blocks = device.kv_layout.blocks_of(device.kv_capacity_tokens)
+    assert device.kv_layout.tokens_of(blocks) == device.kv_capacity_tokens
+
+
+def test_long_requests_run_that_would_not_fit_with_all_tokens_in_all_layers(tmp_path: Path) -> None:
+    """Six times as many tokens: a sixth of the layers keeps them."""
+    device = device_of(tmp_path, utilization=0.12)
+    assert device.geometry is not None
+    assert device.kv_layout is not None
+    memory = device.kv_layout.blocks_of(device.kv_capacity_tokens) * device.kv_layout.block_bytes
+    alike = memory // device.geometry.kv_bytes_per_token
+    prompt = 2 * int(alike)
+    plan = build_plan("balanced", num_prompts=3, max_concurrency=1, input_len=prompt, output_len=8)
+    options = EngineOptions(max_num_batched_tokens=2048, max_model_len=131072, enable_prefix_caching=False)
+    result = SimEngine().run(plan, parse_policy("v1"), device, options)
+    assert result.requests["status"].to_pylist() == ["ok"] * 3
+    everywhere = replace(device, kv_layout=None, kv_capacity_tokens=int(alike))
+    with pytest.raises(UsageError, match="KV tokens"):
+        SimEngine().run(plan, parse_policy("v1"), everywhere, options)
+
+
+def test_more_sequences_run_at_once_where_layers_keep_a_window(tmp_path: Path) -> None:
+    device = device_of(tmp_path, utilization=0.12)
+    assert device.geometry is not None
+    assert device.kv_layout is not None
+    memory = device.kv_layout.blocks_of(device.kv_capacity_tokens) * device.kv_layout.block_bytes
+    alike = replace(device, kv_layout=None, kv_capacity_tokens=memory // device.geometry.kv_bytes_per_token)
+    plan = build_plan("balanced", num_prompts=60, max_concurrency=60, input_len=4000, output_len=32)
+    options = EngineOptions(max_num_batched_tokens=2048, enable_prefix_caching=False)
+    most = [
+        max(SimEngine().run(plan, parse_policy("v1"), each, options).steps["running"].to_pylist())
+        for each in (device, alike)
+    ]
+    assert most[0] > 1.5 * most[1]
+
+
+def test_shared_prefixes_are_said_to_be_counted_at_the_mean_length(tmp_path: Path) -> None:
+    device = device_of(tmp_path)
+    plan = build_plan("wildchat", num_prompts=12, max_concurrency=4)
+    result = SimEngine().run(plan, parse_policy("v1"), device, EngineOptions(max_num_batched_tokens=2048))
+    said = [text for text in result.warnings if "keep a window of tokens or a state" in text]
+    assert len(plan.table["content"].unique()) < len(plan)
+    assert len(said) == 1
+
+
+def test_states_do_not_take_memory_for_sequences_that_are_not_there(tmp_path: Path) -> None:
+    """27 billion parameters with 150 MB of state per sequence: on one GPU, with 1,024 slots."""
+    linear = {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 17408, "vocab_size": 248320,
+        "max_position_embeddings": 262144, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(linear))
+    device = load_device("h200", str(tmp_path))
+    assert device.geometry is not None
+    assert device.geometry.state_bytes * 1024 > 140e9
+    assert device.kv_capacity_tokens > 1_000_000

@@ -1,0 +1,100 @@
+"""Layers that keep a window: ``sim`` gives and takes back blocks as vLLM's hybrid KV cache manager does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.kv_layout import KvGroup, KvLayout, layout_of
+from ebbench.devices.mixers import attention
+from ebbench.engines.emulated import EmulatedEngine
+from ebbench.engines.sim import SimEngine
+from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
+from tests.vllm.emulation import DEVICE, Traffic, differences, make_plan
+from vllm_eb.policy import parse_policy
+
+pytestmark = pytest.mark.vllm
+
+LAYOUTS = {
+    "one of each": (KvGroup(1, 16), KvGroup(1, 16, window=48)),
+    "five windows": (KvGroup(1, 16), KvGroup(5, 16, window=33)),
+    "wide blocks": (KvGroup(1, 32), KvGroup(3, 16, window=64)),
+    "windows only": (KvGroup(1, 16, window=40),),
+}
+
+
+def both(plan: Plan, policy: str, layout: KvLayout, options: EngineOptions) -> list[str]:
+    """Where the simulator and vLLM differ."""
+    device = replace(DEVICE, kv_layout=layout)
+    results = [
+        engine.run(plan, parse_policy(policy), device, options)
+        for engine in (SimEngine(), EmulatedEngine(shortcuts=False))
+    ]
+    assert results[1].requests["status"].to_pylist() == ["ok"] * len(plan)
+    return differences(*results)
+
+
+@pytest.mark.parametrize("policy", ["v1", "eb:k=9", "cadence:every=5"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("asynchronous", "budget"), [(True, 48), (True, 4096), (False, 48)])
+def test_blocks_are_held_as_in_vllm(policy: str, name: str, asynchronous: bool, budget: int) -> None:
+    """With little memory, so that requests wait for blocks and are preempted."""
+    in_flight = budget * (2 if asynchronous else 1)
+    layout = KvLayout(LAYOUTS[name], 1, 512, in_flight)
+    options = EngineOptions(
+        max_num_seqs=18, max_num_batched_tokens=budget, num_kv_blocks=40 * sum(group.tables for group in layout.groups),
+        async_scheduling=asynchronous, enable_prefix_caching=False, max_model_len=512,
+    )  # fmt: skip
+    plan = make_plan(Traffic(sessions=28, concurrency=22, seed=3))
+    assert both(plan, policy, layout, options) == []
+
+
+def groups_of_vllm(model: ModelGeometry) -> list[tuple[int, int]]:
+    """Blocks tables and tokens per block of each kind of group that vLLM makes of a model's layers."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, unify_kv_cache_spec_page_size
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    specs = {}
+    for mixer in model.mixers:
+        for layer in range(mixer.layers):
+            sizes = {
+                "block_size": 16, "num_kv_heads": mixer.kv_heads, "head_size": mixer.key_dim,
+                "head_size_v": mixer.value_dim, "dtype": torch.bfloat16,
+            }  # fmt: skip
+            if mixer.window:
+                del sizes["head_size_v"]
+                specs[f"{mixer.kind}.{layer}"] = SlidingWindowSpec(sliding_window=mixer.window, **sizes)
+            else:
+                specs[f"{mixer.kind}.{layer}"] = FullAttentionSpec(**sizes)
+    groups = _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(specs))
+    found: dict[tuple[str, int], int] = {}
+    for group in groups:
+        key = (type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size)
+        found[key] = found.get(key, 0) + 1
+    return sorted((count, tokens) for (_, tokens), count in found.items())
+
+
+@pytest.mark.parametrize(
+    ("full", "windowed"),
+    [
+        ((12, 8, 64), (12, 8, 64)),
+        ((8, 4, 256), (40, 4, 256)),
+        ((10, 4, 512), (50, 16, 256)),
+        ((16, 8, 128), (18, 8, 128)),
+    ],
+)
+def test_layers_are_grouped_as_in_vllm(full: tuple[int, int, int], windowed: tuple[int, int, int]) -> None:
+    """As in gpt-oss, Gemma 3 and Gemma 4, and with about as many layers of each kind."""
+    mixers = (
+        attention("full", full[0], 1024, 16, *full[1:]),
+        attention("window", windowed[0], 1024, 16, *windowed[1:], window=128),
+    )
+    layers = full[0] + windowed[0]
+    model = ModelGeometry("m", "m", layers, 1024, 16, full[1], full[2], 4096, 32000, own_mixers=mixers)
+    layout = layout_of(model, 8192)
+    assert layout is not None
+    assert sorted((group.tables, group.block_tokens) for group in layout.groups) == groups_of_vllm(model)
