@@ -35,7 +35,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 SHAPES = re.compile(
     r"layer|head(?!er)|(^|_)kv|window|sliding|chunk|dim($|_)|width|size|rank|expert|moe|ffn|intermediate|inner|mamba|ssm|conv|state"
     r"|linear|attn|attention|block|sparse|index|latent|compress|pattern|interval|every|freq|global|local|recurrent|lru"
-    r"|mixer|(^|_)mla|output_gate|loop|depth|n_embd|d_model|share|full_|delta|engram|memory|hyper|altup|laurel"
+    r"|mixer|(^|_)mla(?!_use_nope)|(^|_)cla($|_)|output_gate|loop|depth|n_embd|d_model|share|full_|delta|engram|memory|hyper|altup|laurel"
 )
 """Keys that speak of layers, heads, KV or widths: what has one of these words and was not read is refused."""
 HARMLESS = re.compile(

@@ -165,8 +165,8 @@ def _period(v: ConfigValues, layers: int) -> Kinds:
 
 def _kimi(v: ConfigValues, layers: int) -> Kinds:
     """Kimi Linear lists layers from 1."""
-    nested = v.get("linear_attn_config") or {}
-    full = nested.get("full_attn_layers") or range(4, layers, 4)
+    v.understood(("kda_layers",))
+    full = v.listed("full_attn_layers") or range(4, layers, 4)
     return [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
 
 
@@ -274,7 +274,16 @@ LFM2 = Family(layers={FULL: (softmax(),), CONV: (short_conv,)}, tied=True, width
               pattern=_listed_full("full_attn_idxs", otherwise=CONV),
               defaults={"intermediate_size": 12288})  # fmt: skip
 COHERE = Family(tied=True)
-HUNYUAN = Family(qk_norm=True, understood=("attention_head_dim",))
+_HUNYUAN_KEYS = (
+    "attention_head_dim",
+    "cla_share_factor",
+    "dense_list",
+    "anyres_pooling_size",
+    "num_media_embeds",
+    "org_vocab_size",
+    "moe_layer_num_skipped",
+)
+HUNYUAN = Family(qk_norm=True, understood=_HUNYUAN_KEYS)
 BAILING = Family(experts=True, qk_norm=True, understood=("group_norm_size", "linear_silu", "layer_group_size"))
 ERNIE = Family(tied=True, defaults={"head_dim": 128})
 
@@ -291,6 +300,12 @@ def _gemma4_full(v: ConfigValues, layers: int) -> Any:
                    own_values=not v.flag("attention_k_eq_v"))  # fmt: skip
     v.understood(("num_global_key_value_heads", "global_head_dim"))
     return rule(wide, layers)
+
+
+def _falcon(v: ConfigValues, layers: int) -> Any:
+    """Falcon: one KV head, unless the config is of the new kind, which says how many."""
+    shared = v.flag("multi_query", default=True) and not v.flag("new_decoder_architecture")
+    return softmax()(v.overlaid({"num_kv_heads": 1, "num_key_value_heads": 1} if shared else {}), layers)
 
 
 def _mimo_window(v: ConfigValues, layers: int) -> Any:
@@ -319,11 +334,14 @@ GEMMA4 = replace(GEMMA3, defaults={"head_dim": 256}, experts=True, modules=Modul
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(
         ("llama", "mistral", "ministral3", "granite", "seed_oss", "helium", "glm", "hyperclovax", "solar", "internlm3",
-         "minicpm", "orion", "telechat2", "internlm2", "exaone", "bitnet", "iquestcoder", "phi3", "smollm3",
+         "minicpm", "orion", "telechat2", "internlm2", "exaone", "bitnet", "iquestcoder",
          "stablelm", "diffllama", "baichuan", "aquila", "xverse", "qwen2_vl_text", "qwen2_5_vl_text", "olmo", "yi"),
         DENSE,
     ),
     "smollm3": COHERE,
+    "phi3": replace(DENSE, understood=("full_attn_mod",)),
+    "falcon": Family(layers={FULL: (_falcon,)}, mlp_matrices=2, tied=True, width=_four_times,
+                     understood=("num_kv_heads", "new_decoder_architecture")),
     "glm4": replace(DENSE, norms=4),
     "olmo2": replace(DENSE, qk_norm=True),
     "olmo3": replace(DENSE, qk_norm=True, pattern=every(4)),
@@ -343,7 +361,9 @@ FAMILIES: Mapping[str, Family] = {
     "gptj": replace(GPT2, tied=False, others=None, understood=("rotary_dim",)),
     "bloom": replace(GPT2, others=None),
     **dict.fromkeys(("cohere", "cohere2_vision_text"), COHERE),
-    "cohere2": replace(COHERE, pattern=every(4, "sliding_window_pattern"), defaults={"head_dim": 128}),
+    "cohere2": replace(COHERE, pattern=every(4, "sliding_window_pattern", "layer_switch"), defaults={"head_dim": 128},
+                       understood=("order_of_interleaved_layers", "layer_switch", "use_parallel_block",
+                                   "use_parallel_embedding")),
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "vaultgemma": replace(GEMMA2, norms=2),
@@ -360,7 +380,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("ernie4_5_moe",), replace(MIXTURE, tied=True)),
     "hunyuan_v1_dense": HUNYUAN,
     "hunyuan_v1_moe": replace(HUNYUAN, experts=True, defaults={"num_shared_expert": 1},
-                              understood=("attention_head_dim", "use_mixed_mlp_moe")),
+                              understood=(*_HUNYUAN_KEYS, "use_mixed_mlp_moe")),
     "hy_v3": replace(MIXTURE, qk_norm=True, understood=("enable_moe_fp32_combine",),
                      defaults={"first_k_dense_replace": 1}),
     **dict.fromkeys(("mixtral", "minimax_m2"), replace(MIXTURE, modules=_BLOCK_SPARSE_MOE)),
@@ -397,9 +417,9 @@ FAMILIES: Mapping[str, Family] = {
         layers={FULL: (softmax(),), WINDOW: (_mimo_window,)},
     )),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text"), MINIMAX_M3),
-    **dict.fromkeys(("minimax", "minimax_text_01"), Family(
+    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), Family(
         experts=True, layers={FULL: (softmax(),), LINEAR: (lightning,)},
-        pattern=_flags("attn_type_list", FULL, LINEAR),
+        pattern=_flags("attn_type_list", FULL, LINEAR), understood=("shared_moe_mode", "rotary_dim"),
     )),
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), BAILING),
     **dict.fromkeys(("bailing_moe_linear", "bailing_moe_v2_5"), replace(
@@ -408,7 +428,8 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": GRANITE_HYBRID,
     "falcon_h1": Family(layers={FULL: (softmax(), mamba2)}, pattern=_all(FULL)),
     "nemotron_h": NEMOTRON_H,
-    "jamba": Family(layers={FULL: (softmax(),), LINEAR: (mamba1,)}, pattern=_period, experts=True),
+    "jamba": Family(layers={FULL: (softmax(),), LINEAR: (mamba1,)}, pattern=_period, experts=True,
+                    understood=("mamba_inner_layernorms",)),
     "lfm2": LFM2,
     "lfm2_moe": replace(LFM2, experts=True, width=None),
     "kimi_linear": Family(layers={FULL: (latent,), LINEAR: (kimi_delta,)}, experts=True, pattern=_kimi,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SOURCES = ("ebbench", "patches", "workloads", "scenarios", "reports/reference")
 FORMS = ("bug", "feature", "measurement")
-WALKS = ("policy", "device", "workload", "table")
+WALKS = ("policy", "device", "model", "workload", "table")
 
 
 def section(name: str) -> str:
