@@ -257,8 +257,8 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
         found.append(
             RunWarning(
                 "short-steady-window",
-                f"Only {metrics.steady.share:.0%} of the run is steady; warm-up and drain weigh on the whole-run "
-                "throughput.",
+                f"Only {100 * metrics.steady.share:.0f} % of the run is steady; warm-up and drain weigh on the "
+                "whole-run throughput.",
                 _longer(plan, math.ceil(2 * (1 - metrics.steady.share) * _sessions(plan))),
             )
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -39,14 +38,15 @@ def parts(
     """The printed tables and sentences, in order. ``priced_in``: currency and date of the prices; ``notes``: what is
     said of the load."""
     lines: list[Table | str] = [
-        f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models "
-        f"that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
+        f"{task.model}, {task.spec.plan.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device "
+        f"models that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
-        lines += [_table(found, task, prices), _efficiency(found, task, prices)]
+        lines += ["", _table(found, task, prices), *_legend(found, task)]
+        lines += ["", _efficiency(found, task, prices), _EFFICIENT]
         lines += [f"Prices in {priced_in}."] if priced_in else []
-        lines += _remarks(found, task, prices)
+        lines += ["", *_remarks(found, task, prices), ""]
     else:
         lines.append(f"No candidate carries {_carried(task)} within the limits.")
     lines += _experts(found, task)
@@ -100,10 +100,10 @@ def _all_candidates(found: DeploymentChoice) -> list[Candidate]:
 
 
 def _behind(task: PlanTask) -> str:
-    if task.api_server == OFF:
+    if task.spec.server.api_server == OFF:
         return ""
-    count = task.api_server_count or 1
-    return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.api_server})"
+    count = task.spec.server.api_server_count or 1
+    return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.spec.server.api_server})"
 
 
 def _table(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
@@ -212,27 +212,37 @@ def _overloads(found: DeploymentChoice) -> Iterator[str]:
         yield "over: the queue grows for as long as requests come."
 
 
-def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
-    best = found.found[0]
-    candidate, varied = best.deployment.candidate, _varied_of(found)
+_EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
+
+
+def _legend(found: DeploymentChoice, task: PlanTask) -> list[str]:
+    """What the table of deployments shows."""
+    candidate = found.found[0].deployment.candidate
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
-    gpus = best.deployment.gpus
-    lines = [
+    return [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
-        "+: none has as many output tokens/s both per user and per GPU.",
         f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
         f"{100 * (1 + _headroom(task)):g} % of it and at the rate with {_lost(task)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
         *_overloads(found),
+        *([] if _varied_of(found)(candidate) else [sizes]),
+    ]
+
+
+def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
+    """The answer, what it does not carry, and what it rests on."""
+    best = found.found[0]
+    candidate, gpus = best.deployment.candidate, best.deployment.gpus
+    return [
         f"Cheapest that carries {_carried(task).removesuffix(',')}: {best.deployment.replicas} x {candidate.device} "
-        f"{candidate.shape} under {candidate.policy}{varied(candidate)}, {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+        f"{candidate.shape} under {candidate.policy}{_varied_of(found)(candidate)}, "
+        f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_weaknesses(best, task),
         *_api_servers(found, task),
         *_caveats(found, task),
     ]
-    return lines if varied(candidate) else [lines[0], sizes, *lines[1:]]
 
 
 def _weaknesses(best: Costed, task: PlanTask) -> Iterator[str]:
@@ -272,8 +282,8 @@ def _experts(found: DeploymentChoice, task: PlanTask) -> list[str]:
 
 def _types(task: PlanTask) -> str:
     """The data types that were asked for."""
-    cache = "" if task.kv_cache_dtype == "auto" else f", KV cache in {task.kv_cache_dtype}"
-    return (f", weights in {task.quantization}" if task.quantization else "") + cache
+    cache = "" if task.spec.server.kv_cache_dtype == "auto" else f", KV cache in {task.spec.server.kv_cache_dtype}"
+    return (f", weights in {task.spec.server.quantization}" if task.spec.server.quantization else "") + cache
 
 
 def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
@@ -281,17 +291,18 @@ def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
     shown = [each.deployment.candidate for each in found.found]
     settings = [{"device": one.device, "instance": _short(one), "policy": one.policy} for one in shown]
     owner = by_settings(settings, lambda _, values: values, "deployments")
-    return told_once([_caveats_of(each, task) for each in found.found], owner)
+    lines = told_once([_caveats_of(each, task) for each in found.found], owner)
+    return [f"{line.removesuffix('.')}." for line in lines]
 
 
 def _caveats_of(each: Costed, task: PlanTask) -> tuple[str, ...]:
-    return caveats(replace(task, candidate=each.deployment.candidate), each.deployment, each.stress)
+    return caveats(task.on(each.deployment.candidate), each.deployment, each.stress)
 
 
 def api_servers_left_out(found: DeploymentChoice, task: PlanTask) -> RunWarning | None:
     """A warning about the deployment whose API servers, which were left out, would be busiest: one per replica."""
     needed = [each.deployment.reading.api_servers for each in found.found if each.deployment.reading]
-    return left_out(max(needed), 1) if needed and task.api_server == OFF else None
+    return left_out(max(needed), 1) if needed and task.spec.server.api_server == OFF else None
 
 
 def _api_servers(found: DeploymentChoice, task: PlanTask) -> list[str]:
@@ -319,13 +330,13 @@ def as_dict(
     """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
     reasons."""
     return {
-        "workload": task.workload,
+        "workload": task.spec.plan.workload,
         "model": task.model,
         "vllm_version": task.vllm,
-        "quantization": task.quantization,
-        "kv_cache_dtype": task.kv_cache_dtype,
-        "api_server": None if task.api_server == OFF else task.api_server,
-        "api_server_count": task.api_server_count,
+        "quantization": task.spec.server.quantization,
+        "kv_cache_dtype": task.spec.server.kv_cache_dtype,
+        "api_server": None if task.spec.server.api_server == OFF else task.spec.server.api_server,
+        "api_server_count": task.spec.server.api_server_count,
         "request_rate": task.rate,
         "scenario": task.scenario,
         "headroom": task.headroom,

@@ -9,7 +9,9 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -306,5 +308,17 @@ _LONGEST = 2000
 def _complain(message: str, code: int) -> int:
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} ... {message[-500:]}"
-    typer.echo(visible(shown, lines=True), err=True)
+    typer.echo(_wrapped(visible(shown, lines=True)), err=True)
     return code
+
+
+def _wrapped(message: str) -> str:
+    """The message after "error: ", broken between words on a terminal; elsewhere one line, which tools can search."""
+    if not sys.stderr.isatty():
+        return message
+    width = shutil.get_terminal_size().columns
+    lines = (
+        textwrap.fill(f"{'' if number else 'error: '}{line}", width, break_long_words=False, break_on_hyphens=False)
+        for number, line in enumerate(message.split("\n"))
+    )
+    return "\n".join(lines).removeprefix("error: ")

@@ -122,8 +122,8 @@ def token_time_warning(requests: pa.Table) -> str | None:
     parts = []
     if share >= _JOINED_SHARE:
         parts.append(
-            f"{share:.0%} of the output tokens came together with others, in one message or one read: TPOT leaves out "
-            "those that came with the first, median and percentiles of ITL do not describe generation"
+            f"{100 * share:.0f} % of the output tokens came together with others, in one message or one read: TPOT "
+            "leaves out those that came with the first, median and percentiles of ITL do not describe generation"
         )
     if at_once.any():
         parts.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -16,6 +17,10 @@ class Console(rich.console.Console):
 
     rich writes its own control sequences apart from the text, so that every one in the text is another's.
     """
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **how: Any) -> None:
+        """Print; ``soft_wrap`` leaves a line whole for files and pipes. A terminal would cut it within words."""
+        super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of a renderable."""

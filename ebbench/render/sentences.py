@@ -357,10 +357,13 @@ def caveats(groups: Sequence[Group]) -> list[str]:
 
 
 def _memory(groups: Sequence[Group]) -> list[str]:
-    """What a full KV cache cost each policy: policies differ in it, so their figures are not merged."""
-    found = []
+    """What a full KV cache cost each policy, whose figures are not merged, and once the way out."""
+    said: dict[str, list[str]] = {}
+    remedy = ""
     for group in groups:
-        before = f"{group.policy}: " if len(groups) > 1 else ""
-        said = [[str(each) for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
-        found += [before + line for line in told_once(said, lambda _: "")]
-    return found
+        found = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
+        for line in told_once([[each.message for each in of_run] for of_run in found], lambda _: ""):
+            said.setdefault(line, []).append(group.policy)
+        remedy = next((each.remedy for of_run in found for each in of_run), remedy)
+    lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
+    return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -217,7 +217,7 @@ def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str,
     if collected.cached_share and not collected.hash_counts:
         within = "only requests of one session" if collected.sessions else "no requests"
         found.append(
-            f"{collected.cached_share:.1%} of the prompt tokens were cached when recorded; without hash_ids or "
+            f"{100 * collected.cached_share:.1f} % of the prompt tokens were cached when recorded; without hash_ids or "
             f"messages {within} share prefixes here, so that the hit rate of a run can be another"
         )
     if stamps is not None and (backwards := _backwards(collected, stamps)).size:

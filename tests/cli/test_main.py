@@ -310,3 +310,15 @@ def test_a_command_runs_with_closed_streams(closed: str, tmp_path: Path) -> None
     seen = tmp_path / "seen"
     done = subprocess.run(["sh", "-c", f'"$0" -c "$1" "$2" {closed}', sys.executable, code, str(seen)], check=False)
     assert (done.returncode, seen.read_text()) == (0, repr(["/dev/null", str(seen)]))
+
+
+def test_an_error_on_a_terminal_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "baseline and candidate are not comparable: device rtx-pro-6000 against l40s"
+    assert main._wrapped(message) == message
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main._wrapped(message).splitlines() == [
+        "baseline and candidate are not",
+        "comparable: device rtx-pro-6000 against",
+        "l40s",
+    ]

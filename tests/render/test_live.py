@@ -48,10 +48,11 @@ def test_a_wait_for_a_server_is_said_again_and_again_with_its_log() -> None:
     console = off_terminal()
     with reporter(console, "eb", len(plan)) as observer:
         startup_progress(observer, parse_policy("eb"), plan, Path("/tmp/server.log"))(60.3)
-        lines = wait_for_lines(console, 4)
+        lines = wait_for_lines(console, 8)
         observer.update(Progress("eb", 2, len(plan), 80, 100, 4.0, "eb", 0, 0))
     assert lines[0] == "eb: 2 requests"
-    assert set(lines[2:]) == {"eb: waiting for the server to start, log /tmp/server.log (60 s)"}
+    waits = "eb: waiting for the server to start, log /tmp/server.log (60 s)"  # on a busy machine it comes late
+    assert set(lines[-2:]) == {waits}
     assert written(console)[-1] == "eb: 2/2  20 tok/s  exclusive  at 4.00 s"
 
 

@@ -416,3 +416,16 @@ def test_documents_of_this_project_may_hold_markdown() -> None:
     assert "| **b\\|c** |" in own
     assert "- see `x`" in own
     assert "- see \\`x\\`" in as_markdown(Document("d", "t", (section,), ("see `x`",)))
+
+
+def test_a_terminal_gets_lines_broken_between_words_and_a_pipe_whole_ones() -> None:
+    line = "two repeats cannot show a difference between these policies"
+    shown = {}
+    for terminal in (True, False):
+        file = io.StringIO()
+        Console(file=file, width=24, force_terminal=terminal, color_system=None).print(line, soft_wrap=True)
+        shown[terminal] = file.getvalue().splitlines()
+    assert [part.strip() for part in shown[True]] == [
+        "two repeats cannot show", "a difference between", "these policies",
+    ]  # fmt: skip
+    assert shown[False] == [line]

@@ -201,7 +201,7 @@ def test_cached_tokens_are_reported_and_what_a_replay_shares_is_said(tmp_path: P
     row = '{"time": %s, "session": "%s", "usage": {"prompt_tokens": 100, "completion_tokens": 5, %s}}\n'
     path.write_text(row % (0.5, "a", details % 0) + row % (1.25, "b", details % 64))
     assert describe_log(read_trace(path), None)["cached_share"] == pytest.approx(0.32)
-    assert any("32.0% of the prompt tokens were cached" in warning for warning in build_plan(f"log:{path}").warnings)
+    assert any("32.0 % of the prompt tokens were cached" in warning for warning in build_plan(f"log:{path}").warnings)
     silent = read_trace(path, "cached=-")
     assert "cached_share" not in describe_log(silent, None)
     assert not any("cached" in warning for warning in silent.requests.warnings)
