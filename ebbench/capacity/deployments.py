@@ -21,7 +21,7 @@ that knows the replicas' loads needs fewer of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,7 +33,7 @@ from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.capacity.saturated import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
-from ebbench.config.defaults import DEFAULT_VLLM
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
 from ebbench.devices.parallel import Parallel
@@ -43,10 +43,10 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
-from ebbench.spec.server import OFF, EngineOptions
+from ebbench.spec.run import RunSpec
 from ebbench.traffic.substreams import substream
-from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import bits
+from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import parse_policy
 
 NOISE = 1.05
@@ -92,31 +92,51 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run; ``api_server``,
-    ``api_server_count``: as in EngineOptions; ``gpu_memory_utilization`` to ``kv_cache_dtype``: as in load_device.
+    """The load to serve with one candidate. ``spec``: the run of one instance, whose rate and number of sessions the
+    search sets; ``sessions``: fewest per run.
 
     ``headroom``: share of the rate that must be carried on top of it. ``spare``: replicas without which the rate must
     be carried.
     """
 
-    candidate: Candidate
-    model: str
-    workload: str
-    scenario: str
-    plan: Mapping[str, Any]
+    spec: RunSpec
     limits: LatencyLimits
     rate: float
     sessions: int
-    seed: int
-    max_model_len: int
-    api_server: str = OFF
-    api_server_count: int | None = None
-    gpu_memory_utilization: float | None = None
-    vllm_version: str | None = None
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
     headroom: float = 0.0
     spare: int = 0
+
+    @property
+    def candidate(self) -> Candidate:
+        """The kind of instance."""
+        topology, server = self.spec.cluster.topology, self.spec.server
+        pool = topology.replicas if isinstance(topology, TopologySpec) else None
+        tp, dp, ep = (1, 1, 1) if pool is None else (pool.tp, pool.dp, pool.ep)
+        most = server.max_num_batched_tokens, server.max_num_seqs
+        return Candidate(self.spec.device or DEFAULT_DEVICE, tp, self.spec.policy, *most, dp, ep)
+
+    @property
+    def scenario(self) -> str:
+        """The arrivals."""
+        return self.spec.plan.scenario or "poisson"
+
+    @property
+    def model(self) -> str:
+        """The model served."""
+        return self.spec.model or DEFAULT_MODEL
+
+    def changed(self, **settings: Any) -> PlanTask:
+        """The same with other settings of the run."""
+        return replace(self, spec=self.spec.changed(**settings))
+
+    def on(self, candidate: Candidate) -> PlanTask:
+        """The same load with another candidate."""
+        pool = PoolSpec(tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
+        return self.changed(
+            device=candidate.device, policy=candidate.policy, max_num_seqs=candidate.max_num_seqs,
+            max_num_batched_tokens=candidate.max_num_batched_tokens,
+            topology=TopologySpec(replicas=pool) if candidate.gpus > 1 else None,
+        )  # fmt: skip
 
     @property
     def most_rate(self) -> float:
@@ -134,7 +154,7 @@ class PlanTask:
     @property
     def vllm(self) -> str:
         """The version by whose rules the KV caches are sized."""
-        return self.vllm_version or DEFAULT_VLLM
+        return self.spec.server.vllm_version or DEFAULT_VLLM
 
 
 @dataclass(frozen=True)
@@ -315,7 +335,7 @@ def _share(task: PlanTask, replicas: int) -> ProbeReading:
         if task.scenario == "poisson" or replicas == 1:
             return _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate)
         plan = _plan(task, task.scenario, sessions * replicas, request_rate=rate * replicas)
-        return _run(task, _random_share(plan, 1 / replicas, task.seed), rate)
+        return _run(task, _random_share(plan, 1 / replicas, task.spec.plan.seed), rate)
 
     return _long_enough(run, task.sessions)
 
@@ -348,16 +368,15 @@ def _long_enough(run: Callable[[int], ProbeReading], sessions: int) -> ProbeRead
 
 
 def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
-    options = {**task.plan, "num_prompts": sessions, "max_model_len": task.max_model_len, **load}
-    return build_plan(task.workload, scenario, seed=task.seed, with_text=False, redraw=True, **options)
+    return make_plan(task.spec.changed(scenario=scenario, num_prompts=sessions, **load).plan)
 
 
 def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
     """Simulate; the reading's caveats are those that matter to this run, and what a full KV cache cost in it."""
     result = _simulated(task, plan, replicas)
-    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed)
+    tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.spec.plan.seed)
     device, batches = result.device or _device(task), batches_of(result.steps, RequestColumns.of(result.requests))
-    kv = kv_pressure(result.steps, result.requests, asdict(_options(task)))
+    kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
     said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
     return replace(
         read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
@@ -371,31 +390,22 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
         topology = TopologySpec(replicas=pool)
     engine = SimEngine(topology, figures_only=True)
-    return engine.run(plan, parse_policy(candidate.policy), _device(task), _options(task))
-
-
-def _options(task: PlanTask) -> EngineOptions:
-    return EngineOptions(
-        max_num_seqs=task.candidate.max_num_seqs,
-        max_num_batched_tokens=task.candidate.max_num_batched_tokens,
-        max_model_len=task.max_model_len,
-        api_server=task.api_server,
-        api_server_count=task.api_server_count,
-    )
+    return engine.run(plan, parse_policy(candidate.policy), _device(task), task.spec.server)
 
 
 def _device(task: PlanTask) -> Device:
     """One unit of an instance. Raises UsageError where the model does not fit or has no costs on them."""
+    candidate, server = task.candidate, task.spec.server
     return load_device(
-        task.candidate.device,
+        candidate.device,
         task.model,
-        max_num_seqs=task.candidate.max_num_seqs,
-        max_num_batched_tokens=task.candidate.max_num_batched_tokens,
-        parallel=Parallel(tp=task.candidate.tp, dp=task.candidate.dp, ep=task.candidate.ep),
-        gpu_memory_utilization=task.gpu_memory_utilization,
-        vllm_version=task.vllm_version,
-        quantization=task.quantization,
-        kv_cache_dtype=task.kv_cache_dtype,
+        max_num_seqs=server.max_num_seqs,
+        max_num_batched_tokens=server.max_num_batched_tokens,
+        parallel=Parallel(tp=candidate.tp, dp=candidate.dp, ep=candidate.ep),
+        gpu_memory_utilization=server.gpu_memory_utilization,
+        vllm_version=server.vllm_version,
+        quantization=server.quantization,
+        kv_cache_dtype=server.kv_cache_dtype,
     )
 
 
@@ -405,4 +415,4 @@ def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[st
     """
     reading = whole or found.reading
     ranks = rank_notes(parse_policy(task.candidate.policy), task.candidate.dp)
-    return (*(reading.caveats if reading else ()), *start_notes(_device(task), _options(task)), *ranks)
+    return (*(reading.caveats if reading else ()), *start_notes(_device(task), task.spec.server), *ranks)

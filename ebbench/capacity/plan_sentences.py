@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -39,8 +38,8 @@ def parts(
     """The printed tables and sentences, in order. ``priced_in``: currency and date of the prices; ``notes``: what is
     said of the load."""
     lines: list[Table | str] = [
-        f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models "
-        f"that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
+        f"{task.model}, {task.spec.plan.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device "
+        f"models that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
@@ -101,10 +100,10 @@ def _all_candidates(found: DeploymentChoice) -> list[Candidate]:
 
 
 def _behind(task: PlanTask) -> str:
-    if task.api_server == OFF:
+    if task.spec.server.api_server == OFF:
         return ""
-    count = task.api_server_count or 1
-    return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.api_server})"
+    count = task.spec.server.api_server_count or 1
+    return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.spec.server.api_server})"
 
 
 def _table(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
@@ -283,8 +282,8 @@ def _experts(found: DeploymentChoice, task: PlanTask) -> list[str]:
 
 def _types(task: PlanTask) -> str:
     """The data types that were asked for."""
-    cache = "" if task.kv_cache_dtype == "auto" else f", KV cache in {task.kv_cache_dtype}"
-    return (f", weights in {task.quantization}" if task.quantization else "") + cache
+    cache = "" if task.spec.server.kv_cache_dtype == "auto" else f", KV cache in {task.spec.server.kv_cache_dtype}"
+    return (f", weights in {task.spec.server.quantization}" if task.spec.server.quantization else "") + cache
 
 
 def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
@@ -297,13 +296,13 @@ def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
 
 
 def _caveats_of(each: Costed, task: PlanTask) -> tuple[str, ...]:
-    return caveats(replace(task, candidate=each.deployment.candidate), each.deployment, each.stress)
+    return caveats(task.on(each.deployment.candidate), each.deployment, each.stress)
 
 
 def api_servers_left_out(found: DeploymentChoice, task: PlanTask) -> RunWarning | None:
     """A warning about the deployment whose API servers, which were left out, would be busiest: one per replica."""
     needed = [each.deployment.reading.api_servers for each in found.found if each.deployment.reading]
-    return left_out(max(needed), 1) if needed and task.api_server == OFF else None
+    return left_out(max(needed), 1) if needed and task.spec.server.api_server == OFF else None
 
 
 def _api_servers(found: DeploymentChoice, task: PlanTask) -> list[str]:
@@ -331,13 +330,13 @@ def as_dict(
     """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
     reasons."""
     return {
-        "workload": task.workload,
+        "workload": task.spec.plan.workload,
         "model": task.model,
         "vllm_version": task.vllm,
-        "quantization": task.quantization,
-        "kv_cache_dtype": task.kv_cache_dtype,
-        "api_server": None if task.api_server == OFF else task.api_server,
-        "api_server_count": task.api_server_count,
+        "quantization": task.spec.server.quantization,
+        "kv_cache_dtype": task.spec.server.kv_cache_dtype,
+        "api_server": None if task.spec.server.api_server == OFF else task.spec.server.api_server,
+        "api_server_count": task.spec.server.api_server_count,
         "request_rate": task.rate,
         "scenario": task.scenario,
         "headroom": task.headroom,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from ebbench.devices.profiles import as_decoder, find_model, find_profile, list_
 from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
 from ebbench.errors import UsageError
-from ebbench.spec.server import DEFAULT_CLASS, EngineOptions, first_choice
+from ebbench.spec.run import spec_of
+from ebbench.spec.server import DEFAULT_CLASS, first_choice
 from ebbench.workloads.options import is_recorded
 from ebbench.workloads.own_arrivals import poisson_instead
 
@@ -56,34 +56,24 @@ def tasks_of(workload: str, target: TargetFlags, requests: Mapping[str, Any], ch
     devices = choice.device or list_devices()
     for device in devices:
         find_profile(device)
-    settings = {name: value for name, value in requests.items() if name != "seed"}
-    if is_recorded(workload):
-        settings |= {"source": "auto"}
-    longest = EngineOptions.max_model_len if choice.max_model_len is None else choice.max_model_len
+    settings = dict(requests) | ({"source": "auto"} if is_recorded(workload) else {})
+    spec = spec_of(
+        settings
+        | {"workload": workload, "scenario": target.scenario or "poisson", "model": model, "api_server": api_server}
+        | {name: value for name in _OF_ALL if (value := getattr(choice, name)) is not None}
+    ).changed(redraw=True)
     budgets, seqs = choice.max_num_batched_tokens or (8192,), choice.max_num_seqs or (1024,)
+    task = PlanTask(spec, limits, target.request_rate, _SESSIONS, target.headroom, target.spare)
     return [
-        PlanTask(
-            candidate=Candidate(device, tp, policy, budget, most, dp, ep),
-            model=model,
-            workload=workload,
-            scenario=target.scenario or "poisson",
-            plan=settings,
-            limits=limits,
-            rate=target.request_rate,
-            sessions=_SESSIONS,
-            seed=requests.get("seed", 0),
-            max_model_len=longest,
-            api_server=api_server,
-            api_server_count=choice.api_server_count,
-            gpu_memory_utilization=choice.gpu_memory_utilization,
-            vllm_version=choice.vllm_version,
-            quantization=choice.quantization,
-            kv_cache_dtype=choice.kv_cache_dtype,
-            headroom=target.headroom,
-            spare=target.spare,
-        )
+        task.on(Candidate(device, tp, policy, budget, most, dp, ep))
         for device, (tp, dp, ep), policy, budget, most in product(devices, shapes, policies, budgets, seqs)
     ]
+
+
+_OF_ALL = (
+    "max_model_len", "api_server_count", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
+)  # fmt: skip
+"""Settings that all candidates have."""
 
 
 def arrivals_note(workload: str, target: TargetFlags, requests: Mapping[str, Any]) -> list[str]:
@@ -117,4 +107,4 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 def with_api_server(tasks: Sequence[PlanTask]) -> list[PlanTask]:
     """The same candidates with vLLM's API server simulated."""
-    return [replace(task, api_server=DEFAULT_CLASS) for task in tasks]
+    return [task.changed(api_server=DEFAULT_CLASS) for task in tasks]

@@ -67,6 +67,8 @@ def declare(
     return field(**given, metadata=noted)
 
 
+MOST_SECONDS = 1e8
+"""Longest time that can be given or planned: three years; tables hold nanoseconds."""
 _declared: dict[type, Mapping[str, Declared]] = {}
 
 

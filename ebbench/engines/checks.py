@@ -32,6 +32,9 @@ def check_counts(**counts: int | float | None) -> None:
             raise UsageError(f"{option} must be {least}, not {value}")
 
 
+_MOST_WARMUP = 1_000_000
+
+
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
     """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
     check_counts(
@@ -46,8 +49,8 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
     )
     _check_vllm_limits(options)
     chosen_api_server(options.api_server, options.api_server_count)
-    if options.warmup < 0:
-        raise UsageError(f"--warmup must be 0 or more requests, not {options.warmup}")
+    if not 0 <= options.warmup <= _MOST_WARMUP:
+        raise UsageError(f"--warmup must be 0 or more requests, at most {_MOST_WARMUP:,}, not {options.warmup}")
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise UsageError(
             f"--max-num-batched-tokens {options.max_num_batched_tokens} is below --max-num-seqs "

@@ -69,7 +69,7 @@ _EB: tuple[_Row, ...] = (
      "printed L40S cells equal figure 4's prefill-heavy bars of the RTX PRO 6000."),
     ("table 5", "R² of linear prefill times, practical budgets", "tables table5", "same", _FRI,
      "Within 0.007 for six models; ranges of the rows assumed. Llama-3.2-1B has no device here."),
-    ("table 6", "128K tokens in, 64 out", "tables table6 --run", "in part", _WED,
+    ("table 6", "128K tokens in, 64 out", "tables table6 --run", "in part", _FRI,
      "tokens/s within 10 %; EB is level with v1 (-0.6 to +0.4 %), in print 1.4 to 4.0 % ahead."),
     ("table 7", "R² of linear prefill times, up to 128K", "tables table7", "same", _FRI,
      "Within 0.01 up to 64K tokens; steps of 128K lie beyond our step times."),
@@ -109,7 +109,7 @@ _EB: tuple[_Row, ...] = (
     ("table 19", "two GPUs against 1P+1D", "tables table19 --run", "in part", _FRI,
      "RTX PRO 6000 within 8.5 % and EB+ 14 % ahead of v1 at c = 2048 (print 23); H200 -23 to +20 %. 1P+1D runs out of "
      "memory at c = 512 on RTX PRO 6000 already, and on H200 not at all."),
-    ("table 20", "four GPUs against three splits", "tables table20 --run", "same", _WED,
+    ("table 20", "four GPUs against three splits", "tables table20 --run", "same", _FRI,
      "Throughput within 4 % in the median (17 % at most), every out-of-memory cell as printed; TTFT 30 to 45 % "
      "low."),
     ("figure 1", "marginal cost over the decode share", "figures figure1", "same direction", _FRI,
@@ -202,7 +202,7 @@ _STAGGERED: tuple[_Row, ...] = (
      "the chunks here, 52 % in print, for which the paper gives no reason."),
     ("figure 1", "granularity of scheduling", "", "no numbers in print", _FRI,
      "A drawing without data."),
-    ("figure 2", "dispatch and queueing", "tables sbs-waiting --run", "same", _WED,
+    ("figure 2", "dispatch and queueing", "tables sbs-waiting --run", "same", _FRI,
      "Waiting of T/2 against T/(2N), the text's formula, within 1 % for N = 1 to 32."),
     ("figure 3", "bubbles at the barrier", "", "no numbers in print", _FRI,
      "A drawing without data; chunk utilisation is in table 1."),
@@ -218,7 +218,7 @@ _STAGGERED: tuple[_Row, ...] = (
      "-56 % by its numbers); the baseline spreads less here. Placed one by one (ours): -50 and -44 %."),
     ("figure 8", "decode throughput", "tables sbs-figure8 --run", "same direction", _FRI,
      "+5.7 and +4.5 % (print +15): with KV of 70 KB a token its balance is 2 of some 40 ms of a pass."),
-    ("claim: waiting", "T/2 falls to T/(2N)", "tables sbs-waiting --run", "same", _WED,
+    ("claim: waiting", "T/2 falls to T/(2N)", "tables sbs-waiting --run", "same", _FRI,
      "Within 1 %."),
 )  # fmt: skip
 

@@ -147,27 +147,38 @@ def _titled(document: Document, setting: Setting) -> Document:
     another setting."""
     sections = document.sections if setting.beside_print else tuple(map(_without_print, document.sections))
     run = ", ".join(setting.deviations)
-    notes = (said_of(setting, "table"), *document.notes)
+    printed = any(_printed_groups(section) for section in document.sections)
+    notes = (said_of(setting, "table", printed=printed), *document.notes)
     return replace(document, title=f"{document.title} ({run})", sections=sections, notes=notes)
 
 
-def said_of(setting: Setting, item: str) -> str:
-    """A sentence with what was run in place of the published setting of a table or figure."""
+def said_of(setting: Setting, item: str, *, printed: bool = True) -> str:
+    """What was run in place of the own setting of a table or figure, in words; ``printed``: print has values of it."""
+    run = f"Run with {', '.join(setting.deviations)} instead of the {item}'s own setting"
+    if not printed:
+        return f"{run}."
     beside = "" if setting.beside_print else ", so that no published figures stand beside it"
-    return (
-        f"Run with {', '.join(setting.deviations)} instead of the {item}'s own setting{beside}. Numbers named below "
-        f"are those of the {item} as it is by default."
-    )
+    return f"{run}{beside}. Numbers named below are those of the {item} as it is by default."
+
+
+def _printed_groups(section: Section) -> set[str]:
+    return {column.group for column in section.columns if column.name == "published"}
 
 
 def _without_print(section: Section) -> Section:
-    kept = [index for index, column in enumerate(section.columns) if not _of_print(column)]
+    printed = _printed_groups(section)
+    kept = [index for index, column in enumerate(section.columns) if not _of_print(column, printed)]
     rows = tuple(tuple(row[index] for index in kept) for row in section.rows)
     return replace(section, columns=tuple(section.columns[index] for index in kept), rows=rows)
 
 
-def _of_print(column: Column) -> bool:
-    return column.name in ("published", "diff") or column.group.startswith("published")
+def _of_print(column: Column, printed: Collection[str]) -> bool:
+    """Whether a column holds published values or differences from them; ``printed``: groups with a published column.
+
+    A difference in another group is one between values of ours.
+    """
+    of_print = column.name == "published" or column.group.startswith("published")
+    return of_print or (column.name == "diff" and column.group in printed)
 
 
 def figure(store: RunStore, cell: RunSpec, key: str, scale: float = 1.0) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ebbench.config.declare import CLIENT, check_ranges, declare, declared_in
+from ebbench.config.declare import CLIENT, MOST_SECONDS, check_ranges, declare, declared_in
 from ebbench.config.setting_strings import check_range
 from ebbench.errors import UsageError
 from ebbench.network.credentials import api_key, forms_of
@@ -78,12 +78,14 @@ class ClientOptions:
     connections: Connecting = declare(
         "ahead", "ahead: some are opened before requests need them; on-demand; or per-request.", CLIENT, text=str
     )
-    connect_timeout_s: float = declare(10.0, "Seconds to connect.", CLIENT, above=0)
-    idle_timeout_s: float = declare(300.0, "Seconds to wait for the first and each further byte.", CLIENT, above=0)
-    total_timeout_s: float = declare(3600.0, "Seconds for a whole request.", CLIENT, above=0)
+    connect_timeout_s: float = declare(10.0, "Seconds to connect.", CLIENT, above=0, at_most=MOST_SECONDS)
+    idle_timeout_s: float = declare(
+        300.0, "Seconds to wait for the first and each further byte.", CLIENT, above=0, at_most=MOST_SECONDS
+    )
+    total_timeout_s: float = declare(3600.0, "Seconds for a whole request.", CLIENT, above=0, at_most=MOST_SECONDS)
     ready_timeout_s: float = declare(
         5.0, "Seconds to wait for the server.", CLIENT, names=("--ready-timeout", "--ready-check-timeout-sec"),
-        at_least=0,
+        at_least=0, at_most=MOST_SECONDS,
     )  # fmt: skip
     ignore_eos: bool = declare(
         True, "Request exactly the planned tokens, or let responses end.", CLIENT,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
-from ebbench.config.declare import CLIENT, ENGINE, Declared, declare, declared_in
+from ebbench.config.declare import CLIENT, ENGINE, MOST_SECONDS, Declared, declare, declared_in
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.spec.client import ClientOptions
@@ -42,7 +42,9 @@ class RunSpec:
         None, "Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).", ENGINE
     )
     cost: str = declare("auto", "Which cost model a device uses: tables, roofline or auto.")
-    ramp_up_s: float | None = declare(None, "Seconds over which the load grows to its full size.", CLIENT)
+    ramp_up_s: float | None = declare(
+        None, "Seconds over which the load grows to its full size.", CLIENT, at_most=MOST_SECONDS
+    )
     goodput: str = declare("", "Limits in ms: ttft:500 tpot:50.")
     vllm_options: tuple[str, ...] = declare((), "Arguments for `vllm serve`.")
     host: HostCosts | None = None

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.config.declare import MOST_SECONDS
 from ebbench.errors import UsageError
 from ebbench.records.content import with_block_tokens
 from ebbench.records.plan import Plan
@@ -20,9 +21,6 @@ from ebbench.workloads.arrow import int_lists, ints, strings
 from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile
-
-LONGEST_S = 1e8
-"""Three years: an upper bound for runs, and times in ns come near the limit of int64 beyond it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ def assemble(
     requests, kept, warnings = _within(requests, limits)
     phase = phase[kept]
     arrival_s = None if arrival_s is None else arrival_s[kept]
-    if arrival_s is not None and arrival_s.size and arrival_s.max() > LONGEST_S:
-        years = float(arrival_s.max()) / (365 * 86_400)
+    if arrival_s is not None and arrival_s.size and arrival_s.max() > MOST_SECONDS:
+        years = min(float(arrival_s.max()) / (365 * 86_400), 1e9)
         faster = "--speed" if facts["loop"] == "trace" else "rate (requests/s)"
         raise UsageError(f"the last request would come after {years:,.0f} years; give a higher {faster}")
     sizes = np.bincount(phase, minlength=len(schedule.names))

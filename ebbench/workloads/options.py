@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.config.declare import LOAD, SESSIONS, WORKLOAD, check_ranges, declare
+from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare
 from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class PlanOptions:
     )
     duration_s: float | None = declare(
         None, "Seconds after which no session is released; open ones run to their end.", LOAD, names=("--duration",),
-        above=0,
+        above=0, at_most=MOST_SECONDS,
     )  # fmt: skip
     max_model_len: int | None = declare(None, at_least=1)
     """Longest prompt plus output in tokens; None: no limit. In files and on the command line the server's setting."""
@@ -116,7 +116,7 @@ class PlanOptions:
         None, "Adapters by name, one per session, over HTTP: sql=3,chat=1,base.", WORKLOAD
     )
     images: str | None = declare(None, "Images in every prompt: tokens=256,count=2,side=448.", WORKLOAD)
-    redraw: bool = False
+    redraw: bool = declare(False, "Of a log longer than num_prompts, each seed takes another part.")
     """Recorded requests are a supply to draw from: a part of a log begins where the seed says, and a data set that
     holds too few sessions is read again (a log always is, where ``num_prompts`` or the scenario asks for more)."""
 

@@ -35,9 +35,11 @@ from ebbench.capacity.prices import check_prices, parse_prices, sources
 from ebbench.capacity.probe import ProbeReading
 from ebbench.capacity.search_types import Probe
 from ebbench.cli.main import app
+from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.runs.pool import InProcess
+from ebbench.spec.run import simulated
 
 LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
 READING = ProbeReading(
@@ -50,17 +52,12 @@ PRICES = {"h200": 3.5, "l40s": 0.9, "rtx-4090": 0.4}
 
 
 def task(device: str, *, rate: float = 12.0, tp: int = 1, policy: str = "v1", limits: str = "") -> PlanTask:
+    spec = simulated("sharegpt", policy, device, "qwen3-8b", 32, 8192, "poisson", max_model_len=8192, redraw=True)
     return PlanTask(
-        candidate=Candidate(device, tp, policy, 8192, 32),
-        model="qwen3-8b",
-        workload="sharegpt",
-        scenario="poisson",
-        plan={"source": "profile"},
+        spec=spec.changed(topology=TopologySpec(replicas=PoolSpec(tp=tp)) if tp > 1 else None),
         limits=parse_limits([limits], 0.95) if limits else LIMITS,
         rate=rate,
         sessions=300,
-        seed=0,
-        max_model_len=8192,
     )
 
 
@@ -70,7 +67,7 @@ TASKS = [task(device) for device in PRICES] + [task("h200", tp=2)]
 def test_a_model_that_needs_several_gpus_has_them() -> None:
     """141 GB of weights: not on one H100, but on two."""
     found = choose(
-        [replace(task("h100", rate=2.0, tp=tp, limits="ttft:4000 tpot:80"), model="llama-3.1-70b") for tp in (1, 2)],
+        [task("h100", rate=2.0, tp=tp, limits="ttft:4000 tpot:80").changed(model="llama-3.1-70b") for tp in (1, 2)],
         {}, InProcess(),
     )  # fmt: skip
     assert [each.deployment.candidate.tp for each in found.found] == [2]
@@ -82,9 +79,9 @@ def test_a_model_that_needs_several_gpus_has_them() -> None:
 @pytest.mark.parametrize("change", [{"vllm_version": "0.12"}, {"gpu_memory_utilization": 0.85}])
 def test_a_smaller_kv_cache_carries_less(change: dict[str, object]) -> None:
     """Qwen3-32B leaves one H100 a tenth of its memory."""
-    large = replace(task("h100", tp=1, limits="ttft:4000 tpot:80"), model="qwen3-32b")
-    large = replace(large, candidate=replace(large.candidate, max_num_seqs=512))
-    assert bound(replace(large, **change)).saturated_per_s < 0.9 * bound(large).saturated_per_s  # type: ignore[arg-type]
+    large = task("h100", tp=1, limits="ttft:4000 tpot:80").changed(model="qwen3-32b")
+    large = large.changed(max_num_seqs=512)
+    assert bound(large.changed(**change)).saturated_per_s < 0.9 * bound(large).saturated_per_s
 
 
 def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
@@ -112,7 +109,7 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
 @pytest.mark.parametrize("too_many", [0, 1, 2])
 def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits_behind_a_dispatcher(too_many: int) -> None:
     """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
-    each = replace(task("l40s", rate=20.0), candidate=Candidate("l40s", 1, "v1", 8192, 64), sessions=500)
+    each = replace(task("l40s", rate=20.0).on(Candidate("l40s", 1, "v1", 8192, 64)), sessions=500)
     fewest = bound(each).first(each)
     sized = size(each, fewest, 200).replicas
     replicas, found = stress(each, sized + too_many, fewest)
@@ -124,7 +121,7 @@ def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits_behind_a_disp
 
 def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth, sized at the highest cost, needs half of its replicas behind a dispatcher."""
-    tasks = [replace(task("h200"), candidate=Candidate("h200", 1, "v1", budget, 32)) for budget in range(5)]
+    tasks = [task("h200").on(Candidate("h200", 1, "v1", budget, 32)) for budget in range(5)]
     sized = {each.candidate: Deployment(each.candidate, 10 + at, READING, "", 10) for at, each in enumerate(tasks)}
     last = tasks[-1].candidate
     sized[last] = replace(sized[last], fewest=7)
@@ -145,8 +142,8 @@ def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypa
 
 def test_where_turns_share_prefixes_no_smaller_loop_completes_more_than_the_saturated_rate() -> None:
     """With 128 conversations open the KV cache holds few of their prefixes; with 64 open one instance serves more."""
-    each = replace(task("l40s", rate=0.4, limits="e2el:600000"), workload="wildchat", max_model_len=32768)
-    each = replace(each, candidate=replace(each.candidate, max_num_seqs=64))
+    each = task("l40s", rate=0.4, limits="e2el:600000").changed(workload="wildchat", max_model_len=32768)
+    each = each.changed(max_num_seqs=64)
     deployment = size(each, 1, 2)
     assert deployment.replicas == 1
     assert bound(each).first(each) == 1
@@ -173,7 +170,7 @@ def test_headroom_and_spare_replicas_are_carried_by_all_and_by_those_left(
 
 
 def test_a_spare_replica_is_one_more_and_headroom_is_carried_whole() -> None:
-    each = replace(task("l40s", rate=20.0), candidate=Candidate("l40s", 1, "v1", 8192, 64), sessions=500)
+    each = replace(task("l40s", rate=20.0).on(Candidate("l40s", 1, "v1", 8192, 64)), sessions=500)
     replicas, found = stress(replace(each, spare=1), 4, 1)
     assert replicas == 4
     assert found.lost is not None
@@ -217,7 +214,7 @@ def test_limits_missed_by_a_lone_request_refuse_the_candidate() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
-    found = bound(replace(task("rtx-4090"), model="qwen3-32b"))
+    found = bound(task("rtx-4090").changed(model="qwen3-32b"))
     assert found.refused
 
 

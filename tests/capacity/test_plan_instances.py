@@ -28,7 +28,7 @@ SHARED = Candidate("h200", 1, "v1", 8192, 8, dp=2, ep=2)
 
 
 def moe(candidate: Candidate) -> PlanTask:
-    return replace(task("h200", rate=1.0), model="qwen3-30b-a3b", sessions=60, candidate=candidate)
+    return replace(task("h200", rate=1.0).changed(model="qwen3-30b-a3b").on(candidate), sessions=60)
 
 
 def test_the_command_sizes_the_instances_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_what_the_gpus_share_changes_the_time_per_token() -> None:
 def printed(*candidates: Candidate, model: str = "qwen3-30b-a3b", width: int = 200) -> str:
     text = StringIO()
     found = tuple(Costed(Deployment(each, 12, READING), 123.45) for each in candidates)
-    for part in parts(DeploymentChoice(found), replace(task("h200"), model=model), {"h200": 3.0}):
+    for part in parts(DeploymentChoice(found), task("h200").changed(model=model), {"h200": 3.0}):
         Console(file=text, width=width if isinstance(part, Table) else 10_000).print(part)
     return text.getvalue()
 
@@ -113,7 +113,7 @@ def test_what_is_not_one_instance_is_refused(instance: str, said: str) -> None:
 
 
 def test_experts_of_a_dense_model_cannot_be_shared() -> None:
-    assert "no experts to spread" in bound(replace(moe(SHARED), model="qwen3-8b")).refused
+    assert "no experts to spread" in bound(moe(SHARED).changed(model="qwen3-8b")).refused
 
 
 def test_the_tables_fit_80_columns() -> None:

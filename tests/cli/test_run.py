@@ -249,6 +249,8 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
         (["--max-concurrency", "-3"], "--max-concurrency must be at least 1, not -3"),
         (["--request-rate", "0"], "--request-rate must be above 0, not 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--duration", "1e12"], "--duration must be above 0 and at most 1e+08, not 1e+12"),
+        (["--warmup", "2000000000"], "--warmup must be 0 or more requests, at most 1,000,000"),
         (["--num-kv-blocks", "5"], "needs 120 KV tokens but --num-kv-blocks holds 80, so it cannot run"),
         (["--goodput", "tftt:500"], "unknown metric of --goodput 'tftt'; did you mean 'ttft'?"),
         (["--goodput", "ttft"], "write a number above 0 (milliseconds), e.g. ttft:500"),

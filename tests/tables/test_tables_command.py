@@ -91,8 +91,17 @@ def test_what_was_not_published_is_titled_or_refused(table: PaperTable, option: 
     assert f"({option} " in document.title
     for section in document.sections:
         for at, column in enumerate(section.columns):
-            of_print = column.name in ("published", "diff") or column.group.startswith("published")
+            of_print = column.name == "published" or column.group.startswith("published")
             assert not of_print or all(row[at] is None for row in section.rows)
+
+
+def test_differences_between_our_own_figures_stay(tmp_path: Path) -> None:
+    document = find_table("cluster-policies").filled(PaperOptions(num_prompts=50), RunStore(tmp_path))
+    assert "(50 requests a run)" in document.title
+    assert document.notes[0] == "Run with 50 requests a run instead of the table's own setting."
+    assert "diff" in {column.name for column in document.sections[0].columns}
+    document = find_table("11").filled(PaperOptions(num_prompts=50), RunStore(tmp_path))
+    assert "diff" not in {column.name for column in document.sections[0].columns}
 
 
 def test_one_published_device_keeps_its_figures_beside_another(tmp_path: Path) -> None:
