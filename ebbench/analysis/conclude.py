@@ -233,6 +233,10 @@ def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
     return [RunWarning(code, message) for message in messages]
 
 
+_LONGER = 3.0
+"""Sessions over those of warm-up and drain in a run that is asked for: two thirds of it are steady then."""
+
+
 def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
     found = []
     needed = samples_needed(0.99)
@@ -259,7 +263,7 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
                 "short-steady-window",
                 f"Only {100 * metrics.steady.share:.0f} % of the run is steady; warm-up and drain weigh on the "
                 "whole-run throughput.",
-                _longer(plan, math.ceil(2 * (1 - metrics.steady.share) * _sessions(plan))),
+                _longer(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan))),
             )
         )
     return found
