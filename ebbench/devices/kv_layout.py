@@ -88,9 +88,9 @@ class KvLayout:
         return round(tokens / self.longest * self.most(self.longest))
 
     def effective_tokens(self, blocks: int, mean: float) -> int:
-        """Tokens that so many blocks hold of sequences of a mean length."""
-        length = max(round(mean), 1)
-        return int(blocks / self.most(length) * length)
+        """Tokens that so many blocks hold of sequences that have reached a mean length."""
+        length = np.array([max(round(mean), 1)], np.int64)
+        return int(blocks / self.held(length, length)[0] * length[0])
 
     def longest_within(self, blocks: int, tokens: int) -> int:
         """The longest sequence of at most ``tokens`` that so many blocks hold."""

@@ -404,7 +404,7 @@ class _Simulation:
         self._notes.append(
             f"layers of {device.model} keep a window of tokens or a state: since requests share prefixes, its KV cache "
             f"is taken to hold {effective * options.block_size:,} tokens, as it does of requests of the mean length "
-            f"({mean:,.0f}); longer ones than that wait too short, shorter ones too long"
+            f"({mean:,.0f}); of longer ones more tokens would fit, of shorter ones fewer"
         )
         return effective, self._make_kv
 

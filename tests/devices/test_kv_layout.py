@@ -51,6 +51,13 @@ def test_all_layers_alike_need_no_groups() -> None:
     assert layout_of(find_model("qwen3-8b"), 8192) is None
 
 
+def test_the_longer_sequences_are_the_more_of_their_tokens_fit() -> None:
+    layout = KvLayout((KvGroup(1, 16), KvGroup(5, 16, window=128)), 1, 4096, 256)
+    within, beyond = (layout.effective_tokens(6_000, mean) for mean in (64, 4096))
+    assert within == 6_000 // 6 * 16
+    assert beyond > 4 * within
+
+
 def test_groups_have_the_size_of_the_smallest_kind() -> None:
     """Gemma 3: one layer in six attends to everything."""
     layout = layout_of(find_model("gemma-3-1b-it"), 8192)

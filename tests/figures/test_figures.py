@@ -27,7 +27,7 @@ from ebbench.render import palette
 from ebbench.render.figures import save
 from ebbench.render.figures_slo import surface_chart
 from ebbench.render.timeline import BINS, timeline_chart, timeline_of
-from ebbench.report.charts import specs
+from ebbench.report.page import specs
 from ebbench.runs.drive import run_missing
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import simulated

@@ -18,7 +18,7 @@ from ebbench.records.run import Run
 from ebbench.render import numbers
 from ebbench.render.timeline import timeline_of
 from ebbench.report import page as page_module
-from ebbench.report.charts import specs
+from ebbench.report.page import specs
 from ebbench.report.page_tables import comparison_tables
 from tests.report.report_data import INK, BrowserPage, invoke, rewrite
 
