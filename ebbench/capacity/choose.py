@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ebbench.capacity.deployments import (
+    MOST_REPLICAS,
+    TOO_MANY,
     WITHIN,
     Bound,
     Candidate,
@@ -110,8 +112,10 @@ def choose(
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
         for each in chunk:
-            most = int(WITHIN * state.cheapest / _unit(each.candidate, prices)) if state.found else 1 << 20
-            if each.fewest(task) > most:
+            most = int(WITHIN * state.cheapest / _unit(each.candidate, prices)) if state.found else MOST_REPLICAS
+            if each.fewest(task) > MOST_REPLICAS:
+                state.refused.append((each.candidate, TOO_MANY))
+            elif each.fewest(task) > most:
                 state.pruned.append(each.candidate)
             else:
                 jobs.append((by_candidate[each.candidate], each.first(task), most))

@@ -52,7 +52,8 @@ from vllm_eb.policy import parse_policy
 NOISE = 1.05
 WITHIN = 1.5
 """Deployments that cost at most this many times the cheapest are sized and shown; others are left out."""
-_MOST_REPLICAS = 512
+MOST_REPLICAS = 512
+TOO_MANY = f"needs more than {MOST_REPLICAS} replicas"
 _MORE, _MOST_MORE = 0.25, 3
 """How many more replicas than sized are tried behind a dispatcher: this share, but at least so many."""
 _LONGEST = 16
@@ -245,7 +246,7 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
         return Deployment(candidate, 0, refused=refusal)
     failed, passed, found = fewest - 1, 0, None
     replicas = fewest
-    while replicas <= min(most, _MOST_REPLICAS):
+    while replicas <= min(most, MOST_REPLICAS):
         reading = _share(task, replicas)
         if _meets(reading):
             passed, found = replicas, reading
@@ -253,9 +254,7 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
         failed, replicas = replicas, max(replicas + 1, math.ceil(1.25 * replicas))
     if not passed:
         affordable = f"would cost more than {WITHIN:g} times the cheapest deployment found"
-        return Deployment(
-            candidate, 0, refused=affordable if most < _MOST_REPLICAS else f"needs more than {_MOST_REPLICAS} replicas"
-        )
+        return Deployment(candidate, 0, refused=affordable if most < MOST_REPLICAS else TOO_MANY)
     while passed - failed > 1:
         middle = (passed + failed) // 2
         reading = _share(task, middle)

@@ -27,15 +27,20 @@ class PriceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:
-    """Prices by device name; later ones override earlier ones.
+    """Prices by device name; later ones override those of earlier files.
 
-    Raises UsageError for a price that is not a positive number, InputFileError for a file of another format.
+    Raises UsageError for a price that is not a positive number or is given twice, InputFileError for a file of another
+    format.
     """
     prices: dict[str, float] = {}
+    named: set[str] = set()
     for text in texts:
         name, value = _pair(text)
+        if name in named:
+            raise UsageError(f"--price: {name} is given twice; give it once")
         if name:
             prices[name] = value_of(name, value, PRICE, "--price")
+            named.add(name)
         else:
             prices |= _read(Path(text))
     return prices

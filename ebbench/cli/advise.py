@@ -225,7 +225,7 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
     from ebbench.advice.results import AdviceQuestion
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.slo import parse_slo
-    from ebbench.cli.preflight import check_counts, parse_policies
+    from ebbench.cli.preflight import check_counts, each_once, parse_policies
     from ebbench.devices.profiles import as_decoder
 
     check_counts(
@@ -235,7 +235,8 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
         request_rate=traffic.request_rate,
     )
     slo = parse_slo(search.goodput or ())
-    budgets = tuple(dict.fromkeys(server.max_num_batched_tokens or default_budgets(server.max_num_seqs)))
+    each_once("--max-num-batched-tokens", server.max_num_batched_tokens or [])
+    budgets = tuple(server.max_num_batched_tokens or default_budgets(server.max_num_seqs))
     question = AdviceQuestion(
         workload,
         server.device,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
-from ebbench.cli.preflight import check_counts, parse_policies
+from ebbench.cli.preflight import check_counts, each_once, parse_policies
+from ebbench.config.setting_strings import option_name
 from ebbench.config.topology import parse_topology
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.profiles import as_decoder, find_model, find_profile, list_devices
@@ -33,6 +35,11 @@ MOST_HEADROOM = 10.0
 def tasks_of(workload: str, target: TargetFlags, requests: Mapping[str, Any], choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     check_counts(request_rate=target.request_rate)
+    if math.isinf(target.request_rate):
+        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
+    for option, values in vars(choice).items():
+        if isinstance(values, list) and option not in ("policy", "price"):
+            each_once(option_name(option), values)
     if not 0 <= target.headroom <= MOST_HEADROOM:
         raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {target.headroom:g}")
     if target.spare < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_counts, check_fits, check_options
@@ -10,7 +11,15 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.server import is_server
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
-__all__ = ["check_counts", "check_fits", "check_options", "default_policies", "is_server", "parse_policies"]
+__all__ = [
+    "check_counts",
+    "check_fits",
+    "check_options",
+    "default_policies",
+    "each_once",
+    "is_server",
+    "parse_policies",
+]
 
 
 def default_policies(engine: str, topology: TopologySpec | None = None) -> tuple[str, ...]:
@@ -32,9 +41,16 @@ def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
             raise UnknownNameError("policy", kind, descriptions()) from None
         _check_seconds(spec)
         if spec in specs:
-            raise UsageError(f"policy {spec.name} is given twice; give each policy once, --repeats repeats it")
+            raise UsageError(f"policy {spec.name} is given twice; give each policy once")
         specs.append(spec)
     return specs
+
+
+def each_once(option: str, values: Sequence[Any]) -> None:
+    """Raise UsageError for a value that an option of alternatives lists twice: its results would stand there twice."""
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise UsageError(f"{option} {value} is given twice; give it once")
 
 
 def _check_seconds(spec: PolicySpec) -> None:

@@ -116,7 +116,7 @@ class PlanOptions:
         None, "Adapters by name, one per session, over HTTP: sql=3,chat=1,base.", WORKLOAD
     )
     images: str | None = declare(None, "Images in every prompt: tokens=256,count=2,side=448.", WORKLOAD)
-    redraw: bool = False
+    redraw: bool = declare(False, "Of a log longer than num_prompts, each seed takes another part.")
     """Recorded requests are a supply to draw from: a part of a log begins where the seed says, and a data set that
     holds too few sessions is read again (a log always is, where ``num_prompts`` or the scenario asks for more)."""
 

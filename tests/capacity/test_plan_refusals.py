@@ -36,3 +36,28 @@ def test_a_rate_that_no_candidate_carries_is_no_success() -> None:
     assert done.exit_code == 2, done.output
     assert "No candidate carries this rate within the limits." in done.stdout
     assert "needs more than 512 replicas" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--device h200 --device h200", "--device h200 is given twice; give it once"),
+        ("--device h200 --tp 2 --tp 1 --tp 2", "--tp 2 is given twice; give it once"),
+        ("--max-num-seqs 8 --max-num-seqs 8", "--max-num-seqs 8 is given twice; give it once"),
+        ("--device h200 --price h200=3 --price h200=4", "--price: h200 is given twice; give it once"),
+        ("-p v1 -p v1", "policy v1 is given twice; give each policy once\n"),
+    ],
+)
+def test_a_candidate_that_would_stand_there_twice_is_refused(options: str, words: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *f"--request-rate 5 --goodput ttft:900 {options}".split()])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+def test_a_rate_beyond_all_replicas_is_said_as_such() -> None:
+    options = "--source profile --device h200 --tp 1 -p v1 --max-num-seqs 8 --workers 1 -q --goodput ttft:900"
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split(), "--request-rate", "1e7"])
+    assert done.exit_code == 2
+    assert "1 candidate left out: needs more than 512 replicas (h200 tp1)." in done.output
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split(), "--request-rate", "inf"])
+    assert "--request-rate inf: give the sessions/s to serve, a finite rate" in done.output

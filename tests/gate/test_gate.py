@@ -115,6 +115,12 @@ def test_a_margin_that_is_no_percentage_is_refused(text: str) -> None:
         parse_margins([text])
 
 
+@pytest.mark.parametrize("texts", [["5", "7"], ["ttft:5 ttft:9"], ["ttft:5", "tpot:1", "ttft:5"]])
+def test_a_margin_given_twice_is_refused(texts: list[str]) -> None:
+    with pytest.raises(UsageError, match="is given twice; give it once"):
+        parse_margins(texts)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0, 1.5])
 def test_rules_with_a_margin_that_is_no_share_are_refused(share: float) -> None:
     for rules in (Rules(default_margin=share), Rules(margin={"output_throughput": share})):

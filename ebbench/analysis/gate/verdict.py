@@ -267,7 +267,7 @@ def _check(rules: Rules) -> None:
         if not 0 < margin < 1:
             raise UsageError(f"a margin must lie between 0 and 100 %, not {100 * margin:g}")
     if not 0 < rules.alpha < 0.5:
-        raise UsageError(f"alpha must lie between 0 and 0.5, not {rules.alpha:g}")
+        raise UsageError(f"--alpha must lie between 0 and 0.5, not {rules.alpha:g}")
     if rules.min_pairs < 2:
         raise UsageError(f"at least 2 pairs are needed, not {rules.min_pairs}")
 
