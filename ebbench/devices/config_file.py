@@ -20,7 +20,10 @@ _NUMBER_NAMES = re.compile(
 )
 """Names of numbers; what has one of them and is a text of digits is refused, not left out."""
 _DIGITS = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*|\s*[+-]?(nan|inf(inity)?)\s*", re.IGNORECASE)
-_MOST = {"num_hidden_layers": 10_000, "num_experts": 1_000_000, "n_routed_experts": 1_000_000}
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 10_000),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 1_000_000),
+}
 _MOST_OTHERWISE = 2**40
 """Numbers above these describe no model, and would be counted up to."""
 

@@ -110,7 +110,33 @@ class ConfigValues:
         value = self.listed(key)
         if value is not None and len(value) != layers:
             raise InputFileError(self.path, f"{key} has {len(value)} entries for {layers} layers; it needs one each")
+        for each in value or ():
+            self._check_plain(key, each)
         return value
+
+    def objects(self, key: str) -> Mapping[str, Any]:
+        """An object whose values are plain, empty if there is none. Raises InputFileError for anything else."""
+        value = self.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise InputFileError(self.path, f"{key} must be an object, not {_short(value)}")
+        return value
+
+    def _check_plain(self, key: str, value: Any) -> None:
+        if isinstance(value, list | dict):
+            raise InputFileError(self.path, f"{key} has {_short(value)}, where a number or a name belongs")
+
+    def by_layer(self, key: str) -> dict[int, dict[str, Any]]:
+        """An object of objects by the number of a layer. Raises InputFileError for anything else."""
+        found = {}
+        for layer, own in self.objects(key).items():
+            if not (layer.isascii() and layer.isdigit() and isinstance(own, dict)):
+                raise InputFileError(self.path, f"{key} must be an object of objects by the number of a layer")
+            for value in own.values():
+                self._check_plain(key, value)
+            found[int(layer)] = own
+        return found
 
     def understood(self, keys: Iterable[str]) -> None:
         """Note that these are understood without being read."""

@@ -196,7 +196,8 @@ def _lfm2(v: ConfigValues) -> int:
     v.understood(("block_ffn_dim_multiplier", "block_multiple_of"))
     if not v.flag("block_auto_adjust_ff_dim", default=True):
         return width
-    factor, multiple = v.get("block_ffn_dim_multiplier") or 1.0, v.number("block_multiple_of", default=256)
+    factor, multiple = v.get("block_ffn_dim_multiplier"), v.number("block_multiple_of", default=256)
+    factor = factor if isinstance(factor, int | float) and 0 < factor < 1000 else 1.0
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
 
 
@@ -320,7 +321,7 @@ def _mimo_window(v: ConfigValues, layers: int) -> Any:
 
 def _step_window(v: ConfigValues, layers: int) -> Any:
     """Step 3.5: ``attention_other_setting`` has the heads of layers with a window."""
-    other = v.get("attention_other_setting") or {}
+    other = v.objects("attention_other_setting")
     own = {key: other[key] for key in ("num_attention_heads", "num_attention_groups", "head_dim") if key in other}
     gate = "head" if v.flag("use_head_wise_attn_gate") else ""
     return softmax("window", gate=gate)(v.overlaid(own), layers)

@@ -39,7 +39,8 @@ def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     windows = config.get("sliding_window")
     if isinstance(windows, list) and windows:
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        config["layer_types"] = kinds * (int(config["num_hidden_layers"]) // len(kinds))
+        layers = config["num_hidden_layers"]
+        config["layer_types"] = kinds * (layers // len(kinds) if isinstance(layers, int) else 1)
         config["sliding_window"] = next((window for window in windows if window), None)
     quantization = config.pop("quantization", None)
     if isinstance(quantization, dict) and quantization:

@@ -142,7 +142,8 @@ def _unnested(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _number_of_layers(v: ConfigValues) -> int:
     """Stated, or as many as the kinds listed (Nemotron-H)."""
     listed = v.get("hybrid_override_pattern", "layers_block_type")
-    return v.number("num_hidden_layers", default=len(listed) if listed else None)
+    known = len(listed) if isinstance(listed, str | list) and listed else None
+    return v.number("num_hidden_layers", default=known)
 
 
 def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:
@@ -153,6 +154,8 @@ def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:
         key, listed = "attn_type_list", [FULL if flag else "linear_attention" for flag in flags]
     if listed is None:
         listed = _pattern(v, family, layers)
+    elif not isinstance(listed, str | list):
+        raise InputFileError(v.path, f"{key} must be a list with a layer each")
     elif len(listed) != layers:
         raise InputFileError(v.path, f"{key} has {len(listed)} entries for {layers} layers; it needs one each")
     found = [KIND_NAMES.get(str(kind), str(kind)) for kind in listed]
@@ -185,8 +188,7 @@ def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> l
     shared = v.number("num_kv_shared_layers", default=0)
     heads = v.per_layer("num_attention_heads_per_layer", layers)
     index = v.per_layer("indexer_types", layers)
-    overrides = v.get("per_layer_config") or {}
-    own = {int(layer): values for layer, values in overrides.items()} if isinstance(overrides, dict) else {}
+    own = v.by_layer("per_layer_config")
     found = []
     for layer, kind in enumerate(kinds):
         further: dict[str, Any] = dict(own.get(layer, {}))

@@ -89,10 +89,10 @@ def parse_stamp(text: str | int | float | dt.datetime) -> Stamp:
     else:
         plain = text.strip()
         try:
-            number = int(plain)
+            number = float(plain) if "." in plain else int(plain)
         except ValueError:
             try:
-                number = float(plain)
+                number = float(plain)  # 1e3
             except ValueError:
                 return _iso(plain)
     if not abs(number) <= _LATEST:

@@ -302,3 +302,21 @@ def test_mixed_precision_is_read_by_the_names_of_layers(tmp_path: Path) -> None:
 def test_patterns_that_could_take_long_are_refused(tmp_path: Path, listed: list[str]) -> None:
     with pytest.raises(InputFileError, match="names modules by"):
         read(tmp_path, LLAMA, quantization_config={"quant_method": "fp8", "ignore": listed})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "gemma4_text", "per_layer_config": {"five": {"head_dim": 512}}},
+        {"model_type": "gemma4_text", "per_layer_config": {"5": {"head_dim": [512]}}},
+        {"model_type": "laguna", "num_attention_heads_per_layer": [[16]] * 8},
+        {"model_type": "step3p5", "attention_other_setting": "wide", "sliding_window": 512,
+         "layer_types": ["sliding_attention"] * 8},
+        {"model_type": "nemotron_h", "hybrid_override_pattern": 8, "num_hidden_layers": None},
+        {"n_layers": 2**40, "num_hidden_layers": None},
+        {"layer_types": {"0": "full_attention"}},
+    ],
+)  # fmt: skip
+def test_values_of_another_kind_are_one_line_of_error(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(InputFileError):
+        read(tmp_path, LLAMA, **fields)
