@@ -262,7 +262,10 @@ def test_a_missing_baseline_never_passes(tmp_path: Path) -> None:
         stored_units(path, [unit()])
     save_baseline(side(SAME), path)
     moved = replace(unit(), environment=dict(unit().environment) | {"device": "l40s"})
-    with pytest.raises(DataError, match="no baseline for this environment; the nearest differs in device: h200"):
+    with pytest.raises(
+        DataError,
+        match=r"the nearest differs in device: h200.*: store one with --save-baseline, or compare with --allow device",
+    ):
         stored_units(path, [moved])
     path.write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable Parquet file"):

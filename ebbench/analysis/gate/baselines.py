@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,11 @@ def _of_one_environment(units: Sequence[GateUnit], candidate: GateUnit) -> list[
 
 def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[str]) -> str:
     found = sorted((differences(unit.environment, candidate.environment, allowed) for unit in stored), key=len)
-    return f"; the nearest differs in {'; '.join(found[0])}" if found else "; the file is empty"
+    if not found:
+        return "; the file is empty"
+    keys = dict.fromkeys(re.split(r"[.:]", text)[0] for text in found[0])
+    allow = " ".join(f"--allow {key}" for key in keys)
+    return f"; the nearest differs in {'; '.join(found[0])}: store one with --save-baseline, or compare with {allow}"
 
 
 def _read(path: Path) -> list[GateUnit]:
