@@ -172,7 +172,7 @@ def candidates(advice: Advice) -> Table:
     """One row per policy, best first: the objective, its gain over v1 with the interval below, latencies."""
     limits = bool(advice.question.slo)
     table = framed()
-    table.add_column("policy", max_width=18, overflow="fold")
+    table.add_column("policy", min_width=8, overflow="fold")
     if advice.question.budgets:
         table.add_column("B", justify="right", no_wrap=True)
     headers = ["tokens/s", *(["goodput\nreq/s", "SLO\nmet"] if limits else [])]
@@ -232,7 +232,7 @@ def _gain_cell(score: PolicyScore) -> str:
     if score.gain is None or score.name == BASELINE:
         return DASH
     if not math.isfinite(score.gain.high):
-        return f"{change(score.gain.mean)}\n(one seed)"
+        return change(score.gain.mean)  # the heading says that there was one seed
     return f"{change(score.gain.mean)}\n({change(score.gain.low)[:-2]} to {change(score.gain.high)})"
 
 
