@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # not from typing, which a small limit of memory does not
 if TYPE_CHECKING:
     from typing import NoReturn
 
-LEAST_ADDRESS_SPACE_MIB = 512
+LEAST_ADDRESS_SPACE_MIB = 768
 """With less, importing numpy can loop for ever: OpenBLAS asks for memory until it gets some."""
 
 

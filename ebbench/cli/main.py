@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -218,13 +219,18 @@ def _exit_code(call: Callable[[], Any]) -> int:
     signals_before = received()
     try:
         result = call()
+        sys.stdout.flush()  # what cannot be written is an error here, not one of Python's on its way out
     except EbbenchError as error:
         return _complain(_with_notes(str(error), error), error.exit_code)
+    except BrokenPipeError:
+        _drop_output()
+        return HUNG_UP
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
     except UnicodeEncodeError as error:
         return _complain(_encoding_message(error), EbbenchError.exit_code)
     except OSError as error:
+        _drop_output()
         return _complain(_with_notes(_system_message(error), error), EbbenchError.exit_code)
     except MemoryError as error:
         return _complain(_with_notes(_memory_message(error), error), EbbenchError.exit_code)
@@ -236,6 +242,15 @@ def _exit_code(call: Callable[[], Any]) -> int:
     if result == INTERRUPTED:  # typer converts Ctrl-C to this code without a message
         return _complain("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
+
+
+def _drop_output() -> None:
+    """Send what is left of the output nowhere, if it cannot be written: Python tries again as it ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_code_of(error: Exception, *, interrupted: bool) -> int:

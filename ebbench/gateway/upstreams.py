@@ -13,6 +13,7 @@ import msgspec
 
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
+from ebbench.foreign.documents import BadValueError, json_value
 from ebbench.gateway.bursts import BurstClock
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
@@ -157,8 +158,8 @@ class Upstreams:
         if answer.status != 200:
             raise _ModelError(f"status {answer.status}")
         try:
-            return msgspec.json.decode(answer.body, type=_Models).data[0].id
-        except (msgspec.MsgspecError, UnicodeError, RecursionError, IndexError) as error:
+            return msgspec.convert(json_value(answer.body), _Models).data[0].id
+        except (msgspec.MsgspecError, BadValueError, UnicodeError, RecursionError, IndexError) as error:
             raise _ModelError(f"no list of models: {visible(str(error))}") from None
 
     async def _get(self, url: str) -> Answer:

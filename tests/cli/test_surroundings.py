@@ -116,3 +116,13 @@ def test_a_signal_while_the_program_starts_is_an_interruption(tmp_path: Path, nu
         assert process.returncode in (3, 130), stderr.decode()  # 3: it had ended, since there is no run
         assert b"Traceback" not in stderr
         assert stderr.count(b"\n") == 1, stderr.decode()
+
+
+def test_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "policies", "list"], cwd=tmp_path, env=child_environ(os.environ), stdout=full,
+            stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    assert done.returncode == 4
+    assert done.stderr.decode().splitlines() == ["error: No space left on device"]
