@@ -12,6 +12,7 @@ from typing import Literal
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,8 @@ from ebbench.untrusted import csv_cell
 
 LABEL_WIDTH = 22
 """Longer labels are wrapped."""
+NARROWEST_SENTENCES = 24
+"""Characters of a column of sentences below which rows are shown as paragraphs."""
 
 
 def as_rich(document: Document, width: int = 100) -> RenderableType:
@@ -37,11 +40,36 @@ def as_rich(document: Document, width: int = 100) -> RenderableType:
 
 
 def section_tables(section: Section, width: int) -> list[RenderableType]:
-    """The section as one rich table, or as several if ``width`` characters do not hold all columns."""
+    """The section as one rich table, or as several if ``width`` characters do not hold all columns.
+
+    Where several columns of sentences would be a few characters wide, each row is a paragraph instead.
+    """
+    if _sentences_too_narrow(section, width):
+        return list(_paragraphs(section))
     parts: list[RenderableType] = []
     for piece in pieces(section, width):
         parts += [Text(), _rich_table(piece)] if parts else [_rich_table(piece)]
     return parts
+
+
+def _sentences_too_narrow(section: Section, width: int) -> bool:
+    folded = [column.fold for column in section.columns]
+    if sum(folded) < 2:
+        return False
+    fixed = sum(_natural_width(section, index) for index, fold in enumerate(folded) if not fold)
+    return (width - fixed) / sum(folded) < NARROWEST_SENTENCES
+
+
+def _paragraphs(section: Section) -> Iterator[RenderableType]:
+    """Each row with its first value as a heading and the others below it, by the names of their columns."""
+    if section.title:
+        yield Text(section.title, style="bold")
+    first, *others = section.columns
+    for row in section.rows:
+        yield Text(f"\n{text(row[0], first)}", style="bold")
+        for value, column in zip(row[1:], others, strict=True):
+            if said := text(value, column):
+                yield Padding(Text(f"{column.name}: {said}"), (0, 0, 0, 2))
 
 
 def pieces(section: Section, width: int) -> Iterator[Section]:
