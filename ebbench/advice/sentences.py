@@ -15,7 +15,7 @@ from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_b
 from ebbench.analysis.compare.policies import TIE
 from ebbench.config.setting_strings import option_name
 from ebbench.engines.checks import rank_notes
-from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
+from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate, sentence
 from ebbench.render.tables import framed
 from vllm_eb.policy import parse_policy
 
@@ -273,7 +273,7 @@ def _few_requests(asked: int, concurrency: int) -> str:
 def limits_of_it(advice: Advice) -> list[str]:
     """Assumptions and limits of the advice."""
     question, load = advice.question, advice.load
-    lines = [f"{note[:1].upper()}{note[1:]}." for note in advice.notes]
+    lines = [sentence(note) for note in advice.notes]
     if question.seeds_alike:
         lines.append(
             "Every seed gives the same requests at the same times, as a replayed trace does, so each candidate was run "

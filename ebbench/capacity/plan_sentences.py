@@ -68,7 +68,7 @@ def parts(
             f"({100 * (NOISE - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
             f"cheapest ({_names(found.pruned, found)})."
         )
-    return [*lines, *(f"{note[:1].upper()}{note[1:].removesuffix('.')}." for note in notes)]
+    return [*lines, *map(numbers.sentence, notes)]
 
 
 def _count(candidates: Sequence[Candidate]) -> str:
@@ -241,7 +241,7 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_weaknesses(best, task),
         *_api_servers(found, task),
-        *_caveats(found, task),
+        *map(numbers.sentence, _caveats(found, task)),
     ]
 
 

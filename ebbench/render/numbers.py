@@ -59,3 +59,10 @@ def percentile(share: float) -> str:
 def spark(shares: tuple[float, ...]) -> str:
     """Shares in [0, 1] as a row of bars."""
     return "".join(_BARS[round(min(max(share, 0.0), 1.0) * (len(_BARS) - 1))] for share in shares)
+
+
+def sentence(note: str) -> str:
+    """A note as a sentence; a name that it begins with (``eb: ...``, ``h100 tp1``) keeps its letters."""
+    note = note.removesuffix(".")
+    first = note.partition(" ")[0]
+    return f"{note[:1].upper()}{note[1:]}." if first.isalpha() else f"{note}."

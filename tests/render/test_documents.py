@@ -6,6 +6,7 @@ from rich.console import Console
 
 from ebbench.analysis.documents import Column, Section
 from ebbench.render.documents import section_tables
+from ebbench.render.numbers import sentence
 
 
 def test_rows_with_several_sentences_are_paragraphs_in_a_narrow_terminal() -> None:
@@ -21,3 +22,9 @@ def test_rows_with_several_sentences_are_paragraphs_in_a_narrow_terminal() -> No
     assert "table 1" in lines
     assert "  command: ebbench tables eb-table1" in lines
     assert any("command" in line and "shows" in line for line in wide.export_text().splitlines())
+
+
+def test_a_note_that_begins_with_a_policy_keeps_its_name() -> None:
+    assert sentence("eb: KV cache full") == "eb: KV cache full."
+    assert sentence("h100 tp1: attention was not measured.") == "h100 tp1: attention was not measured."
+    assert sentence("a real server would not start") == "A real server would not start."
