@@ -22,9 +22,10 @@ Only completed requests count elsewhere; partial outputs are excluded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +33,59 @@ import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
 from ebbench.analysis.distribution import NS_PER_MS, Distribution
-from ebbench.analysis.economy import Economy
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import Window
 from ebbench.records.schema import ABANDONED
+
+PRICE, POWER = "price_per_hour", "gpu_power"
+"""Names of the facts in a manifest."""
+PER_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Economy:
+    """Costs in the currency of the price, power in W, energy in J; None is what is not known."""
+
+    price_per_hour: float | None = None
+    cost_per_million_output_tokens: float | None = None
+    cost_per_million_tokens: float | None = None
+    cost_per_1000_requests: float | None = None
+    gpu_power_mean_w: float | None = None
+    gpu_power_peak_w: float | None = None
+    gpu_energy_j: float | None = None
+    joules_per_output_token: float | None = None
+    joules_per_request: float | None = None
+
+
+ECONOMY_FIGURES = tuple(Economy.__dataclass_fields__)
+
+
+def economy_of(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool = True) -> Economy:
+    """Cost and energy of a run with these facts; ``whole`` False: of one of its phases."""
+    price = facts.get(PRICE)
+    power = facts.get(POWER) or {}
+    energy_j = power.get("energy_j") if whole else None
+    return Economy(
+        price,
+        _cost(price, metrics.output_throughput, 1e6),
+        _cost(price, metrics.total_token_throughput, 1e6),
+        _cost(price, metrics.request_throughput, 1e3),
+        power.get("mean_w") if whole else None,
+        power.get("peak_w") if whole else None,
+        energy_j,
+        _each(energy_j, metrics.total_output_tokens),
+        _each(energy_j, metrics.completed),
+    )
+
+
+def _cost(price_per_hour: float | None, rate_per_s: float | None, count: float) -> float | None:
+    """Price of ``count`` at a rate; None where either is unknown."""
+    return None if price_per_hour is None or not rate_per_s else price_per_hour / PER_HOUR_S / rate_per_s * count
+
+
+def _each(total: float | None, count: int) -> float | None:
+    return None if total is None or not count else total / count
+
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 FURTHER_LATENCIES = ("ttfat", "ttft_from_send", "lag")
@@ -83,7 +133,7 @@ class Metrics:
     ttft_from_send: Distribution
     lag: Distribution = field(default=Distribution(0))
     input_throughput: float | None = None
-    economy: Economy = Economy()  # noqa: RUF009 - frozen
+    economy: Economy = Economy()
     token_goodput: float | None = None
     prefix_hit_rate: float | None = None
     abandoned_input_tokens: int = 0

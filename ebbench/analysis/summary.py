@@ -14,12 +14,11 @@ import pyarrow as pa
 from ebbench.analysis.client_nodes import ClientNodes
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import QUANTILES, Distribution
-from ebbench.analysis.economy import FIGURES, economy_of
 from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
 from ebbench.analysis.load import LoadFacts, Machine, flat_load, load_of_run, machine_of_run
-from ebbench.analysis.metrics import FURTHER_LATENCIES, LATENCIES, Metrics, measure
+from ebbench.analysis.metrics import ECONOMY_FIGURES, FURTHER_LATENCIES, LATENCIES, Metrics, economy_of, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
 from ebbench.records.manifest import RunWarning
@@ -290,7 +289,7 @@ _AVERAGED = frozenset(
         "prefix_hit_rate",
         "kv_full_share",
         "repeated_share",
-        *FIGURES,
+        *ECONOMY_FIGURES,
     }
     | {
         f"{statistic}_{name}_ms"

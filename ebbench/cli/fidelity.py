@@ -163,7 +163,7 @@ def _progress(total: int) -> Callable[[str], None]:
 
 def _fit(device: str, seed: int) -> None:
     from ebbench.errors import UnknownNameError
-    from ebbench.papers.fidelity.cases import DEVICES
+    from ebbench.papers.fidelity.case import DEVICES
     from ebbench.papers.fidelity.fit import fit_host
 
     if device not in DEVICES.values():

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.client import prefix_cache
 from ebbench.client.blocking import run_to_end
 from ebbench.client.connection_use import connection_totals, slow_first_uses
 from ebbench.client.interrupts import Interrupts
@@ -26,6 +25,7 @@ from ebbench.client.node_senders import node_senders
 from ebbench.client.nodes import ClientNode, client_nodes, wants_nodes
 from ebbench.client.plan_parts import PlanPart, whole
 from ebbench.client.power import PowerSampler, open_power
+from ebbench.client.prefix_cache import hit_rate, met_before, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.scrape import Scraper
 from ebbench.client.senders import Senders, local_senders
@@ -194,7 +194,7 @@ async def _drive(
 
 
 def _cache_facts(requests: pa.Table, server_metrics: pa.Table, reset: bool) -> dict[str, Any]:
-    rate, source = prefix_cache.hit_rate(requests, server_metrics)
+    rate, source = hit_rate(requests, server_metrics)
     return {"prefix_cache_reset": reset, "prefix_hit_rate": rate, "prefix_hit_source": source}
 
 
@@ -210,8 +210,8 @@ def _about_server(
     kept = completed and cache and not (made_up or facts["prefix_cache_reset"])
     met = note_prompts(facts["server"], facts["served_model"], plan, environ) if kept else None
     found = (
-        (WARM_CACHE, prefix_cache.unplanned_hits(rate, plan)),
-        (WARM_CACHE, prefix_cache.met_before(met, rate, plan)),
+        (WARM_CACHE, unplanned_hits(rate, plan)),
+        (WARM_CACHE, met_before(met, rate, plan)),
         (OTHER_MODEL, other_models_warning(facts.get("other_models", {}), facts["served_model"], completed)),
     )
     return tuple(RunWarning(code, text) for code, text in found if text)

@@ -71,7 +71,7 @@ class EmulatedEngine:
         check_fits(plan, device, options)
         refuse_adapters(plan, self.name)
         try:
-            from ebbench.engines import emulated_core
+            import ebbench.engines.emulated_core as emulated_core
         except ImportError as error:
             raise RunError(
                 f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ebbench.analysis.economy import PRICE
+from ebbench.analysis.metrics import PRICE
 from ebbench.analysis.slo import parse_slo
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ebbench.config.setting_strings import named_settings, setting, settings_of
+from ebbench.config.setting_strings import named_settings, settings_of
 from ebbench.errors import UsageError
 from ebbench.traffic.substreams import substream
-from ebbench.workloads.requests import Requests
+from ebbench.workloads.requests import ImageSettings, Requests
 
 BASE_MODEL = "base"
 """Stands for the model itself among the names of adapters."""
-
-
-@dataclass(frozen=True)
-class ImageSettings:
-    """Images in every request of a session: ``tokens`` each in the model's prompt, ``side`` pixels high and wide."""
-
-    tokens: int = setting(help="prompt tokens of one image, as your model counts them", unit="tokens", at_least=1)
-    count: int = setting(1, "images per session", at_least=1)
-    side: int = setting(448, "height and width of an image", unit="pixels", at_least=8, at_most=8192)
 
 
 def parse_images(text: str) -> ImageSettings:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ebbench.config.setting_strings import setting
 from ebbench.workloads.arrow import bits, int_lists_of
-
-if TYPE_CHECKING:
-    from ebbench.workloads.attachments import ImageSettings
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """Images in every request of a session: ``tokens`` each in the model's prompt, ``side`` pixels high and wide."""
+
+    tokens: int = setting(help="prompt tokens of one image, as your model counts them", unit="tokens", at_least=1)
+    count: int = setting(1, "images per session", at_least=1)
+    side: int = setting(448, "height and width of an image", unit="pixels", at_least=8, at_most=8192)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.economy import FIGURES, economy_of
+from ebbench.analysis.metrics import ECONOMY_FIGURES, economy_of
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
 from ebbench.records.run import Run
@@ -41,7 +41,7 @@ def test_costs_are_the_price_of_the_time_it_takes(priced: tuple[dict[str, Any], 
     assert found["cost_per_million_tokens"] == pytest.approx(per_s * 1e6 / found["total_token_throughput"])
     assert found["cost_per_1000_requests"] == pytest.approx(per_s * 1e3 / found["request_throughput"])
     assert found["cost_per_1000_requests"] * found["completed"] / 1e3 == pytest.approx(per_s * found["duration"])
-    assert all(found[name] is None for name in FIGURES if "gpu" in name or "joules" in name)
+    assert all(found[name] is None for name in ECONOMY_FIGURES if "gpu" in name or "joules" in name)
 
 
 def test_costs_are_in_tables_query_and_html(priced: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ebbench.papers.fidelity import cases_capacity
-from ebbench.papers.fidelity.cases import reference_rows
+from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_capacity import CAPACITY, LENGTHS, capacity, rate_figures, served
 from tests.devices.fidelity_report import reported
 

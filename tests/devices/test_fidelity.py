@@ -14,16 +14,8 @@ from ebbench.cli.main import app
 from ebbench.config.topology import parse_topology
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
-from ebbench.papers.fidelity.cases import (
-    FIT_ROWS,
-    WITHOUT,
-    Case,
-    all_cases,
-    best_settings,
-    real_workloads,
-    reference_rows,
-    table3,
-)
+from ebbench.papers.fidelity.case import FIT_ROWS, Case, best_settings, reference_rows
+from ebbench.papers.fidelity.cases import WITHOUT, all_cases, real_workloads, table3
 from ebbench.papers.fidelity.cases_repetition import GROUP
 from ebbench.papers.fidelity.cases_servers import table17
 from ebbench.papers.fidelity.fit import _gauss_newton

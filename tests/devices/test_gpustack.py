@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError
-from ebbench.papers.fidelity.cases import WITHOUT, Case, reference_rows, without_api_server
+from ebbench.papers.fidelity.case import Case, reference_rows
+from ebbench.papers.fidelity.cases import WITHOUT, without_api_server
 from ebbench.papers.fidelity.cases_gpustack import (
     FUSED,
     GPUSTACK,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.papers.fidelity.cases import reference_rows
+from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_iog import (
     ARRIVALS_NOTE,
     IOG,

@@ -12,7 +12,8 @@ import pytest
 
 from ebbench.papers.eb.disaggregation import FOUR
 from ebbench.papers.fidelity import scoreboard
-from ebbench.papers.fidelity.cases import Case, table6
+from ebbench.papers.fidelity.case import Case
+from ebbench.papers.fidelity.cases import table6
 from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, silicon, table20
 from ebbench.papers.fidelity.report import BOARD
 from ebbench.papers.fidelity.runs import replay_cells, run_cases

@@ -14,7 +14,7 @@ from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.devices.startup import EB_VLLM, STARTS, start_up
 from ebbench.errors import UsageError
-from ebbench.papers.fidelity.cases import reference_rows
+from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_kv import STARTS as TABLE
 from ebbench.papers.fidelity.cases_kv import kv_cells, kv_gib
 

@@ -1,87 +1,47 @@
 """Published measurements as cases: workload, device and results.
 
-:mod:`ebbench.papers.protocols` has the protocols.
+:mod:`ebbench.papers.protocols` has the protocols, :mod:`ebbench.papers.fidelity.case` what a case is.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ebbench.errors import DataError
 from ebbench.papers.eb.table06 import MODELS as LONG_MODELS
 from ebbench.papers.eb.table06 import TABLE, table6_protocol
 from ebbench.papers.eb.table10_11 import BUDGET
 from ebbench.papers.eb.table13 import BATCH
+from ebbench.papers.fidelity.case import (
+    DEVICES,
+    FIT_ROWS,
+    GEMM_FACTOR_ROW,
+    GEMM_FACTOR_WORKLOAD,
+    KV_SIZE_ROW,
+    MODELS,
+    Case,
+    Published,
+    best_settings,
+    reference_rows,
+)
+from ebbench.papers.fidelity.cases_gpustack import fused_sampler, gpustack
+from ebbench.papers.fidelity.cases_repetition import repetition
+from ebbench.papers.fidelity.cases_servers import server_cases
 from ebbench.papers.protocols import (
-    ASYNC_SCHEDULING,
-    VLLM,
-    Protocol,
     figure3_protocol,
     fixed_threshold,
     real_protocol,
     synthetic_protocol,
     table3_protocol,
 )
-from ebbench.papers.published import GPUS, best_config
-from ebbench.resources import bundled_dir
+from ebbench.papers.published import best_config
 from ebbench.spec.server import OFF
 
-DEVICES = {title: name for name, title in GPUS.items()}
-MODELS = {"Qwen3-8B": "qwen3-8b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
-# The rows on which constants were fitted: docs/accuracy.md says which constant on which row.
-FIT_ROWS = ("c=32", "c=512")  # of table 3: the host's constants
-KV_SIZE_ROW = ("c=2048", "RTX PRO 6000")  # of table 3: memory that the papers' servers leave for the KV cache
-GEMM_FACTOR_ROW = ("H200", "Qwen3-8B", "LongBench")  # of table 2 and figure 5: arithmetic of matrix products
-GEMM_FACTOR_WORKLOAD = "prefill_heavy"  # of figure 3: the same
-CONNECTOR_SETTING = ("prefill-heavy", "1p3d")  # of table 20, where one GPU's prefill is the limit: the KV connector
 CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message lengths were not published"
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published number: metric name (with unit), value, and whether it is scored."""
-
-    metric: str
-    value: float
-    source: str
-    scored: bool = True
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run to repeat, with its published results.
-
-    ``quantization`` as named by vLLM; ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``,
-    ``vllm_version`` and ``api_server`` as in EngineOptions. ``refused``: why no simulated server can make the run; it
-    then has no figures of ours.
-    """
-
-    name: str
-    device: str
-    model: str
-    scheduler: str
-    protocol: Protocol
-    published: tuple[Published, ...]
-    fitted: bool = False
-    group: str = ""
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    async_scheduling: bool = ASYNC_SCHEDULING
-    scheduler_reserve_full_isl: bool = True
-    vllm_version: str = VLLM
-    api_server: str = OFF
-    refused: str = ""
 
 
 def all_cases() -> list[Case]:
     """All cases of the papers' tables and figures that a simulated device can repeat."""
-    from ebbench.papers.fidelity.cases_gpustack import fused_sampler, gpustack
-    from ebbench.papers.fidelity.cases_repetition import repetition
-    from ebbench.papers.fidelity.cases_servers import server_cases
-
     papers = [
         *table3(),
         *real_workloads(),
@@ -120,7 +80,7 @@ def table3() -> Iterator[Case]:
     """Traffic levels and non-stationary traffic (table 3), Qwen3-8B on both GPUs."""
     units = {"total_tokens_per_s": "tokens_per_s", "ttft_s": "ttft_mean_s", "tpot_ms": "tpot_mean_ms"}
     cells: dict[tuple[str, str, str], list[Published]] = {}
-    for row in _rows("paper_tables/table3_traffic_and_nonstationary.csv"):
+    for row in reference_rows("paper_tables/table3_traffic_and_nonstationary.csv"):
         for scheduler in ("v1", "eb", "ebplus"):
             number = Published(units[row["metric"]], float(row[scheduler]), "table 3")
             cells.setdefault((row["scenario"], row["gpu"], scheduler), []).append(number)
@@ -139,8 +99,10 @@ def real_workloads() -> Iterator[Case]:
     and whose values in figure 5 the source marks as doubtful.
     """
     best = best_settings()
-    latency = {(r["gpu"], r["model"], r["workload"], r["method"]): r for r in _rows("eb_vllm/figure5_latency.csv")}
-    for row in _rows("paper_tables/table2_throughput_rps.csv"):
+    latency = {
+        (r["gpu"], r["model"], r["workload"], r["method"]): r for r in reference_rows("eb_vllm/figure5_latency.csv")
+    }
+    for row in reference_rows("paper_tables/table2_throughput_rps.csv"):
         key = (row["gpu"], row["model"], row["workload"])
         note = CLIENT_LIMIT if row["workload"] == "WildChat" else ""
         for scheduler, method in (("v1", "v1"), ("eb", "Ours")):
@@ -158,19 +120,9 @@ def real_workloads() -> Iterator[Case]:
             )  # fmt: skip
 
 
-def best_settings() -> dict[tuple[str, str, str, str], tuple[int, int]]:
-    """(max_num_seqs, max_num_batched_tokens) of tables 14 and 15, by GPU, model, workload and scheduler."""
-    found: dict[tuple[str, str, str, str], dict[str, int]] = {}
-    for row in _rows("paper_tables/table14_15_best_config_and_sensitivity.csv"):
-        if row["metric"].startswith("max_num_"):
-            key = (row["gpu"], row["model"], row["workload"], row["scheduler"])
-            found.setdefault(key, {})[row["metric"]] = int(row["value"])
-    return {key: (v["max_num_seqs"], v["max_num_batched_tokens"]) for key, v in found.items()}
-
-
 def figure3() -> Iterator[Case]:
     """Fixed thresholds against the controller on H200 (figure 3): geometric output lengths, N = 1024."""
-    for row in _rows("eb_vllm/figure3_validation_grid.csv"):
+    for row in reference_rows("eb_vllm/figure3_validation_grid.csv"):
         workload = row["workload"]
         if row["method"] == "fixed_k_best":
             continue
@@ -209,7 +161,7 @@ def _figure3_policy(row: dict[str, str]) -> tuple[str, str]:
 
 def figure4() -> Iterator[Case]:
     """Synthetic mixes at each scheduler's best B and N (table 16), on both GPUs. v0 had a separate code base."""
-    for row in _rows("eb_vllm/figure4_synthetic_e2e.csv"):
+    for row in reference_rows("eb_vllm/figure4_synthetic_e2e.csv"):
         scheduler = {"v1": "v1", "Ours": "eb"}.get(row["method"])
         if scheduler is None:
             continue
@@ -233,7 +185,7 @@ def table13() -> Iterator[Case]:
     every threshold gives the same figure. Its Gamma workload is left out: its parameters are not legible in our copy.
     """
     base = real_protocol("sharegpt", "qwen3-8b", "eb", (BATCH, BUDGET))
-    for row in _rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
+    for row in reference_rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
         if row["workload"] != "ShareGPT":
             continue
         scheduler = "adaptive" if row["theta"] == "adaptive" else f"theta={row['theta']}"
@@ -246,7 +198,7 @@ def table13() -> Iterator[Case]:
 
 def table6() -> Iterator[Case]:
     """Prompts of 131,071 tokens on one RTX PRO 6000 (table 6)."""
-    for row in _rows(f"paper_tables/{TABLE}.csv"):
+    for row in reference_rows(f"paper_tables/{TABLE}.csv"):
         if row["model"] not in LONG_MODELS:
             continue
         for scheduler in ("v1", "eb"):
@@ -255,17 +207,3 @@ def table6() -> Iterator[Case]:
                 "128K in, 64 out", "rtx-pro-6000", LONG_MODELS[row["model"]], scheduler,
                 table6_protocol(scheduler, int(row["concurrency"])), (number,), group="table 6",
             )  # fmt: skip
-
-
-def reference_rows(name: str) -> list[dict[str, str]]:
-    """Rows of a bundled reference CSV. Raises DataError if it is missing."""
-    return _rows(name)
-
-
-def _rows(name: str) -> list[dict[str, str]]:
-    path = bundled_dir("reference") / name
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    except OSError as error:
-        raise DataError(f"{path}: reference data cannot be read ({error.strerror}); reinstall ebbench") from None

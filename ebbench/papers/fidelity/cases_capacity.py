@@ -20,7 +20,7 @@ import numpy as np
 from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import Device, load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.papers.fidelity.cases import reference_rows
+from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.runs import timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.published import GPUS

@@ -39,7 +39,7 @@ from ebbench.devices.profiles import find_model, find_profile
 from ebbench.devices.request import quantised
 from ebbench.devices.startup import start_up
 from ebbench.errors import UsageError
-from ebbench.papers.fidelity.cases import Case, Published, reference_rows
+from ebbench.papers.fidelity.case import Case, Published, reference_rows
 from ebbench.papers.protocols import Protocol
 from ebbench.resources import REFERENCE
 

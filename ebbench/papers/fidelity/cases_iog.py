@@ -24,7 +24,7 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import Device, load_device
 from ebbench.devices.parallel import Parallel
 from ebbench.engines.sim import SimEngine
-from ebbench.papers.fidelity.cases import reference_rows
+from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.runs import latencies, timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.records.plan import Plan

@@ -28,14 +28,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ebbench.papers.eb.disaggregation import FIXED_THRESHOLD, TWO, two_gpus
-from ebbench.papers.fidelity.cases import (
-    FIT_ROWS,
-    GEMM_FACTOR_WORKLOAD,
-    Case,
-    Published,
-    best_settings,
-    reference_rows,
-)
+from ebbench.papers.fidelity.case import FIT_ROWS, GEMM_FACTOR_WORKLOAD, Case, Published, best_settings, reference_rows
 from ebbench.papers.protocols import (
     Protocol,
     ebplus_as_run,

@@ -7,7 +7,7 @@ from math import nan
 
 from ebbench.config.topology import parse_topology
 from ebbench.papers.eb.disaggregation import FOUR, TWO, four_gpus, two_gpus
-from ebbench.papers.fidelity.cases import CONNECTOR_SETTING, DEVICES, Case, Published, best_settings, reference_rows
+from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Published, best_settings, reference_rows
 from ebbench.papers.protocols import Protocol, real_protocol
 from ebbench.resources import REFERENCE
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.papers.fidelity.cases import FIT_ROWS, Case, table3
+from ebbench.papers.fidelity.case import FIT_ROWS, Case
+from ebbench.papers.fidelity.cases import table3
 from ebbench.papers.fidelity.runs import Say, run_cases
 from ebbench.spec.host import HostCosts
 

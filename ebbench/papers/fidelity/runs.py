@@ -17,7 +17,8 @@ from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
-from ebbench.papers.fidelity.cases import Case, reference_rows, sets_api_server
+from ebbench.papers.fidelity.case import Case, reference_rows
+from ebbench.papers.fidelity.cases import sets_api_server
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan

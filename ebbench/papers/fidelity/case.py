@@ -1,0 +1,78 @@
+"""What a case is: a published run with its results, and the rows of reference data that cases are made of."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+
+from ebbench.errors import DataError
+from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol
+from ebbench.papers.published import GPUS
+from ebbench.resources import bundled_dir
+from ebbench.spec.server import OFF
+
+DEVICES = {title: name for name, title in GPUS.items()}
+MODELS = {"Qwen3-8B": "qwen3-8b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
+# The rows on which constants were fitted: docs/accuracy.md says which constant on which row.
+FIT_ROWS = ("c=32", "c=512")  # of table 3: the host's constants
+KV_SIZE_ROW = ("c=2048", "RTX PRO 6000")  # of table 3: memory that the papers' servers leave for the KV cache
+GEMM_FACTOR_ROW = ("H200", "Qwen3-8B", "LongBench")  # of table 2 and figure 5: arithmetic of matrix products
+GEMM_FACTOR_WORKLOAD = "prefill_heavy"  # of figure 3: the same
+CONNECTOR_SETTING = ("prefill-heavy", "1p3d")  # of table 20, where one GPU's prefill is the limit: the KV connector
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published number: metric name (with unit), value, and whether it is scored."""
+
+    metric: str
+    value: float
+    source: str
+    scored: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to repeat, with its published results.
+
+    ``quantization`` as named by vLLM; ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``,
+    ``vllm_version`` and ``api_server`` as in EngineOptions. ``refused``: why no simulated server can make the run; it
+    then has no figures of ours.
+    """
+
+    name: str
+    device: str
+    model: str
+    scheduler: str
+    protocol: Protocol
+    published: tuple[Published, ...]
+    fitted: bool = False
+    group: str = ""
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    async_scheduling: bool = ASYNC_SCHEDULING
+    scheduler_reserve_full_isl: bool = True
+    vllm_version: str = VLLM
+    api_server: str = OFF
+    refused: str = ""
+
+
+def best_settings() -> dict[tuple[str, str, str, str], tuple[int, int]]:
+    """(max_num_seqs, max_num_batched_tokens) of tables 14 and 15, by GPU, model, workload and scheduler."""
+    found: dict[tuple[str, str, str, str], dict[str, int]] = {}
+    for row in reference_rows("paper_tables/table14_15_best_config_and_sensitivity.csv"):
+        if row["metric"].startswith("max_num_"):
+            key = (row["gpu"], row["model"], row["workload"], row["scheduler"])
+            found.setdefault(key, {})[row["metric"]] = int(row["value"])
+    return {key: (v["max_num_seqs"], v["max_num_batched_tokens"]) for key, v in found.items()}
+
+
+def reference_rows(name: str) -> list[dict[str, str]]:
+    """Rows of a bundled reference CSV. Raises DataError if it is missing."""
+    path = bundled_dir("reference") / name
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except OSError as error:
+        raise DataError(f"{path}: reference data cannot be read ({error.strerror}); reinstall ebbench") from None
