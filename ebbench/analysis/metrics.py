@@ -15,6 +15,8 @@ Definitions (all times from a monotonic clock, in ns from the start of the run):
 - tokens/s per user: 1 / median TPOT
 - cost of abandoned requests: output tokens made before their clients hung up, and prompt tokens of those whose first
   token was made, or whose prompt a prefill instance had computed
+- cost: ``price_per_hour`` of everything that serves, all GPUs together, over the throughput of the whole run, so that
+  idle times at its start and end count; energy: that of the GPUs alone, from the start to the last token, of whole runs
 - prefix hit rate: prompt tokens that a prefix cache held / prompt tokens, of completed requests that report both
 
 Only completed requests count elsewhere; partial outputs are excluded.

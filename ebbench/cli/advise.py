@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +13,18 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, grouped, opt
-from ebbench.cli.run_settings import Tp, check_tp, setting
+from ebbench.cli.run_settings import (
+    OF_A_SERVER,
+    RunSettings,
+    Tp,
+    api_server_if_busy,
+    check_tp,
+    checked_server,
+    setting,
+)
 from ebbench.config.declare import CLUSTER
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.devices.apiserver import chosen_api_server
-from ebbench.spec.server import DEFAULT_CLASS, OFF, first_choice, only_if_busy
+from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
@@ -31,51 +38,12 @@ DEFAULT_PROMPTS, MOST_OF_A_LOG = 3000, 10_000
 """Requests per run: of a workload, and most of a log, of whose further requests each seed takes another part."""
 
 
-@dataclass(frozen=True)
-class TrafficFlags:
-    """Which requests are sent, and when."""
-
-    scenario: Annotated[str | None, setting("scenario")] = None
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(
-            "--num-prompts", "-n", help="Requests per run. Default: 3,000; of a log all, up to 10,000 per seed."
-        ),
-    ] = None
-    max_concurrency: Annotated[int | None, setting("max_concurrency")] = None
-    request_rate: Annotated[float | None, setting("request_rate")] = None
-    saturation_rate: Annotated[float | None, setting("saturation_rate")] = None
-    speed: Annotated[float | None, setting("speed")] = None
-    time_unit: Annotated[str | None, setting("time_unit")] = None
-    source: Annotated[str, setting("source")] = "profile"
-    columns: Annotated[str | None, setting("columns")] = None
-    input_len: Annotated[int | None, setting("input_len")] = None
-    output_len: Annotated[int | None, setting("output_len")] = None
-    length_distribution: Annotated[str | None, setting("length_distribution")] = None
-    drop_too_long: Annotated[bool, setting("drop_too_long")] = False
-
-    def scenario_of(self, workload: str) -> str | None:
-        """The scenario that `ebbench run` would use for these options."""
-        return scenario_meant(workload, self.scenario, self.request_rate, None)
-
-    def plan(self, workload: str) -> dict[str, str | int | float | None]:
-        """Arguments of build_plan except workload, scenario, seed and length limit."""
-        from ebbench.workloads.options import is_recorded
-
-        given = {name: value for name, value in vars(self).items() if name != "scenario"}
-        if not is_recorded(workload):
-            return given | {"num_prompts": self.num_prompts or DEFAULT_PROMPTS}
-        asked = self.num_prompts or self._most(workload)
-        return given | {"num_prompts": asked, "source": "auto", "redraw": True}
-
-    def _most(self, workload: str) -> int:
-        """The sessions of a log, as far as a run takes them unless more are asked for."""
-        from ebbench.workloads.options import recorded_file
-        from ebbench.workloads.trace import read_trace
-
-        path = recorded_file(workload)
-        assert path is not None  # the caller asked for a log
-        return min(read_trace(path, self.columns).requests.sessions, MOST_OF_A_LOG)
+_TRAFFIC = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "speed", "time_unit", "source", "columns",
+    "input_len", "output_len", "length_distribution", "drop_too_long",
+)  # fmt: skip
+"""Settings that say which requests are sent, and when."""
+_DEFAULTS = {"source": "profile", "api_server": "auto"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +56,6 @@ class ServerFlags:
     model: Annotated[
         str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL
-    assume_decoder: Annotated[bool, setting("assume_decoder")] = False
     max_num_seqs: Annotated[int, setting("max_num_seqs")] = 1024
     max_num_batched_tokens: Annotated[
         list[int] | None,
@@ -98,13 +65,6 @@ class ServerFlags:
             "far as they hold --max-num-seqs.",
         ),
     ] = None
-    max_model_len: Annotated[int | None, setting("max_model_len")] = None
-    gpu_memory_utilization: Annotated[float | None, setting("gpu_memory_utilization")] = None
-    vllm_version: Annotated[str | None, setting("vllm_version")] = None
-    quantization: Annotated[str | None, setting("quantization")] = None
-    kv_cache_dtype: Annotated[str, setting("kv_cache_dtype")] = "auto"
-    api_server: Annotated[str, setting("api_server")] = "auto"
-    api_server_count: Annotated[int | None, setting("api_server_count")] = None
     tp: Tp = 1
     topology: Annotated[
         str | None,
@@ -116,46 +76,29 @@ class ServerFlags:
     ] = None
     link: Annotated[str | None, setting("link")] = None
 
-    @property
-    def settings(self) -> dict[str, str | float]:
-        """What was given of the server's other settings, by the names of ``RunSpec.changed``. Raises UsageError."""
-        topology = self._topology()
-        api_server = first_choice(self.api_server, self.api_server_count)
-        chosen_api_server(api_server, self.api_server_count)
-        given = {
-            "topology": topology,
-            "link": self.link,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "vllm_version": self.vllm_version,
-            "quantization": self.quantization,
-            "kv_cache_dtype": None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
-            "api_server": None if api_server == OFF else api_server,
-            "api_server_count": self.api_server_count,
-        }
-        return {name: value for name, value in given.items() if value is not None}
-
-    def _topology(self) -> str | None:
-        """``--topology``, or what ``--tp`` means."""
+    def cluster(self) -> dict[str, str]:
+        """``--topology``, or what ``--tp`` means, and the link, if they are given. Raises UsageError."""
         from ebbench.errors import UsageError
 
-        if self.topology is None:
+        topology = self.topology
+        if topology is None:
             check_tp(self.tp, self.link)
-            return f"tp={self.tp}" if self.tp > 1 else None
-        if self.tp > 1:
+            topology = f"tp={self.tp}" if self.tp > 1 else None
+        elif self.tp > 1:
             raise UsageError(f"--topology has the GPUs of each engine: leave out --tp {self.tp}, and write tp= there")
-        return self.topology
-
-    @property
-    def longest(self) -> int:
-        """Longest prompt plus output in tokens."""
-        from ebbench.spec.server import EngineOptions
-
-        return EngineOptions.max_model_len if self.max_model_len is None else self.max_model_len
+        return {name: value for name, value in (("topology", topology), ("link", self.link)) if value is not None}
 
 
 @dataclass(frozen=True)
 class AdviceFlags:
     """Candidates, the objective, and the effort."""
+
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--num-prompts", "-n", help="Requests per run. Default: 3,000; of a log all, up to 10,000 per seed."
+        ),
+    ] = None
 
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")
@@ -178,13 +121,14 @@ class AdviceFlags:
 
 @grouped
 def advise(
+    context: typer.Context,
     workload: Annotated[
         str,
         typer.Argument(help="A workload, log:FILE or the path of a TOML file.", autocompletion=completion.workloads),
     ],
     server: ServerFlags,
     search: AdviceFlags,
-    traffic: TrafficFlags,
+    settings: Annotated[dict[str, Any], RunSettings(_DEFAULTS, only=(*_TRAFFIC, *OF_A_SERVER))],
     runs: Annotated[Path, typer.Option("--runs", help="Directory of stored runs.")] = Path("runs/advise"),
     workers: Annotated[int | None, typer.Option("--workers", help="Processes. Default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -201,10 +145,10 @@ def advise(
     from ebbench.analysis.api_server_load import runs_again
     from ebbench.runs.store import RunStore
 
-    question, store = _question(workload, server, search, traffic), RunStore(runs)
+    question, store = _question(workload, server, search, settings), RunStore(runs)
     searched = _search(question, store, workers=workers, quiet=quiet)
     busy = api_server_left_out(question, store, searched.finalists)
-    if busy is not None and only_if_busy(server.api_server, server.api_server_count):
+    if busy is not None and api_server_if_busy(settings):
         if not quiet:
             typer.echo(runs_again(busy), err=True)
         question = replace(question, server={**question.server, "api_server": DEFAULT_CLASS})
@@ -220,29 +164,30 @@ def advise(
         _print(found)
 
 
-def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: TrafficFlags) -> AdviceQuestion:
+def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings: Mapping[str, Any]) -> AdviceQuestion:
     from ebbench.advice.candidates import checked
     from ebbench.advice.results import AdviceQuestion
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import check_counts, each_once, parse_policies
-    from ebbench.devices.profiles import as_decoder
 
+    rate = settings.get("request_rate")
     check_counts(
         seeds=search.seeds,
-        num_prompts=traffic.num_prompts,
-        max_concurrency=traffic.max_concurrency,
-        request_rate=traffic.request_rate,
+        num_prompts=search.num_prompts,
+        max_concurrency=settings.get("max_concurrency"),
+        request_rate=rate,
     )
     slo = parse_slo(search.goodput or ())
     each_once("--max-num-batched-tokens", server.max_num_batched_tokens or [])
     budgets = tuple(server.max_num_batched_tokens or default_budgets(server.max_num_seqs))
+    names = checked_server(server.model, settings)
     question = AdviceQuestion(
         workload,
         server.device,
-        as_decoder(server.model) if server.assume_decoder else server.model,
-        traffic.scenario_of(workload),
-        traffic.plan(workload) | {"max_model_len": server.longest},
+        names["model"],
+        scenario_meant(workload, settings.get("scenario"), rate, None),
+        plan_arguments(workload, search.num_prompts, settings),
         server.max_num_seqs,
         budgets[0],
         search.seeds,
@@ -251,9 +196,43 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
         if search.policy
         else default_policies(slo, budgets, server.max_num_seqs),
         budgets=budgets[1:],
-        server=server.settings,
+        server=server.cluster() | _of_server(settings, names["api_server"]),
     )
     return checked(question)
+
+
+def _of_server(settings: Mapping[str, Any], api_server: str) -> dict[str, Any]:
+    """The server's other settings that differ from their defaults, by the names of ``RunSpec.changed``."""
+    from ebbench.spec.run import known_settings
+
+    own = {name: settings[name] for name in OF_A_SERVER if name in settings} | {"api_server": api_server}
+    left_out = ("assume_decoder", "max_model_len")  # in the model's name, and in the plan
+    known = known_settings()
+    return {name: value for name, value in own.items() if name not in left_out and value != known[name].default}
+
+
+def plan_arguments(workload: str, num_prompts: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of build_plan except workload, scenario and seed."""
+    from ebbench.spec.server import EngineOptions
+    from ebbench.workloads.options import is_recorded
+
+    given = {name: settings[name] for name in _TRAFFIC if name in settings and name != "scenario"}
+    longest = settings.get("max_model_len", EngineOptions.max_model_len)
+    given = {"source": _DEFAULTS["source"], **given, "max_model_len": longest}
+    if not is_recorded(workload):
+        return given | {"num_prompts": num_prompts or DEFAULT_PROMPTS}
+    asked = num_prompts or _most(workload, settings.get("columns"))
+    return given | {"num_prompts": asked, "source": "auto", "redraw": True}
+
+
+def _most(workload: str, columns: str | None) -> int:
+    """The sessions of a log, as far as a run takes them unless more are asked for."""
+    from ebbench.workloads.options import recorded_file
+    from ebbench.workloads.trace import read_trace
+
+    path = recorded_file(workload)
+    assert path is not None  # the caller asked for a log
+    return min(read_trace(path, columns).requests.sessions, MOST_OF_A_LOG)
 
 
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ebbench.cli.options import GoodputCommand, grouped, opt
-from ebbench.cli.run_settings import LIMITS, OUTPUT, Attainment, Goodput, RunSettings, WorkloadArgument, setting
+from ebbench.cli.run_settings import (
+    LIMITS,
+    OF_A_SERVER,
+    OUTPUT,
+    Attainment,
+    Goodput,
+    RunSettings,
+    WorkloadArgument,
+    api_server_if_busy,
+    checked_server,
+)
 from ebbench.config.defaults import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from ebbench.capacity.choose import DeploymentChoice
+    from ebbench.capacity.deployments import PlanTask
 
 _CHOICE = "Candidates"
 
@@ -45,7 +63,6 @@ class CandidateFlags:
         list[str] | None, opt("--device", help="GPUs to choose from; repeat. Default: all with data.", panel=_CHOICE)
     ] = None
     model: Annotated[str, opt("--model", help="Name, or path of a config.json.", panel=_CHOICE)] = DEFAULT_MODEL
-    assume_decoder: Annotated[bool, setting("assume_decoder")] = False
     tp: Annotated[list[int] | None, opt("--tp", help="GPUs per instance; repeat. Default: 1 2 4 8.", panel=_CHOICE)] = (
         None
     )
@@ -66,13 +83,6 @@ class CandidateFlags:
     max_num_seqs: Annotated[
         list[int] | None, opt("--max-num-seqs", help="N; repeat. Default: 1024.", panel=_CHOICE)
     ] = None
-    max_model_len: Annotated[int | None, setting("max_model_len")] = None
-    gpu_memory_utilization: Annotated[float | None, setting("gpu_memory_utilization")] = None
-    vllm_version: Annotated[str | None, setting("vllm_version")] = None
-    quantization: Annotated[str | None, setting("quantization")] = None
-    kv_cache_dtype: Annotated[str, setting("kv_cache_dtype")] = "auto"
-    api_server: Annotated[str, setting("api_server")] = "auto"
-    api_server_count: Annotated[int | None, setting("api_server_count")] = None
     price: Annotated[
         list[str] | None,
         opt("--price", help="Per GPU-hour: h200=3.5, or a TOML file. Default: the fewest GPUs.", panel=_CHOICE),
@@ -89,11 +99,16 @@ class PlanOutput:
     quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)] = False
 
 
-REQUESTS = (
+_REQUESTS = (
     "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
     "input_len", "output_len", "length_distribution", "drop_too_long",
 )  # fmt: skip
 """Settings that say which requests are sent."""
+SESSIONS = 2000
+"""Fewest per simulation."""
+DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
+MOST_HEADROOM = 10.0
+"""More is a percentage by mistake."""
 
 
 @grouped
@@ -101,7 +116,7 @@ def plan(
     context: typer.Context,
     workload: WorkloadArgument,
     target: TargetFlags,
-    requests: Annotated[dict[str, Any], RunSettings(only=REQUESTS)],
+    settings: Annotated[dict[str, Any], RunSettings({"api_server": "auto"}, only=(*_REQUESTS, *OF_A_SERVER))],
     choice: CandidateFlags,
     output: PlanOutput,
 ) -> None:
@@ -111,53 +126,100 @@ def plan(
 
     Exit code 2 if no candidate carries the rate within the limits.
     """
-    import json
-    import sys
-
-    from ebbench.analysis.api_server_load import runs_again
-    from ebbench.capacity import chart, plan_sentences
-    from ebbench.capacity.choose import choose
+    from ebbench.capacity import chart
+    from ebbench.capacity.candidates import sized
     from ebbench.capacity.deployments import MISSED_ALONE, plan_notes
-    from ebbench.capacity.prices import check_prices, sources
-    from ebbench.cli.plan_tasks import arrivals_note, tasks_of, with_api_server
+    from ebbench.capacity.prices import check_prices
     from ebbench.errors import UsageError
-    from ebbench.render.console import Console
-    from ebbench.render.live import Work, shown
     from ebbench.runs.pool import pool_of
-    from ebbench.spec.server import only_if_busy
 
     if output.plot is not None:
         chart.check_suffix(output.plot)
-    tasks = tasks_of(workload, target, requests, choice)
+    tasks: Sequence[PlanTask] = _tasks(workload, target, settings, choice)
     prices = check_prices(choice.price or (), dict.fromkeys(task.candidate.device for task in tasks))
     plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
-    pool = pool_of(output.workers, len(tasks))
-    messages = Console(stderr=True, highlight=False)
-    with shown(messages, Work("plan", unit="candidates"), quiet=output.quiet) as work:
-        found = choose(tasks, prices, pool, work.reached)
-        busy = plan_sentences.api_servers_left_out(found, tasks[0])
-        if busy is not None and only_if_busy(choice.api_server, choice.api_server_count):
-            if not output.quiet:
-                messages.print(f"Per replica: {runs_again(busy)}", markup=False, soft_wrap=True)
-            tasks = with_api_server(tasks)
-            found = choose(tasks, prices, pool, work.reached)
-    if found.refused and all(reason.startswith(MISSED_ALONE) for _, reason in found.refused) and not found.found:
-        candidate, reason = found.refused[0]
+    deployments, tasks = sized(
+        tasks, prices, pool_of(output.workers, len(tasks)),
+        api_server_if_busy=api_server_if_busy(settings), quiet=output.quiet,
+    )  # fmt: skip
+    refused, carried = deployments.refused, deployments.found
+    if refused and all(reason.startswith(MISSED_ALONE) for _, reason in refused) and not carried:
+        candidate, reason = refused[0]
         raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {reason}")
-    if output.plot is not None and found.found:
-        chart.save_frontier(found, bool(prices), output.plot)
-    replicas = found.found[0].deployment.replicas if found.found else 1
-    notes = [*arrivals_note(workload, target, requests), *plan_notes(tasks[0], replicas)]
+    if output.plot is not None and carried:
+        chart.save_frontier(deployments, bool(prices), output.plot)
+    notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
+    _show(deployments, tasks[0], choice, prices, [*_arrivals_note(workload, target, settings), *notes], output)
+    if not carried:
+        sys.exit(UsageError.exit_code)
+
+
+def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choice: CandidateFlags) -> list[PlanTask]:
+    """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
+    from ebbench.capacity.candidates import instance_shapes, with_candidates
+    from ebbench.capacity.deployments import PlanTask
+    from ebbench.capacity.limits import parse_limits
+    from ebbench.cli.preflight import each_once, parse_policies
+    from ebbench.config.setting_strings import option_name
+    from ebbench.devices.profiles import list_devices
+    from ebbench.spec.run import spec_of
+    from ebbench.workloads.options import is_recorded
+
+    _check_target(target)
+    for option, values in vars(choice).items():
+        if isinstance(values, list) and option not in ("policy", "price"):
+            each_once(option_name(option), values)
+    limits = parse_limits(target.goodput or (), target.attainment)
+    of_workload = {"workload": workload, "scenario": target.scenario or "poisson"}
+    of_workload |= {"source": "auto"} if is_recorded(workload) else {}
+    spec = spec_of({**settings, **of_workload, **checked_server(choice.model, settings)}).changed(redraw=True)
+    return with_candidates(
+        PlanTask(spec, limits, target.request_rate, SESSIONS, target.headroom, target.spare),
+        choice.device or list_devices(),
+        instance_shapes(choice.tp or (), choice.instance or ()),
+        [policy.name for policy in parse_policies(choice.policy or DEFAULT_POLICIES)],
+        choice.max_num_batched_tokens or (8192,),
+        choice.max_num_seqs or (1024,),
+    )
+
+
+def _check_target(target: TargetFlags) -> None:
+    from ebbench.cli.preflight import check_counts
+    from ebbench.errors import UsageError
+
+    check_counts(request_rate=target.request_rate)
+    if math.isinf(target.request_rate):
+        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
+    if not 0 <= target.headroom <= MOST_HEADROOM:
+        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {target.headroom:g}")
+    if target.spare < 0:
+        raise UsageError(f"--spare must be 0 or more replicas, not {target.spare}")
+
+
+def _arrivals_note(workload: str, target: TargetFlags, settings: Mapping[str, Any]) -> list[str]:
+    """That arrivals are Poisson instead of the workload's own, where nobody asked for others."""
+    from ebbench.workloads.own_arrivals import poisson_instead
+
+    note = "" if target.scenario else poisson_instead(workload, settings)
+    return [note] if note else []
+
+
+def _show(
+    deployments: DeploymentChoice, task: PlanTask, choice: CandidateFlags, prices: Mapping[str, float],
+    notes: Sequence[str], output: PlanOutput,
+) -> None:  # fmt: skip
+    from ebbench.capacity import plan_sentences
+    from ebbench.capacity.prices import sources
+    from ebbench.render.console import Console
+
     priced_in = sources(choice.price or ())
     if output.as_json:
-        result = plan_sentences.as_dict(found, tasks[0], prices, priced_in, notes)
+        result = plan_sentences.as_dict(deployments, task, prices, priced_in, notes)
         sys.stdout.write(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    else:
-        console = Console(highlight=False)
-        for part in plan_sentences.parts(found, tasks[0], prices, priced_in, notes):
-            console.print(part, markup=False, soft_wrap=isinstance(part, str))
-    if not found.found:
-        sys.exit(UsageError.exit_code)
+        return
+    console = Console(highlight=False)
+    for part in plan_sentences.parts(deployments, task, prices, priced_in, notes):
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
 plan.command_class = GoodputCommand  # type: ignore[attr-defined]

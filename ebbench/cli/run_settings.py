@@ -13,7 +13,7 @@ from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, opt
 from ebbench.config.declare import CLUSTER, Declared
 from ebbench.spec.run import known_settings
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import AUTO, EngineOptions, first_choice, only_if_busy
 
 if TYPE_CHECKING:
     from ebbench.runs.series import Series
@@ -48,6 +48,13 @@ Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parall
 
 DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 """Of commands that run on any engine, where a run's own defaults are of the simulator."""
+
+
+OF_A_SERVER = (
+    "assume_decoder", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
+    "api_server", "api_server_count",
+)  # fmt: skip
+"""Settings of a simulated server besides its device, model and the limits of its scheduler."""
 
 
 class RunsCommand(GoodputCommand):
@@ -150,7 +157,6 @@ def series_of(settings: Mapping[str, Any]) -> Series:
     from ebbench.engines.setup import topology_of
     from ebbench.runs.series import Series
     from ebbench.spec.run import spec_of
-    from ebbench.spec.server import first_choice, only_if_busy
 
     settings = {**DEFAULTS, **settings}
     engine = settings["engine"]
@@ -171,6 +177,29 @@ def series_of(settings: Mapping[str, Any]) -> Series:
         policies_stated=bool(policies),
         api_server_if_busy=only_if_busy(*api_server),
     )
+
+
+def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
+    cannot have, before anything is simulated."""
+    from ebbench.devices.apiserver import chosen_api_server
+    from ebbench.devices.profiles import as_decoder, find_model
+    from ebbench.devices.request import quantised
+    from ebbench.devices.startup import start_up
+
+    name = as_decoder(model) if settings.get("assume_decoder") else model
+    quantised(find_model(name), settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
+    count = settings.get("api_server_count")
+    api_server = first_choice(settings.get("api_server", AUTO), count)
+    chosen_api_server(api_server, count)
+    if (version := settings.get("vllm_version")) is not None:
+        start_up(version)
+    return {"model": name, "api_server": api_server}
+
+
+def api_server_if_busy(settings: Mapping[str, Any]) -> bool:
+    """Whether to simulate again with vLLM's API server where it would be busy."""
+    return only_if_busy(settings.get("api_server", AUTO), settings.get("api_server_count"))
 
 
 def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
 from ebbench.advice.theory import ExpectedLoad
 from ebbench.analysis.slo import Slo
-from ebbench.cli.advise import TrafficFlags
+from ebbench.cli.advise import plan_arguments
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
@@ -245,7 +245,7 @@ def test_all_rows_of_a_log_are_used_up_to_a_limit_that_is_said(
 ) -> None:
     options = ("--max-num-batched-tokens", "8192", "--seeds", "2")
     whole = quick(runs, trace, *options)
-    assert TrafficFlags().plan(trace)["num_prompts"] == 40
+    assert plan_arguments(trace, None, {})["num_prompts"] == 40
     assert not any("sessions are taken" in note for note in whole["notes"])
     assert whole["seeds"] == 1
     monkeypatch.setattr("ebbench.cli.advise.MOST_OF_A_LOG", 20)

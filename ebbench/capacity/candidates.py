@@ -1,0 +1,71 @@
+"""The candidates of a plan: kinds of instance, and the simulations that size all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from ebbench.analysis.api_server_load import runs_again
+from ebbench.capacity.choose import DeploymentChoice, choose
+from ebbench.capacity.deployments import Candidate, PlanTask
+from ebbench.capacity.plan_sentences import api_servers_left_out
+from ebbench.config.topology import parse_topology
+from ebbench.devices.profiles import find_profile
+from ebbench.errors import UsageError
+from ebbench.render.console import Console
+from ebbench.render.live import Work, shown
+from ebbench.runs.pool import Pool
+from ebbench.spec.server import DEFAULT_CLASS
+
+DEFAULT_TP = (1, 2, 4, 8)
+
+
+def with_candidates(
+    task: PlanTask, devices: Sequence[str], shapes: Sequence[tuple[int, int, int]], policies: Sequence[str],
+    budgets: Sequence[int], seqs: Sequence[int],
+) -> list[PlanTask]:  # fmt: skip
+    """The task on every combination; ``shapes``: (tp, dp, ep). Raises UnknownNameError for an unknown device."""
+    for device in devices:
+        find_profile(device)
+    return [
+        task.on(Candidate(device, tp, policy, budget, most, dp, ep))
+        for device, (tp, dp, ep), policy, budget, most in product(devices, shapes, policies, budgets, seqs)
+    ]
+
+
+def instance_shapes(sizes: Sequence[int], instances: Sequence[str]) -> list[tuple[int, int, int]]:
+    """(tp, dp, ep) of each kind of instance. Raises UsageError for one that is not a single instance."""
+    for size in sizes:
+        if size < 1:
+            raise UsageError(f"--tp must be at least 1, not {size}")
+    alone = sizes or (() if instances else DEFAULT_TP)
+    return list(dict.fromkeys([*((size, 1, 1) for size in alone), *map(_shape, instances)]))
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    """(tp, dp, ep) of an instance in the short form of a topology."""
+    pool = parse_topology(text).replicas
+    if pool is None or pool.instances > 1:
+        raise UsageError(
+            f"--instance {text}: one instance, whose GPUs share the model, such as tp=2, tp=8,ep=8 or dp=8,ep=8; "
+            "the number of replicas is what plan finds"
+        )
+    if pool.lockstep:
+        raise UsageError(f"--instance {text}: ranks of a dense model gain nothing by lockstep; they are replicas")
+    return pool.tp, pool.dp, pool.ep
+
+
+def sized(
+    tasks: Sequence[PlanTask], prices: Mapping[str, float], pool: Pool, *, api_server_if_busy: bool, quiet: bool
+) -> tuple[DeploymentChoice, Sequence[PlanTask]]:
+    """The deployments, and the tasks that they were simulated with: again with vLLM's API server where that is busy."""
+    messages = Console(stderr=True, highlight=False)
+    with shown(messages, Work("plan", unit="candidates"), quiet=quiet) as work:
+        deployments = choose(tasks, prices, pool, work.reached)
+        busy = api_servers_left_out(deployments, tasks[0])
+        if busy is None or not api_server_if_busy:
+            return deployments, tasks
+        if not quiet:
+            messages.print(f"Per replica: {runs_again(busy)}", markup=False, soft_wrap=True)
+        served = [task.changed(api_server=DEFAULT_CLASS) for task in tasks]
+        return choose(served, prices, pool, work.reached), served
