@@ -9,6 +9,7 @@ from math import inf
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.config.declare import check_ranges
 from ebbench.config.setting_strings import option_name
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
@@ -37,16 +38,7 @@ _MOST_WARMUP = 1_000_000
 
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
     """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
-    check_counts(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=options.max_model_len,
-        num_kv_blocks=options.num_kv_blocks,
-        block_size=options.block_size,
-        max_num_active_seqs=options.max_num_active_seqs,
-        max_num_queued_reqs=options.max_num_queued_reqs,
-        max_num_queued_tokens=options.max_num_queued_tokens,
-    )
+    check_ranges(options)
     _check_vllm_limits(options)
     chosen_api_server(options.api_server, options.api_server_count)
     if not 0 <= options.warmup <= _MOST_WARMUP:
