@@ -38,7 +38,7 @@ class LinearCost:
         tokens = 0
         for chunk, _ in shape.prefill:
             tokens += chunk
-        n = shape.decode_seqs
+        n = shape.decode_seqs + shape.draft_tokens
         if not n:
             return cal.alpha_p + cal.beta_p * tokens
         if not tokens or self.kv_token_s:

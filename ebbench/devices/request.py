@@ -10,6 +10,7 @@ from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.startup import start_up
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.host import HostCosts
+from ebbench.spec.speculative import Speculative
 
 QUANTIZATIONS = ("fp8",)
 
@@ -32,6 +33,7 @@ class DeviceRequest:
     kv_cache_dtype: str = "auto"
     kv_tokens: int | None = None
     vllm_version: str | None = None
+    drafts: Speculative | None = None
 
     @property
     def vllm(self) -> str:

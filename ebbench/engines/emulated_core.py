@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 from ebbench.devices.base import CostModel
 from ebbench.devices.kv_layout import KvLayout
-from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, nothing, step_ns
+from ebbench.engines.emulated_device import DraftReader, StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.errors import UsageError
 from ebbench.spec.server import EngineOptions
 
@@ -79,10 +79,10 @@ class VirtualClock:
 class VirtualExecutor(StandInExecutor):
     """Runs steps one after another in virtual time. Call ``attach`` before the first step."""
 
-    def attach(self, clock: VirtualClock, cost: CostModel, tokens_of: dict[str, Any]) -> None:
-        """Set the clock, the cost model and the token streams of the requests."""
+    def attach(self, clock: VirtualClock, cost: CostModel, reader: StepReader) -> None:
+        """Set the clock, the cost model and what knows the tokens of the requests."""
         self.clock, self.cost, self.free_ns = clock, cost, 0
-        self.reader = StepReader(tokens_of)
+        self.reader = reader
         self.on_step: Any = None  # called as on_step(step, start_ns, end_ns) for every step with tokens
         self.on_preempted: Any = None  # called with the ids preempted by a schedule(), if any
 
@@ -102,6 +102,10 @@ class VirtualExecutor(StandInExecutor):
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """The tokens of the step queued last."""
         return self._sampled if non_block else self._sampled.result()
+
+    def take_draft_token_ids(self) -> Any:
+        """The drafts for the next step, without asynchronous scheduling."""
+        return self.reader.take_drafts() if isinstance(self.reader, DraftReader) else None
 
 
 def build_core(
@@ -142,18 +146,29 @@ def build_core(
             prefix_caching_hash_algo="xxhash" if _has_xxhash() else "sha256",
             long_prefill_token_threshold=min(options.long_prefill_token_threshold, max_model_len),
             **_later_options(options),
-            async_scheduling=options.async_scheduling,
+            async_scheduling=options.async_scheduling and options.drafts is None,  # which n-grams do not allow
             scheduler_cls=scheduler_cls,
             additional_config=additional_config,
             disable_log_stats=True,
+            speculative_config=_speculative_config(options),
             **further,
         ).create_engine_config()
+        if options.drafts is not None and options.drafts.rules.own_kv:
+            # A drafter with a KV cache of its own would need a checkpoint; the scheduler reads only the method.
+            vllm_config.speculative_config.method = "eagle"
         # vLLM's CPU platform switches asynchronous scheduling off; the emulated device supports it.
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
         if layout is not None:  # nor does its hybrid KV cache manager need a GPU
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
         with _no_heap_freeze():
             return EngineCore(vllm_config, executor, log_stats=False)
+
+
+def _speculative_config(options: EngineOptions) -> dict[str, Any] | None:
+    """Drafts of as many tokens, by the method that needs no model."""
+    if options.drafts is None:
+        return None
+    return {"method": "ngram", "num_speculative_tokens": options.drafts.tokens, "prompt_lookup_max": 2}
 
 
 def _later_options(options: EngineOptions) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from vllm_eb.modes import ModeSelector
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import crossover
 
-MEANS = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
+MEANS: dict[str, Any] = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
 SEQS = 512
 STICKY, COOLDOWN = 3.0, 3
 
@@ -81,7 +82,7 @@ def test_leaves_exclusive_batches_only_at_three_margins(margin: float, favours_e
 def _threshold_that_lags(mixed_s: float, lag_s: float) -> float:
     """The theta0 at which exclusive batches fall ``lag_s`` per token behind: a low one pays alpha_p often."""
     calibration = calibrated(mixed_s)
-    lengths = {name: MEANS[name] for name in ("mu_l", "mu_o")}
+    lengths: dict[str, Any] = {name: MEANS[name] for name in ("mu_l", "mu_o")}
 
     def lead(log_theta: float) -> float:
         return crossover(calibration, **lengths, n_obs=SEQS, theta0=math.exp(log_theta)).advantage + lag_s
