@@ -15,8 +15,8 @@ steps that would cost less than their work are searched for and added until none
 what a last search finds.
 
 Work that arrives at time t cannot start before t: in an open loop a run lasts at least until an arrival plus the work of
-all requests from then on, and until an arrival plus one step per output token of that request. In closed loops whose concurrency changes, the requests that start and end within a phase are priced
-with steps of the phase's concurrency.
+the requests from then on, and until an arrival plus one step per output token of that request. In closed loops whose
+concurrency changes, the requests that start and end within a phase are priced with steps of the phase's concurrency.
 """
 
 from __future__ import annotations
