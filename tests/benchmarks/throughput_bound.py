@@ -14,8 +14,8 @@ the memory: the sequences of a step hold their KV at the same time. The program 
 steps that would cost less than their work are searched for and added until none is found, and the prices are lowered by
 what a last search finds.
 
-Work that arrives at time t cannot start before t: in an open loop a run lasts at least until an arrival plus the work of
-the requests from then on, and until an arrival plus one step per output token of that request. In closed loops whose
+Work that arrives at time t cannot start before t: in an open loop a run lasts at least until an arrival plus the work
+of the requests from then on, and until an arrival plus one step per output token of that request. In closed loops whose
 concurrency changes, the requests that start and end within a phase are priced with steps of the phase's concurrency.
 """
 
