@@ -130,9 +130,9 @@ PAGES = (
         "silicon",
         "Tensor-parallel servers of aiconfigurator-core's sample",
         ("silicon",),
-        "Qwen3-32B in 16 bits on two to eight H100, vLLM 0.12 (`silicon_sample.csv`). The engine arguments are unknown, "
-        "and TTFT is defined differently by source: TPOT counts. The sample's Llama-3.1-70B in FP8 are runs of "
-        "[InferenceX](inferencex.md) and stand there, with their settings.",
+        "Qwen3-32B in 16 bits on two to eight H100, vLLM 0.12 (`silicon_sample.csv`). The engine arguments are "
+        "unknown, and TTFT is defined differently by source: TPOT counts. The sample's Llama-3.1-70B in FP8 are runs "
+        "of [InferenceX](inferencex.md) and stand there, with their settings.",
         "The H100's times per step and per sequence on 15 points: Qwen3-32B, tp = 4, 1,024 tokens in.",
         "host of the H100",
         notes="silicon",
@@ -141,8 +141,8 @@ PAGES = (
         "inferencex",
         "InferenceX: 70B, gpt-oss and MiniMax on H100, H200 and B200",
         ("InferenceX",),
-        "Closed loops of 4 to 256 requests on vLLM 0.10 to 0.22, tensor and expert parallel, every second published run "
-        "(SemiAnalysisAI, reports/reference/servers/).",
+        "Closed loops of 4 to 256 requests on vLLM 0.10 to 0.22, tensor and expert parallel, every second published "
+        "run (SemiAnalysisAI, reports/reference/servers/).",
         seen="Its H100 and H200 runs of Llama-3.3-70B had been part of the silicon sample, with wrong settings. "
         "Settings were committed with the figures of the model as it was; what was changed afterwards stands in the "
         "notes.",
