@@ -53,6 +53,7 @@ def load_device(
     kv_cache_dtype: str = "auto",
     kv_tokens: int | None = None,
     vllm_version: str | None = None,
+    speculative: Speculative | None = None,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
@@ -60,8 +61,9 @@ def load_device(
     ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
-    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. The other settings only
-    affect its size, too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
+    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. ``speculative``: the
+    server drafts tokens. The other settings only affect its size, too; None is the profile's value, of
+    ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
     the cost model does not exist for this pair.
@@ -69,7 +71,7 @@ def load_device(
     return load(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
-            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version,
+            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative,
         )
     )  # fmt: skip
 

@@ -262,10 +262,7 @@ class _EmulatedRun:
             self._state.done[row] = True
             self._streams.pop(self._ids[row], None)
         if inside:  # their tokens in the steps in flight are lost
-            waiting = [(end_ns, arrays, ~np.isin(arrays[0], inside)) for end_ns, *arrays in self._on_the_device]
-            self._on_the_device = deque(
-                (end_ns, *(array[kept] for array in arrays)) for end_ns, arrays, kept in waiting
-            )
+            self._on_the_device = deque(step.without(inside) for step in self._on_the_device)
 
     def _stream(self, api_servers: ApiServers) -> None:
         """Pass the tokens of the steps that have ended on to the API servers."""

@@ -202,6 +202,10 @@ class SimEngine:
         refuse_undecided(self.topology, [policy])
         if self.topology is not None:
             refuse_queue_limits(options, self.topology.label)
+        if self._disaggregated and options.drafts is not None:
+            raise UsageError(
+                "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
+            )
         refuse_adapters(plan, self.name)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):

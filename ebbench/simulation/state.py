@@ -20,7 +20,8 @@ def token_slots(firsts: Ints, tokens: Ints) -> Ints:
     if len(tokens) == int(np.add.reduce(tokens)) == np.count_nonzero(tokens):
         return firsts
     starts = firsts - np.cumsum(tokens) + tokens
-    return np.add(np.repeat(starts, tokens), np.arange(int(np.add.reduce(tokens))))
+    slots: Ints = np.repeat(starts, tokens) + np.arange(int(np.add.reduce(tokens)))
+    return slots
 
 
 class RequestState:
