@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from vllm_eb.calibration import Calibration
 from vllm_eb.decisions import Decision, Phase, Record, RecordKind, View
 from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
+from vllm_eb.decisions import Mode
 from vllm_eb.policy import PolicySpec
 from vllm_eb.queueing import Places, QueueOrder, ShortestFirst, Waited
 from vllm_eb.strategy import EngineFacts, StepChoice, Strategy, Values

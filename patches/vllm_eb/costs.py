@@ -22,7 +22,13 @@ class CostGridError(GivenValueError):
 
 
 class StepCosts(Protocol):
-    """Step times in seconds. ``context_tokens``: mean KV length of a decoding sequence."""
+    """Step times in seconds. ``context_tokens``: mean KV length of a decoding sequence.
+
+    Step times for the scheduler: measured on a grid, or the linear model without measurements.
+
+    ``ebbench calibrate`` measures the grid on a real engine; for an emulated device it is evaluated from the cost
+    model. Policies that compare the costs of exclusive and mixed prefills need it; the published policies do not.
+    """
 
     def prefill_s(self, tokens: float) -> float:
         """Time (s) of a step with ``tokens`` prompt tokens and no decodes."""

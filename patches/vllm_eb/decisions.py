@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from vllm_eb.modes import Mode
-
+Mode = Literal["eb", "mb"]
 Phase = Literal["prefill", "decode", "mixed"]
 RecordKind = Literal["phase", "update", "mode"]
 

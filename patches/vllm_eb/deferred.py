@@ -19,7 +19,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DeferredModel:
-    """Parameters of Theorem 1: batch limit, hazard, and costs in seconds. Raises TheoryError if out of range."""
+    """Parameters of Theorem 1: batch limit, hazard, and costs in seconds. Raises TheoryError if out of range.
+
+    Deferred prefill with a fixed departure threshold K (Mohanty et al., EuroMLSys 2025).
+
+    A batch of C requests decodes until at least K have ended, then one prefill fills it again; output lengths are
+    geometric. The best K comes from the exact chain, for all K in one pass; the paper's approximation is for
+    comparison.
+    """
 
     batch_limit: int  # C, requests in the batch
     alpha: float  # probability per token that a request ends

@@ -37,7 +37,7 @@ from vllm_eb.marginal import HUGE_TOKENS, LARGE_TOKENS, Choice, Refill, Way
 from vllm_eb.service import FadingMean
 
 LONGEST_PERIOD = 64  # passes
-PLAN_EVERY = 16  # passes between two comparisons of ways and periods
+PLAN_EVERY_PASSES = 16  # passes between two comparisons of ways and periods
 TIE = 0.01  # share of the cost that is not worth a longer period
 FEW = 6.0  # prompts per refill up to which their number is taken as Poisson; above, as normal
 BISECTIONS = 12
@@ -90,7 +90,35 @@ class _Workload(NamedTuple):
 
 
 class JointRefill:
-    """Chooses the steps of one of several ranks in lockstep; see the module. It takes the place of MarginalRefill."""
+    """Chooses the steps of one of several ranks in lockstep; see the module. It takes the place of MarginalRefill.
+
+    Refills of data-parallel ranks that make every pass together: all begin in the same passes, without talking.
+
+    Ranks of a mixture-of-experts model wait for each other in every pass (for a dense model: up to vLLM 0.13), so a
+    pass lasts as long as the slowest rank's step: a prompt of one rank costs all of them its time. If R ranks refill in
+    passes of their own, each cycle has R long passes; if they refill in the same ones, it has one. This is the joint
+    replenishment problem: several stocks share the fixed cost of an order. Power-of-two policies solve it to within a
+    few per cent (Jackson, Maxwell and Muckstadt 1985; Roundy 1985): each stock is refilled every 2**m periods, counted
+    from a common start, with its own m. Such schedules nest, so ranks meet without knowing each other's choice: a rank
+    that refills every 16 passes refills only in passes in which one that refills every 8 does so, too. Ranks are alike,
+    so most choose the same period.
+
+    The period and the way (exclusive or mixed) are those with the least time per generated token, by measured costs.
+    With N sequences per rank when all slots are refilled, hazard h (1 / mean answer), prompts of u tokens in steps of
+    at most c:
+
+    - during T passes k = h S n sequences end per rank, with n = N / (1 + h S / 2) decoding on average in S decode
+      steps: waiting requests are missing for half a period;
+    - a mixed refill decodes in every pass (S = T), but its prompts come in over k u / c passes, in which those that
+      wait are missing, too: n = N / (1 + h T / 2 + h k u / (2 c)); an exclusive one decodes in S = T - k u / c of them;
+    - passes with prompts last as long as the rank with most prompts needs: the largest of R Poisson counts of mean k.
+      For T = 1 and k below 1 that is up to R times the mean, which is what mixed batches cost in lockstep; its excess
+      over the mean falls with the root of k.
+
+    Among the periods within TIE of the cheapest the shortest is taken: the cost is flat there, and prompts wait less.
+    The hazard is that of ended answers. The estimate that counts running ones (:class:`vllm_eb.service.AnswerLength`)
+    is far too long after a start with a full batch, and so would the period be.
+    """
 
     def __init__(
         self, costs: StepCosts, *, may_mix: bool, ranks: int, interval: int, step_tokens: int, prior: FadingMean
@@ -127,8 +155,8 @@ class JointRefill:
             return Choice("decode")
         if decoding == 0:
             return Choice("prefill")
-        if self._planned_in != pass_number // PLAN_EVERY:
-            self._planned_in = pass_number // PLAN_EVERY
+        if self._planned_in != pass_number // PLAN_EVERY_PASSES:
+            self._planned_in = pass_number // PLAN_EVERY_PASSES
             batch = decoding + refill.seqs + refill.half_computed
             share = refill.prompt_tokens / self._step_tokens
             hazard = self._answers.ended / self._answers.tokens

@@ -23,8 +23,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from vllm_eb.decisions import Decision, Phase, Record
-from vllm_eb.modes import Mode
+from vllm_eb.decisions import Decision, Mode, Phase, Record
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -57,6 +56,14 @@ class FiguresWriter:
 
     Raises OSError if the file cannot be created. :meth:`close` removes it; files left by killed engines are removed
     when the next engine starts.
+
+    Passes the policy's figures from the scheduler's process to the process that serves /metrics.
+
+    In vLLM the scheduler runs in the engine core's process, and Prometheus asks the API server's. vLLM's own statistics
+    use a structure without room for more values, so these figures go through a memory page that both processes map: a
+    small file in /dev/shm. The scheduler stores numbers of eight bytes, so that a reader never sees a partial one; the
+    API server reads them on request (:mod:`vllm_eb.stat_logger`). The file's name is derived from the engine's
+    ``instance_id``, which vLLM gives to both processes.
     """
 
     def __init__(self, instance: str, rank: int, mode: Mode, folder: Path | None = None) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from vllm_eb.calibration import Calibration
+from vllm_eb.decisions import Mode
 from vllm_eb.theory import Crossover, crossover
-
-Mode = Literal["eb", "mb"]
 
 # The paper smooths N_obs and names no weight. Ours: a filling batch counts quickly and a draining one slowly, so that
 # the dip at the end of each decode phase does not look like light traffic.

@@ -55,7 +55,20 @@ class StepRecord:
 
 
 class Recorder:
-    """Writes a record directory. ``close`` writes the queue and ends the thread."""
+    """Writes a record directory. ``close`` writes the queue and ends the thread.
+
+    Records steps and decisions inside the engine, outside the scheduling path.
+
+    The scheduling thread only appends references to a queue; a daemon thread encodes and writes. A record directory
+    holds shards ``NNNNNN.msgpack`` of length-prefixed msgpack frames. After a kill, each shard is readable up to its
+    last complete frame. Frames are lists whose first item is their kind; all times are CLOCK_MONOTONIC ns::
+
+        ["head", {"monotonic_ns", "unix_ns", "pid", "policy", "kv_blocks_total"}]      first frame of every shard
+        ["ids", [name, ...]]                               further request ids; number = position
+        ["step", step_id, scheduled_ns, start_ns, end_ns, mode, prefill_tokens, decode_seqs, numbers, tokens,
+                 kv_blocks_used, waiting, running, preempted_names, k, n_limit]     tokens null: one per request
+        ["decision", time_ns, step_id, kind, reason, mode, phase, values]
+    """
 
     def __init__(self, folder: Path, head: Mapping[str, Any]) -> None:
         self._folder, self._head = folder, dict(head)

@@ -48,7 +48,16 @@ def prompts_that_stay(steps: float, *, active: int, free_tokens: int, prompt_tok
 
 
 class KvRoom:
-    """Learns from preemptions how much KV to leave free for the growth of running sequences."""
+    """Learns from preemptions how much KV to leave free for the growth of running sequences.
+
+    How many more requests fit into the KV cache, given what running ones will still need (policy ``marginal``).
+
+    Too many admitted requests are preempted later and computed again; too few leave the batch small. Two bounds avoid
+    preemptions: a reserve per running sequence, raised by observed preemptions, and the batch that fits when responses
+    are half done. If responses are long and decode steps have a high fixed cost, a sequence pays for its second prefill
+    long before it is preempted: then only the memory for that time is left free. If a first token would be late while
+    running responses can pause within their TPOT target, less is left free.
+    """
 
     def __init__(self) -> None:
         self._reserve_share = 0.0

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from vllm_eb.calibration import Calibration
 from vllm_eb.decisions import Phase, RecordKind, View
 from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
+from vllm_eb.decisions import Mode
 from vllm_eb.queueing import Places, QueueOrder, Waited
 
 Values = Mapping[str, float | int | None]

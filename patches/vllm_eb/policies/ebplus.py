@@ -9,7 +9,8 @@ from typing import Literal
 from vllm_eb.adaptive import EstimatingSpec
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode, ModeSelector
+from vllm_eb.decisions import Mode
+from vllm_eb.modes import ModeSelector
 from vllm_eb.policies.eb import OnlineThreshold
 from vllm_eb.policy import setting
 from vllm_eb.strategy import Change, EngineFacts, Strategy, Values

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
+from vllm_eb.decisions import Mode
 from vllm_eb.policy import PolicySpec, setting
 from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
 
