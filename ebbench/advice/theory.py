@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_eb.adaptive import THETA_MAX, THETA_MIN
 from vllm_eb.calibration import Calibration
-from vllm_eb.memory import EPSILON, memory_safe_batch
+from vllm_eb.policies.eb import THETA_MAX, THETA_MIN
 from vllm_eb.theory import (
+    EPSILON,
     Crossover,
     Threshold,
     base_threshold,
     crossover,
     eb_throughput,
     mb_throughput,
+    memory_safe_batch,
     optimal_threshold,
 )  # fmt: skip
 

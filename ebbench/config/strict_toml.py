@@ -13,7 +13,7 @@ import msgspec
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_toml
 from ebbench.foreign.opening import read_text
-from vllm_eb.errors import name_hint
+from vllm_eb.settings import name_hint
 
 T = TypeVar("T", bound=msgspec.Struct)
 

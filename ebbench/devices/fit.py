@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbench.devices.base import CostModel, StepShape
-from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
-from vllm_eb.costs import CostGrid
+from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCost
 
 PREFILL_TOKENS = (256, 512, 1024, 2048, 4096)
 DECODE_SEQS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)

@@ -18,8 +18,8 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
 from ebbench.spec.server import OFF, EngineOptions
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
+from vllm_eb.refills import LONGEST_PERIOD
 
 
 def check_counts(**counts: int | float | None) -> None:

@@ -57,8 +57,8 @@ from ebbench.simulation.tables import decisions_table, requests_table, with_fail
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec
+from vllm_eb.refills import LONGEST_PERIOD
 
 PROGRESS_INTERVAL_S = 0.1
 

@@ -26,7 +26,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import PolicySpec
-from vllm_eb.recorder import FLUSH_EVERY_S, read_frames
+from vllm_eb.reports import FLUSH_EVERY_S, read_frames
 
 _STEP_FIELDS = (
     "step_id", "scheduled_ns", "start_ns", "end_ns", "mode", "prefill_tokens", "decode_seqs", "request_ids",

@@ -33,7 +33,7 @@ from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
-from vllm_eb.recorder import read_frames
+from vllm_eb.reports import read_frames
 
 READY_TIMEOUT_S = 900.0
 # A CPU run checks correctness; compilation would take longer than the run.

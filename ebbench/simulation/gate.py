@@ -15,7 +15,7 @@ from ebbench.simulation.scheduler import Scheduler, admissible, prompt_tokens
 from ebbench.simulation.state import UNSET
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, View
+from vllm_eb.strategy import Decision, View
 
 
 class Gate(Protocol):

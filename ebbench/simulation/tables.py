@@ -11,7 +11,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS
 from ebbench.simulation.queue_limits import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from vllm_eb.decisions import Record
+from vllm_eb.strategy import Record
 
 _SLOTS_AT_ONCE = 1 << 16  # temporary arrays of 512 KiB, whose memory is used again; larger ones take new pages
 

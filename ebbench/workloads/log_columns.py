@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ebbench.errors import UsageError
-from vllm_eb.errors import name_hint
+from vllm_eb.settings import name_hint
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "input": (

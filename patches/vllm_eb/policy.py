@@ -18,12 +18,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from vllm_eb.errors import GivenValueError, name_hint
 from vllm_eb.settings import (
+    GivenValueError,
     Setting,
     SettingError,
     UnknownSettingError,
     check_value,
+    name_hint,
     read_settings,
     setting,
     settings_of,
@@ -32,8 +33,7 @@ from vllm_eb.settings import (
 )
 
 if TYPE_CHECKING:
-    from vllm_eb.lengths import Lengths
-    from vllm_eb.strategy import EngineFacts, Strategy
+    from vllm_eb.strategy import EngineFacts, Lengths, Strategy
 
 BUILT_IN = "vllm_eb.policies"
 

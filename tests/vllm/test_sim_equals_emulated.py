@@ -23,7 +23,7 @@ from tests.vllm.emulation import (
     with_further_limits,
 )
 from vllm_eb.policy import least_seqs, parse_policy
-from vllm_eb.prompt_steps import cheapest_size
+from vllm_eb.refills import cheapest_size
 
 pytestmark = pytest.mark.vllm
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
 from vllm_eb.policy import parse_policy
+from vllm_eb.strategy import View
 from vllm_eb.theory import crossover
 
 CALIBRATION = Calibration(

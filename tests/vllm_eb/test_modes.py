@@ -11,9 +11,9 @@ from scipy.optimize import brentq
 
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
-from vllm_eb.modes import ModeSelector
+from vllm_eb.policies.ebplus import ModeSelector
 from vllm_eb.policy import parse_policy
+from vllm_eb.strategy import View
 from vllm_eb.theory import crossover
 
 MEANS = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}

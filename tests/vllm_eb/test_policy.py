@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
 from vllm_eb.policy import (
     PolicyError,
     PolicySpec,
@@ -21,6 +20,7 @@ from vllm_eb.policy import (
     settings_in_effect,
     settings_of,
 )  # fmt: skip
+from vllm_eb.strategy import View
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from ebbench.errors import UsageError
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
 from vllm_eb.policies.cadence import Cadence
 from vllm_eb.policies.delayer import ATTEMPTS, LargestPrefill
 from vllm_eb.policy import PolicyError, least_tokens, parse_policy
 from vllm_eb.queueing import SHORTEST_EVERY_S, ShortestFirst
+from vllm_eb.strategy import View
 
 CALIBRATION = Calibration(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-5)
 VIEW = View(now_s=0.0, step_id=0, decoding=40, prefilling=0, waiting=0, free_blocks=900)

@@ -25,10 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
 from vllm_eb.policy import PolicyError, PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Strategy, View
 
 ATTEMPTS = 16
 DECAY = 0.998

@@ -1,9 +1,8 @@
 """Refills, mixed or exclusive, when one more decode step would cost more by measured costs; targets come first.
 
-:mod:`vllm_eb.marginal` decides when and how to refill (:mod:`vllm_eb.lockstep` where data-parallel ranks make their
-passes together), :mod:`vllm_eb.room` for how many requests the KV cache has room,
-:mod:`vllm_eb.service` what the targets require, :mod:`vllm_eb.queueing` the order of waiting requests. This module
-keeps their inputs: lengths, contexts and batch sizes so far.
+:mod:`vllm_eb.refills` decides when, how and for how many requests to refill, :mod:`vllm_eb.service` what the targets
+require, :mod:`vllm_eb.queueing` the order of waiting requests. This module keeps their inputs: lengths, contexts and
+batch sizes so far.
 """
 
 from __future__ import annotations
@@ -12,16 +11,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.lockstep import JointRefill
-from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way
 from vllm_eb.policy import PolicyError, PolicySpec, setting
-from vllm_eb.prompt_steps import PromptSteps
 from vllm_eb.queueing import Places, PunctualQueue, Waited, Work
-from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
+from vllm_eb.refills import (
+    HUGE_TOKENS,
+    PAYBACK_FACTOR,
+    SHORTEST_STAY,
+    Choice,
+    JointRefill,
+    KvRoom,
+    MarginalRefill,
+    PromptSteps,
+    Refill,
+    Way,
+    payback_steps,
+    prompts_that_stay,
+)
 from vllm_eb.service import AnswerLength, FadingMean, ServiceLevel, TokenDebt
-from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strategy
+from vllm_eb.strategy import Change, EngineFacts, Lengths, PhaseState, StepChoice, Strategy, View
 
 ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_eb.lengths import Lengths
 from vllm_eb.policy import PolicySpec
-from vllm_eb.strategy import EngineFacts, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
