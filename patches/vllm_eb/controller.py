@@ -65,7 +65,7 @@ class Phases:
     def block(self, view: View) -> None:
         """Switch to decode, which frees blocks: the prefill step decided on could schedule nothing."""
         self._blocked = True
-        self.enter("decode", view, "no KV blocks for a prefill")
+        self.enter("decode", view, "no_kv_blocks")
 
     def enter(self, phase: Phase, view: View, reason: str, values: Values | None = None) -> None:
         """Change the phase."""
@@ -96,7 +96,7 @@ class Phases:
         """Change from decode to prefill when a refill is due, and back when it is complete."""
         refilled = self.phase == "prefill" and not self.refilling(view)
         if refilled:
-            self.enter("decode", view, "refill complete")
+            self.enter("decode", view, "refill_complete")
         # A decode step follows a refill, unless all admitted requests have ended already.
         if self.phase != "prefill" and not (refilled and view.decodes):
             reason = None if self._blocked and view.decodes else self._refill_reason(view)
@@ -152,11 +152,11 @@ class Phases:
     def _refill_reason(self, view: View) -> str | None:
         """Why to change from decode to prefill now, or None."""
         if view.decoding == 0:
-            return "nothing is decoding" if view.prefilling or view.waiting else None
+            return "nothing_decodes" if view.prefilling or view.waiting else None
         if view.last_tokens_out:
-            return "every answer has its last token in flight" if view.prefilling or self.refill(view) else None
+            return "last_tokens_in_flight" if view.prefilling or self.refill(view) else None
         if view.prefilling:
-            return "prompts left half computed"
+            return "prompts_half_computed"
         if not view.waiting:
             return None
         idle = self.idle(view)
@@ -165,7 +165,7 @@ class Phases:
             return None
         if self._strategy.gated and view.free_blocks / self._num_blocks <= self.gate():
             return None
-        return f"{refill} slots to refill beside {view.decoding} decoding"
+        return "slots_free"
 
 
 def _no_ages() -> Sequence[int]:

@@ -75,7 +75,10 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One row of decisions.parquet; names as in the schema, None if a value does not apply."""
+    """One row of decisions.parquet; names as in the schema, None if a value does not apply.
+
+    ``reason``: a code; together with the values it is all that a sentence about the decision needs.
+    """
 
     time_s: float
     step_id: int

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, Lengths, Strategy, View
+from vllm_eb.strategy import EngineFacts, Lengths, Strategy, Values, View
 from vllm_eb.theory import TheoryError
 
 Floats = NDArray[np.float64]
@@ -114,21 +114,14 @@ class Deferred(PolicySpec):
     """Exclusive batches; K counts idle slots of max_num_seqs, independent of the queue."""
 
     description = "exclusive batches, refill after K departures (Mohanty et al., EuroMLSys 2025); needs k=K"
-    colour = "#CC79A7"
-    departure = 60
 
     k: int = setting(help="idle slots at which to refill; fixes the threshold", unit="slots", at_least=1, example=32)
 
-    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
-        """A warning that K has no effect if the load leaves K slots idle all the time."""
+    def load_doubt(self, open_at_most: int, max_num_seqs: int) -> tuple[str, Values] | None:
+        """K has no effect if the load leaves K slots idle all the time."""
         if not 0 < open_at_most <= max_num_seqs - self.k:
             return None
-        return (
-            "k-always-met",
-            f"At most {open_at_most:,} requests are open, so {max_num_seqs - open_at_most:,} of {max_num_seqs:,} "
-            f"slots are always idle and k={self.k} never delays a refill: the policy behaves like v0.",
-            f"Give --max-num-seqs {open_at_most} to wait for {self.k} departures.",
-        )
+        return "k-always-met", {"open": open_at_most, "max_num_seqs": max_num_seqs, "k": self.k}
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """A threshold of k idle slots."""

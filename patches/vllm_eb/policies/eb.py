@@ -64,8 +64,6 @@ class EstimatingSpec(PolicySpec):
     memory_safe: bool = setting(True, "bound N by the memory-safe batch")
     memory_form: Literal["code", "paper"] = setting("code", "formula of that bound: code (published code) or paper")
 
-    by_share = True
-
     @property
     def completions_per_update(self) -> int:
         """M of the paper."""
@@ -168,8 +166,6 @@ class Eb(EstimatingSpec):
     """``k`` and ``theta`` fix the threshold (slots, share of N); without them it is computed online."""
 
     description = "exclusive batches, k* and N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it"
-    colour = "#D55E00"
-    departure = 40
 
     k: int | None = setting(None, "idle slots at which to refill; fixes the threshold", unit="slots", at_least=1)
     theta: float | None = setting(
@@ -194,11 +190,6 @@ class Eb(EstimatingSpec):
             others = {*settings_of(type(self))} - {fixed, *USED_WHEN_FIXED}
             idle |= dict.fromkeys(others, f"{fixed}={getattr(self, fixed)}")
         return idle
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """With its defaults."""
-        return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """The online threshold, or a fixed one."""
@@ -283,7 +274,7 @@ class OnlineThreshold(ShareThreshold):
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
         """Run Algorithm 1 if there are enough samples."""
         update = self._adaptive.update(view.now_s, running_ages)
-        return () if update is None else (Change("update", "Algorithm 1", _values(update)),)
+        return () if update is None else (Change("update", "algorithm_1", _values(update)),)
 
 
 def _values(update: Update) -> Values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,16 +63,16 @@ class ModeSelector:
     def evaluate(self, *, mu_l: float, mu_o: float, theta0: float) -> Evaluation:
         """Decide the mode from the current estimates (tokens; share of N)."""
         if self.n_obs < self._min_active:
-            return self._stay(None, f"fewer than {self._min_active} active sequences")
+            return self._stay(None, "too_few_active")
         sides = crossover(self._calibration, mu_l=mu_l, mu_o=mu_o, n_obs=self.n_obs, theta0=theta0)
         if self._cooldown > 0:
             self._cooldown -= 1
-            return self._stay(sides, "cooldown after a switch")
+            return self._stay(sides, "cooldown")
         if self.mode == "mb" and sides.eb_wins(self._margin):
-            return self._switch(sides, "eb", "mixing costs more than exclusive phases")
+            return self._switch(sides, "eb", "mixing_costs_more")
         if self.mode == "eb" and not sides.eb_wins(self._leave_below):
-            return self._switch(sides, "mb", "exclusive phases do not gain the margin")
-        return self._stay(sides, "within the margin" if abs(sides.advantage) <= abs(self._margin) else "mode confirmed")
+            return self._switch(sides, "mb", "exclusive_gains_too_little")
+        return self._stay(sides, "within_margin" if abs(sides.advantage) <= abs(self._margin) else "mode_confirmed")
 
     def _stay(self, sides: Crossover | None, reason: str) -> Evaluation:
         return Evaluation(sides, self.n_obs, self._margin, self.mode, False, reason)
@@ -92,8 +92,6 @@ class EbPlus(EstimatingSpec):
     this project that make EB+ change less often; by default they do nothing."""
 
     description = "switches online between mixed and exclusive batches at the predicted crossover"
-    colour = "#009E73"
-    departure = 20
 
     margin: float | None = setting(
         None, "advantage in s/token at which EB+ changes mode; default: the device's published value", unit="s/token"
@@ -114,22 +112,12 @@ class EbPlus(EstimatingSpec):
         "base", "threshold of the crossover: base (paper: theta0) or used (published code: smoothed, within its bounds)"
     )
 
-    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
+    def load_doubt(self, open_at_most: int, max_num_seqs: int) -> tuple[str, Values] | None:
         """With fewer sequences than it asks for it stays as it began: mixed."""
         most = min(open_at_most, max_num_seqs) if open_at_most else max_num_seqs
         if most >= self.min_active:
             return None
-        return (
-            "never-active-enough",
-            f"At most {most:,} sequences are active, so with min_active={self.min_active} EB+ never chooses and stays "
-            "in mixed batches, as v1.",
-            f"Use min_active={most} or less, or more open requests.",
-        )
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """With its defaults."""
-        return (cls.kind,)
+        return "never-active-enough", {"active": most, "min_active": self.min_active}
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Algorithm 1, followed by a choice of mode after each update."""

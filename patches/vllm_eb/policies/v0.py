@@ -13,8 +13,6 @@ class V0(PolicySpec):
     """A policy without settings."""
 
     description = "exclusive batches, refill as soon as one slot is free (vLLM v0's rule)"
-    colour = "#E69F00"
-    departure = 50
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """A threshold of one slot."""
