@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
     from ebbench.render.console import Console
-    from ebbench.runs.series import Series
+    from ebbench.runs.prepare import Series
     from vllm_eb.policy import PolicySpec
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from ebbench.devices.attention import AttentionTables
 from ebbench.devices.base import StepShape
 from ebbench.devices.collectives import GRAPH_TOKENS
-from ebbench.devices.estimated import estimated_surfaces, not_measured
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.surfaces import has_joint_tables, surfaces
+from ebbench.devices.surfaces import estimated_surfaces, has_joint_tables, not_measured, surfaces
 from ebbench.spec.host import HostCosts
 
 # Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
