@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli.formats import Format, check_format, written
+from ebbench.cli.options import Format, check_format, written
 
 
 def compare(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.formats import Format, check_format, written
-from ebbench.cli.options import AllPercentiles, GoodputCommand
+from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format, written
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def show(
 
     Runs of different load or environment are not averaged: each has its own table.
     """
-    from ebbench.analysis.slo import parse_slo
+    from ebbench.analysis.metrics import parse_slo
     from ebbench.analysis.summary import summarise
 
     check_format(style, as_json=as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbench.devices.mixers import BY_ROWS, Mixer, Product, attention
+from ebbench.devices.geometry import BY_ROWS, Mixer, Product, attention
 
 # Bits per weight with its share of the scales: one scale per tensor or channel (fp8, int8), per 128 x 128 block, per 32
 # weights (mxfp4, mxfp8), per 16 (nvfp4), per 128 (int4).

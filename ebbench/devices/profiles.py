@@ -12,7 +12,7 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.model_config import read_config
 from ebbench.errors import InputFileError, UnknownNameError
 from ebbench.foreign.documents import read_toml
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 DATA = Path(__file__).parent / "data"
 FORMAT = 1

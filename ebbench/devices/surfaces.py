@@ -7,11 +7,11 @@ from functools import cache
 
 import numpy as np
 
-from ebbench.devices.attention import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing
-from ebbench.devices.geometry import WEIGHT_BITS
+from ebbench.devices.geometry import WEIGHT_BITS, Mixer, decode_flops, pair_flops
 from ebbench.devices.kerneltables import select
-from ebbench.devices.mixers import Mixer
 from ebbench.devices.profiles import DeviceProfile
+from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
+from ebbench.devices.surfaces import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing
 from ebbench.errors import UsageError
 
 US = 1e-6
@@ -356,3 +356,43 @@ def _decode_row(rows: dict[tuple[int, ...], float], seqs: int, rate: float) -> A
     inside = np.interp(at, contexts, np.maximum.accumulate(times))
     beyond = np.maximum(at - contexts[-1], 0.0) * seqs * rate
     return np.asarray(np.maximum(inside + beyond, at * seqs * rate))
+
+
+LAUNCHES_S = 5e-6
+"""Two small kernels per layer and step."""
+_WORDS = {
+    "latent": "latent (MLA) attention",
+    "index": "an index of keys",
+    "state": "a state per sequence in place of attention (linear attention, Mamba or convolutions)",
+}
+
+
+def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: float) -> Surfaces:
+    """Surfaces of one layer: the longer of arithmetic and memory traffic. ``element_bytes``: of the KV cache."""
+    flops_per_s = profile.bf16_flops_per_s * COMPUTE_SHARE
+    bytes_per_s = profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE
+    seqs, contexts = np.array(SEQS, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)[None, :]
+    lengths = np.arange(MAX_CHUNK + 1, dtype=float)
+    if mixer.kind == "state":
+        each = 2.0 * mixer.state_bytes / bytes_per_s  # read and written
+        prompt = lengths * (4.0 * mixer.state_bytes / 2 / flops_per_s)
+        prompt[1:] += each
+        context = np.zeros_like(lengths)
+        decode = np.broadcast_to(seqs * each, (len(SEQS), len(CONTEXTS)))
+    else:
+        read_s = mixer.reads * element_bytes / bytes_per_s
+        pair_s = pair_flops(mixer) / flops_per_s
+        prompt, context = lengths**2 / 2 * pair_s, np.maximum(lengths * pair_s, read_s)
+        decode = seqs * contexts * max(read_s, decode_flops(mixer) / flops_per_s)
+    increment = np.broadcast_to(decode, (len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS)))
+    alone = prompt + LAUNCHES_S
+    alone[0] = 0.0
+    return Surfaces(alone, context, prompt, context, decode + LAUNCHES_S, increment.copy())
+
+
+def not_measured(mixer: Mixer, layers: int, device: str) -> str:
+    """That the times of a kind of layer are an estimate, with its direction."""
+    return (
+        f"{mixer.layers} of {layers} layers have {_WORDS[mixer.kind]}, which was not measured on {device}: its time is "
+        "a roofline estimate, too fast rather than too slow"
+    )

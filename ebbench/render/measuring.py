@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -12,8 +14,38 @@ from ebbench.records.plan import Plan
 from ebbench.render.console import Console
 from ebbench.render.live import reporter
 from ebbench.runs.execute import Executed, execute
-from ebbench.runs.prepare import Prepared
-from ebbench.runs.series import Series
+from ebbench.runs.prepare import Prepared, Series
+
+if TYPE_CHECKING:
+    from ebbench.runs.store import RunStore
+    from ebbench.spec.run import RunSpec
+
+
+def with_progress(
+    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Execute the cells that the store lacks, with a progress line on stderr."""
+    missing = store.missing(cells, whole=whole)
+    if not missing:
+        return
+    from ebbench.errors import InterruptedRunError
+    from ebbench.render.console import Console
+    from ebbench.render.live import Work, shown
+    from ebbench.runs.store import run_missing
+
+    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
+
+        def done(_cell: RunSpec) -> None:
+            work.done += 1
+
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
+                f"with the other {left}"
+            ) from None
 
 
 def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:

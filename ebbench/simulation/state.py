@@ -10,6 +10,17 @@ import numpy.typing as npt
 from ebbench.records.content import block_tokens
 from ebbench.records.plan import Plan
 
+ARRIVAL, RESUME, FOLLOW, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOTICE, TIMER, WAKE, HANG_UP = range(13)
+NEVER_NS = 1 << 62
+TURNAROUND_NS = 1
+"""Time from the end of a request until the requests that it releases are sent, unless they pause.
+
+A server begins its next step as soon as one has ended, so a request that answers a last token is too late for that
+step, however fast the client is. One nanosecond says this and no more; the API server's time comes on top.
+"""
+FRONT, BACK = 0, 1  # stages: the one that clients reach, and the one for decodes alone
+
+
 Ints = npt.NDArray[np.int64]
 
 UNSET = -1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbench.config.declare import ENGINE, LOAD, declare
-from ebbench.config.defaults import DEFAULT_VLLM
+from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, declare
 from ebbench.config.server_url import is_server_url
 
 OFF = "off"

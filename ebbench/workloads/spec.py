@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from ebbench.config.strict_toml import load_toml
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.foreign.documents import load_toml
 from ebbench.resources import bundled_dir, located
 from ebbench.workloads.fitted import Fitted
 from ebbench.workloads.lengths import LengthSpec
