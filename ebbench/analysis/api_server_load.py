@@ -7,7 +7,7 @@ from typing import Any
 
 from ebbench.analysis.metrics import Metrics
 from ebbench.devices.apiserver import find_api_server
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions
 
 CODE = "api-server"

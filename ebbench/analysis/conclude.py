@@ -27,7 +27,6 @@ from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
     Manifest,
-    RunWarning,
     git_commit,
     phase_facts,
     plan_hash,
@@ -36,6 +35,7 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions
 from vllm_eb.policy import PolicySpec
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.manifest import KV_CACHE, RunWarning
+from ebbench.records.manifest import KV_CACHE
+from ebbench.records.warnings import RunWarning
 
 WORTH_SAYING = 0.02
 """Share of the time, or of the requests, from which on a full cache is said."""

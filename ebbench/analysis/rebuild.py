@@ -21,9 +21,10 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
-from ebbench.records.manifest import Manifest, RunWarning, decode_manifest
+from ebbench.records.manifest import Manifest, decode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
+from ebbench.records.warnings import RunWarning
 
 NOT_RECORDED = "not_recorded"
 

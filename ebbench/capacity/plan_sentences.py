@@ -22,7 +22,7 @@ from ebbench.capacity.deployments import (
     caveats,
 )
 from ebbench.devices.profiles import find_model
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 from ebbench.spec.server import OFF

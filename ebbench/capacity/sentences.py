@@ -17,7 +17,7 @@ from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading
 from ebbench.errors import DataError
 from ebbench.records import files
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 from ebbench.render import numbers
 
 FILE = "capacity-answers.json"

@@ -43,9 +43,10 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
-from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
 
 _AT_ONCE = 64

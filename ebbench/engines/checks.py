@@ -15,8 +15,8 @@ from ebbench.config.topology import TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 from vllm_eb.refills import LONGEST_PERIOD

@@ -14,7 +14,7 @@ from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import is_server
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy

@@ -25,8 +25,9 @@ import pyarrow as pa
 
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.manifest import Manifest, RunWarning, decode_manifest, encode_manifest
+from ebbench.records.manifest import Manifest, decode_manifest, encode_manifest
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
+from ebbench.records.warnings import RunWarning
 
 MANIFEST = "manifest.json"
 PARTIAL = "manifest.partial.json"

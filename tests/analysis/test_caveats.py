@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ebbench.analysis.caveats import by_settings, of_device, told_once
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 
 WARNINGS = (
     RunWarning("plan", "lengths are made up"),

@@ -12,7 +12,8 @@ from ebbench.analysis.gate.units import GateUnit, parse_margins
 from ebbench.analysis.gate.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
-from ebbench.records.manifest import OTHER_MODEL, RunWarning
+from ebbench.records.manifest import OTHER_MODEL
+from ebbench.records.warnings import RunWarning
 from tests.gate.gate_data import side, unit
 
 SAME = [0.0] * 6

@@ -26,13 +26,13 @@ from ebbench.records.manifest import (
     LIMITS,
     SCHEMA_VERSION,
     Manifest,
-    RunWarning,
     decode_manifest,
     encode_manifest,
     plan_hash,
 )
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
 from ebbench.untrusted import visible
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of

@@ -151,7 +151,7 @@ def test_a_single_policy_and_none_at_all(tmp_path: Path) -> None:
 
 
 def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Path) -> None:
-    from ebbench.records.manifest import RunWarning
+    from ebbench.records.warnings import RunWarning
 
     first, second = made_groups(tmp_path, "v1", "eb")
     own = replace(second.summaries[0], warnings=(*second.summaries[0].warnings, RunWarning("x", "Odd.", "Look.")))
@@ -161,7 +161,7 @@ def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Pa
 
 
 def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path: Path) -> None:
-    from ebbench.records.manifest import RunWarning
+    from ebbench.records.warnings import RunWarning
 
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
