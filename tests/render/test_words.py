@@ -190,11 +190,16 @@ def test_invalid_runs_are_marked_in_table_and_words(tmp_path: Path) -> None:
     assert "INVALID v1 (seed 0): 10 of 40 requests failed" in shown
 
 
-def test_a_crossover_never_evaluated_is_explained() -> None:
-    facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, "fewer than 16 active sequences", ())
-    assert sentences.why(Explanation("ebplus", None, facts)) == [
-        "Crossover: never evaluated (fewer than 16 active sequences)."
-    ]
+@pytest.mark.parametrize(
+    ("stored", "shown"),
+    [
+        ("too_few_active", "too few active sequences"),
+        ("fewer than 16 active sequences", "fewer than 16 active sequences"),  # in a run of schema version 1
+    ],
+)
+def test_a_crossover_never_evaluated_is_explained(stored: str, shown: str) -> None:
+    facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, stored, ())
+    assert sentences.why(Explanation("ebplus", None, facts)) == [f"Crossover: never evaluated ({shown})."]
 
 
 def test_the_sentence_on_the_interval_says_where_no_prompt_was_held_back() -> None:

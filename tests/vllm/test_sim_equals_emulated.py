@@ -159,7 +159,7 @@ def test_marginal_is_equal_where_a_refill_of_answers_of_one_length_goes_on_mixed
     )
     sim, emulated = run_sim(plan, "marginal", gpu, options), run_emulated(plan, "marginal", gpu, options)
     assert differences(sim, emulated) == []
-    assert "prompts cost less beside decodes" in sim.decisions["reason"].to_pylist()
+    assert "mixed_costs_less" in sim.decisions["reason"].to_pylist()
 
 
 @pytest.mark.parametrize("order", ["fcfs", "shortest"])
