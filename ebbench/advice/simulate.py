@@ -22,6 +22,7 @@ from ebbench.advice.results import (
     sign_changes,
 )
 from ebbench.analysis.caveats import by_policy, told_once
+from ebbench.analysis.environment import time_note
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.engines.checks import check_options
@@ -32,7 +33,6 @@ from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 from ebbench.workloads import load_scenario
-from ebbench.workloads.trace import time_note
 from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
 FACTOR = 3

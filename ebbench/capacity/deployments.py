@@ -44,7 +44,7 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.spec.run import RunSpec
-from ebbench.traffic.substreams import substream
+from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan
 from ebbench.workloads.requests import bits
 from vllm_eb.policy import parse_policy

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ebbench.engines.base import Engine
     from ebbench.render.console import Console
     from ebbench.runs.prepare import Series
-    from ebbench.workloads.options import PlanOptions
 
 
 SESSIONS_PER_OPEN = 8
@@ -96,16 +95,6 @@ class Saturation:
 
     rate: float
     sentence: str
-
-
-def needs_saturation(plan: PlanOptions) -> bool:
-    """Whether the scenario's rates are shares of a saturated rate that was not given."""
-    from ebbench.traffic.spec import load_scenario
-
-    if plan.scenario is None or plan.request_rate is not None or plan.saturation_rate is not None:
-        return False
-    phases = load_scenario(plan.scenario).phases
-    return any(phase.share is not None and phase.rate is None for phase in phases)
 
 
 def with_saturation(

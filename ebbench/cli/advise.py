@@ -237,7 +237,7 @@ def _most(workload: str, columns: str | None) -> int:
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
     """Carry out the runs of the search."""
     from ebbench.advice.simulate import objective, search
-    from ebbench.render.measuring import with_progress
+    from ebbench.render.live import with_progress
 
     def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -249,7 +249,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
     """Carry out the runs of the crossovers."""
     from ebbench.advice.candidates import load_of
     from ebbench.advice.simulate import concurrency_cells, mix_cells
-    from ebbench.render.measuring import with_progress
+    from ebbench.render.live import with_progress
 
     load = load_of(question, store)
     pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -259,7 +259,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from ebbench.advice.simulate import tune, tuning_cells
-    from ebbench.render.measuring import with_progress
+    from ebbench.render.live import with_progress
 
     question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
     cells = tuning_cells(question, policy, budget)

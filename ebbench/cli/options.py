@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperOption
 from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
-    from ebbench.analysis.documents import Document
+    pass
 
 
 def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
@@ -50,13 +50,6 @@ def check_format(style: str, *, as_json: bool) -> None:
         raise UnknownNameError("format", style, FORMATS)
     if as_json and style != FORMATS[0]:
         raise UsageError(f"--json and --format {style} are two formats; leave one of them out")
-
-
-def written(document: Document, style: str) -> str:
-    """The document in a format other than ``table``."""
-    from ebbench.cli.tables import rendered
-
-    return rendered(document, style)
 
 
 # A workload may follow the pairs: log:FILE and trace:FILE are not among them.

@@ -18,10 +18,10 @@ from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
-from ebbench.render.measuring import measured, planned
+from ebbench.render.live import measured, planned
 from ebbench.runs import prepare
 from ebbench.runs.key import stored_form
-from ebbench.runs.prepare import Series
+from ebbench.runs.prepare import Series, needs_saturation
 from ebbench.spec.server import AUTO, is_server
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def why_stop(summaries: Sequence[Summary]) -> str:
 
 def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
     """Print these lines."""
+    from ebbench.analysis.environment import time_note
     from ebbench.spec.server import VIRTUAL_TIME
-    from ebbench.workloads.trace import time_note
 
     messages.print(sentence, markup=False, soft_wrap=True)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
@@ -266,10 +266,10 @@ def _repeat(
 
 def _saturated(series: Series, output: Output, engine: Engine, device: Device, messages: Console) -> Series:
     """The series with the saturated rate, measured here if the scenario needs it and it was not given."""
-    from ebbench.capacity.saturation import needs_saturation, with_saturation
-
     if not needs_saturation(series.spec.plan):
         return series
+    from ebbench.capacity.saturation import with_saturation
+
     return with_saturation(
         series.labelled(engine), engine, device, messages, beside=output.directory, quiet=output.quiet
     )

@@ -200,8 +200,8 @@ def fit(
 
 
 def _print(name: str, found: dict[str, Any]) -> None:
+    from ebbench.analysis.environment import time_note
     from ebbench.render.console import Console
-    from ebbench.workloads.trace import time_note
 
     facts = found["facts"]
     console = Console(highlight=False)

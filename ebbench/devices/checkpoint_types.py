@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
-from ebbench.devices.mixers import Mixer, Product
+from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 

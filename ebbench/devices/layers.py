@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ebbench.devices.attention import Array
 from ebbench.devices.collectives import Collectives, choose_link
-from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
+from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select
-from ebbench.devices.mixers import Mixer, Product
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
+from ebbench.devices.surfaces import Array
 from ebbench.errors import UsageError
 
 _TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536], dtype=float)

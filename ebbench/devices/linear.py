@@ -12,8 +12,7 @@ import numpy as np
 
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.identity import identity_given
-from ebbench.devices.profiles import DATA, DeviceProfile
+from ebbench.devices.profiles import DATA, DeviceProfile, identity_given
 from ebbench.errors import UsageError
 from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
 from vllm_eb.costs import CostGrid

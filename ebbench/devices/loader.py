@@ -13,8 +13,6 @@ from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
 from ebbench.devices.collectives import choose_link
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.gridcost import GridCost, measured_calibration
-from ebbench.devices.identity import has_bundled_shape, has_other_shape, identity_of
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import (
     GIVEN,
@@ -26,12 +24,20 @@ from ebbench.devices.linear import (
     published_calibration,
 )
 from ebbench.devices.parallel import SINGLE, Parallel
-from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, measured_name
+from ebbench.devices.profiles import (
+    DeviceProfile,
+    find_model,
+    find_profile,
+    has_bundled_shape,
+    has_other_shape,
+    identity_of,
+    measured_name,
+)
 from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import roofline_cost
 from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
@@ -154,11 +160,15 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
     by_name = () if has_other_shape(geometry) else (geometry.name, geometry.hf_id)
     for name in (measured_name(model), *by_name):
         if name in measured:
+            from ebbench.devices.gridcost import measured_calibration
+
             return measured_calibration(Path(measured[name]))
     return None
 
 
 def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
+    from ebbench.devices.gridcost import GridCost
+
     assert calibration.grid is not None  # measured_calibration requires one
     cost = GridCost.measured(calibration.grid, host.request_s if host is not None else 0.0)
     return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbench.devices.mixers import BY_ROWS, WHOLE, Mixer, Product, attention
+from ebbench.devices.geometry import BY_ROWS, WHOLE, Mixer, Product, attention
 from ebbench.errors import InputFileError
 
 NAMES: Mapping[str, tuple[str, ...]] = {

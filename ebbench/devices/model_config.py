@@ -26,9 +26,8 @@ from ebbench.devices.families import (
     WINDOW,
     Family,
 )
-from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of
-from ebbench.devices.mixers import Mixer
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 

@@ -9,7 +9,7 @@ from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, ModelGeometry
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 NEWEST = (0, 33)
 

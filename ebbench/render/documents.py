@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
+from ebbench.render.console import Console
 from ebbench.untrusted import csv_cell, markdown, visible
 
 LABEL_WIDTH = 22
@@ -383,3 +384,14 @@ def _group_header(section: Section) -> list[str]:
 
 def _row(values: Iterable[str]) -> str:
     return " & ".join(escaped(value) for value in values) + r" \\"
+
+
+def rendered(document: Document, style: str, *, width: int | None = None) -> str:
+    """The document as text: markdown, latex, html, csv, or else as on a terminal of ``width`` columns."""
+    formats = {"markdown": as_markdown, "latex": as_latex, "html": as_html, "csv": as_csv}
+    if style in formats:
+        return formats[style](document)
+    console = Console(highlight=False, width=width)
+    with console.capture() as capture:
+        console.print(as_rich(document, console.width), soft_wrap=False)
+    return capture.get()

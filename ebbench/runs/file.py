@@ -12,10 +12,9 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from ebbench.config.declare import Declared
-from ebbench.config.strict_toml import load_toml
 from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UsageError
-from ebbench.foreign.documents import read_toml
+from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.run import RunSpec, known_settings, settings_of, spec_of
 from ebbench.spec.server import is_server
 

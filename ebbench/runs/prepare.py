@@ -243,3 +243,13 @@ def without_load(spec: RunSpec) -> RunSpec:
 
 
 _OF_LOAD = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate", "rate_scale")
+
+
+def needs_saturation(plan: PlanOptions) -> bool:
+    """Whether the scenario's rates are shares of a saturated rate that was not given."""
+    from ebbench.traffic.spec import load_scenario
+
+    if plan.scenario is None or plan.request_rate is not None or plan.saturation_rate is not None:
+        return False
+    phases = load_scenario(plan.scenario).phases
+    return any(phase.share is not None and phase.rate is None for phase in phases)

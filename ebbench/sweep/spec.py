@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from ebbench.config.strict_toml import load_toml
 from ebbench.engines.checks import check_options
 from ebbench.engines.setup import make_engine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server
@@ -288,7 +288,8 @@ def trace_notes(cells: Sequence[RunSpec]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _trace_note(workload: str, time_unit: str | None, columns: str | None, tokenizer: str | None) -> str:
-    from ebbench.workloads.trace import read_trace, time_note
+    from ebbench.analysis.environment import time_note
+    from ebbench.workloads.trace import read_trace
 
     path = recorded_file(workload)
     assert path is not None  # the caller checked

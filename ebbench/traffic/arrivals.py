@@ -7,12 +7,19 @@ to seconds. Poisson, gamma and constant gaps can therefore be combined with any 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+
+def substream(seed: int, name: str) -> np.random.Generator:
+    """The generator of subsystem ``name`` for ``seed`` (an integer >= 0); equal arguments give equal draws."""
+    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(name.encode())]))
+
 
 Ints = npt.NDArray[np.int64]
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from ebbench.config.strict_toml import given_of, load_toml, not_positive
 from ebbench.config.topology import TopologySpec
+from ebbench.foreign.documents import given_of, load_toml, not_positive
 from ebbench.resources import bundled_dir
 from ebbench.traffic.arrivals import Process
 from ebbench.workloads.lengths import LengthSpec

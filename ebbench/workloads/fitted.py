@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.arrivals import order_with, roots_of
-from ebbench.traffic.substreams import substream
+from ebbench.traffic.arrivals import order_with, roots_of, substream
 from ebbench.workloads.lengths import LONGEST
 from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.config.strict_toml import given_of, not_positive
 from ebbench.errors import UsageError
+from ebbench.foreign.documents import given_of, not_positive
 
 CensoredFamily = Literal["gamma", "lognormal"]
 Vector = npt.NDArray[np.float64]

@@ -17,9 +17,9 @@ from ebbench.errors import UsageError
 from ebbench.records.content import with_block_tokens
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
+from ebbench.traffic.arrivals import substream
 from ebbench.traffic.schedule import Schedule, closed_phases, make_schedule, phase_rate
 from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
-from ebbench.traffic.substreams import substream
 from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import (
@@ -35,9 +35,8 @@ from ebbench.workloads.requests import (
 )
 from ebbench.workloads.sessions import session_spec, with_sessions
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.sources import Selection, draw_requests, gather
-from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
-from ebbench.workloads.trace import read_trace, replayed, sliced
+from ebbench.workloads.sources import draw_requests, gather
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
 
 
 @dataclass(frozen=True)
@@ -433,6 +432,8 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     assert path is not None  # make_plan checked
     if options.keep_text and not options.with_text:
         raise UsageError("--keep-text sends a log's prompts to a server; this engine reads no texts, leave it out")
+    from ebbench.workloads.trace import read_trace
+
     trace = read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text)
     if scenario.loop == "trace":
         return _replay(options, scenario, trace.timed(options.time_unit))
@@ -450,6 +451,8 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
 
 
 def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
+    from ebbench.workloads.trace import replayed, sliced
+
     replay = scenario.replay or Replay()
     if options.speed is not None:
         replay = msgspec.structs.replace(replay, speed=options.speed)

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.config.setting_strings import named_settings, setting, settings_of
-from ebbench.config.strict_toml import not_positive
 from ebbench.errors import UsageError
-from ebbench.traffic.substreams import substream
+from ebbench.foreign.documents import not_positive
+from ebbench.traffic.arrivals import substream
 from ebbench.workloads.lengths import LengthSpec, length_spec
 from ebbench.workloads.requests import Floats, Requests
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from ebbench.errors import UsageError
 from ebbench.records.content import CHUNK_TOKENS
-from ebbench.traffic.substreams import substream
+from ebbench.traffic.arrivals import substream
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, ints
 
 BLOCK_TOKENS = 16

@@ -18,7 +18,7 @@ from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.devices.surfaces import US, surfaces
 from ebbench.devices.table import TableCost
 from ebbench.errors import DataError
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 AS_PROFILED = HostCosts(0.0, 0.0, 1.0)
 

@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ebbench.config.strict_toml import load_toml
 from ebbench.devices import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import read_profile
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError
 from ebbench.foreign import opening
+from ebbench.foreign.documents import load_toml
 from ebbench.hazard.lengths import read_lengths
 from ebbench.records.manifest import decode_manifest
 from ebbench.records.run import Run

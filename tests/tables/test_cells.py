@@ -20,9 +20,8 @@ from ebbench.runs.execute import Task, make
 from ebbench.runs.key import directory_name, key_of
 from ebbench.runs.pool import Outcome
 from ebbench.runs.store import CELL, RunStore, run_missing
-from ebbench.spec.host import HostCosts
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, HostCosts
 
 
 def test_a_second_call_runs_nothing(store: RunStore, small_cell: RunSpec, shift_cell: RunSpec) -> None:

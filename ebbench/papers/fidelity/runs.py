@@ -33,9 +33,8 @@ from ebbench.records.schema import PLAN
 from ebbench.runs.api_server import left_out_of
 from ebbench.runs.execute import Task, make
 from ebbench.runs.pool import pool_of
-from ebbench.spec.host import HostCosts
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import DEFAULT_CLASS, EngineOptions
+from ebbench.spec.server import DEFAULT_CLASS, EngineOptions, HostCosts
 from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
