@@ -98,7 +98,7 @@ def test_the_replayed_run_meets_its_targets_with_nothing_fitted() -> None:
     assert all(score.met for score in found), [(score.name, score.reached) for score in found]
 
 
-def test_fitted_cases_are_those_that_docs_accuracy_names() -> None:
+def test_fitted_cases_are_those_that_the_notes_name() -> None:
     fitted = [case for case in all_cases() if case.fitted]
     assert {
         (c.group, c.device, c.name) for c in fitted if c.group not in ("silicon", "table 20", "figure 3", GROUP)

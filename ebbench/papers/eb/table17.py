@@ -27,7 +27,7 @@ _NOTES = (
     "Ours: runs as in table 2, at the sizes published for Gemma (tables 14 and 15). WildChat's message lengths were "
     "not published: table 9's are taken. NuminaMath's printed rates do not fit answers of the scripts' 4,000 tokens.",
     "A model of 1B keeps vLLM's API server busy, which is therefore simulated in every run; its one constant was set "
-    "on Qwen3-8B and ShareGPT (docs/accuracy.md).",
+    "on Qwen3-8B and ShareGPT (reports/fidelity/notes/api-server.md).",
 )
 
 

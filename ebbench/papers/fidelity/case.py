@@ -13,7 +13,7 @@ from ebbench.spec.server import OFF
 
 DEVICES = {title: name for name, title in GPUS.items()}
 MODELS = {"Qwen3-8B": "qwen3-8b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
-# The rows on which constants were fitted: docs/accuracy.md says which constant on which row.
+# The rows on which constants were fitted: reports/fidelity/notes/constants.md says which constant on which row.
 FIT_ROWS = ("c=32", "c=512")  # of table 3: the host's constants
 KV_SIZE_ROW = ("c=2048", "RTX PRO 6000")  # of table 3: memory that the papers' servers leave for the KV cache
 GEMM_FACTOR_ROW = ("H200", "Qwen3-8B", "LongBench")  # of table 2 and figure 5: arithmetic of matrix products

@@ -189,7 +189,8 @@ Written by `ebbench fidelity`, as are the pages of this folder; `notes/` is writ
 Every number measured by others stands beside ours on the page of its source. *Fitted* cells belong to rows that a
 constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why.
 {runs}
-What a device is made of is in `NOTICE`; what is modelled and how far to trust it, in `docs/accuracy.md`.
+What a device is made of is in `NOTICE`, what is modelled in `docs/emulator.md`,
+how far to trust it in `docs/accuracy.md`.
 """
 
 
