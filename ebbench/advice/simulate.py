@@ -35,6 +35,22 @@ from ebbench.spec.run import RunSpec, simulated
 from ebbench.workloads import load_scenario
 from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
+# Searches policies and token budgets together within a bounded number of runs: successive halving.
+#
+# Every pair of a policy and a budget runs on the first seed. The better third goes on to three seeds, the better
+# third of those to nine, and so on up to the number of seeds asked for (Karnin, Koren and Somekh, "Almost optimal
+# exploration in multi-armed bandits", 2013, with a third instead of a half, as in Hyperband, Li et al. 2018). With P
+# pairs and S seeds that is at most about P (1 + log3 S) runs where a full grid takes P S.
+#
+# Halving suits this problem because all pairs run on the same plans. The variance between seeds, which is common to
+# all, does not enter the comparison, so one seed ranks them nearly as all seeds do, and the seeds go to those pairs
+# that are close to the best. A model-based search (Bayesian optimisation) would need a distance between policies,
+# which have none. Runs of one round do not depend on one another, so all cores are busy.
+#
+# These pairs are never dropped: the reference, with which all gains are compared; the best budget of vLLM's own
+# scheduling, so that the gain of a tuned budget alone is known as precisely as that of the best policy; and, among
+# few policies, the best budget of each, since users want to see the policies that they named.
+
 FACTOR = 3
 """Ratio of seeds between rounds, and of the pairs before a round to those after it."""
 FEWEST = 8

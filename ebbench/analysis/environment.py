@@ -13,6 +13,8 @@ from ebbench.records.manifest import Manifest, PhaseFact
 from ebbench.spec.server import OFF
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 
+# The load of a run (number and rate of sessions) and its machine (GPUs and scheduler limits).
+
 _ONE_DEVICE = frozenset({"sim", "emulated"})
 """Engines that run on one GPU unless the manifest says otherwise."""
 

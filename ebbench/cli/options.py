@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     pass
 
 
+# Refuses options that would have no effect.
+
+
 def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
     """Raise UsageError for the first of ``options`` (parameter names) that was given but is not read by ``what``."""
     names = {param.name: _shown(param) for param in context.command.params}
@@ -37,6 +40,8 @@ def given_options(context: typer.Context, options: Iterable[str]) -> list[str]:
 def _shown(param: Any) -> str:
     return str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
 
+
+# `--format` of the commands that show tables of runs: table, Markdown or CSV.
 
 FORMATS = ("table", "markdown", "csv")
 Format = Annotated[

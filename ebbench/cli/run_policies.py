@@ -41,6 +41,9 @@ FEWEST, MOST = 2, 10_000
 """Least number of repeats before a decision, and the most that are run: beyond some hundred, nothing changes."""
 
 
+# `--repeats`: their number, a note before the first run about what they can show, and when `auto` stops.
+
+
 def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
     """Most repeats, and whether to stop when it is clear which policy is better. Raises UsageError."""
     if text.strip() == UNTIL_CERTAIN:
@@ -101,6 +104,9 @@ def why_stop(summaries: Sequence[Summary]) -> str:
         "equal": f"Stopped after {count} repeats: the policies are equal to within 0.5 %.",
         "copies": f"Stopped after {count} repeats: they give the same figures, so no randomness is left.",
     }[stop_reason(groups)]
+
+
+# What `ebbench run` says before its first run: the engine, the load, the repeats, whose power is measured.
 
 
 def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:

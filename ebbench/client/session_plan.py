@@ -175,6 +175,8 @@ def _reordered(rows: list[int], starts: list[int], order: list[int]) -> tuple[li
     return [row for group in groups for row in group], bounds.tolist()
 
 
+# Splits a plan over several machines: whole sessions, in release order, each machine with its share of the load.
+
 Ints = npt.NDArray[np.int64]
 _TOO_LITTLE = (
     "{} client nodes need a session each in the plan, and in every phase as many sessions open at a time; use fewer "
@@ -285,6 +287,11 @@ def _part(plan: PlanPart, machine_of: Ints, session_of_row: Ints, number: int, m
         spacing_ns=plan.spacing_ns * machines,
     )
 
+
+# Builds the bodies of long prompts before they are due, in a thread of their own.
+#
+# A body of 50,000 tokens takes milliseconds, in which the event loop can neither send in time nor time a response.
+# The thread builds first requests of the sessions that this worker will release next, up to a limit of memory.
 
 LONG_PROMPT_TOKENS = 2048
 """Prompts from this length on are built ahead; a shorter one takes less time than handing it over."""

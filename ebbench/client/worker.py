@@ -41,6 +41,8 @@ from ebbench.process.collector import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets, spacing_ns
 
+# One open session of a worker: sends its requests in the order of its graph, with their pauses.
+
 NOT_RELEASED = "not_released"
 BodyOf = Callable[[Turn, Sequence[tuple[str, str]], bool], bytes]
 """The body of a request: of a turn, with the history of its session, and whether its client may hang up."""
@@ -152,6 +154,9 @@ class OpenSession:
         while not self._stopping.is_set() and (left_ns := time_ns - time.monotonic_ns()) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), left_ns / 1e9)
+
+
+# Main function of a worker process: reads its assignment, prepares, sends its share of the requests, reports.
 
 
 async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+# Layers that mix tokens: attention of several kinds, and what stands in its place, with weights, cache and slices.
+
 KINDS = ("full", "window", "chunk", "sparse", "latent", "index", "state")
 BY_COLUMNS, BY_ROWS, WHOLE = "columns", "rows", "whole"
 

@@ -239,6 +239,9 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
     return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning,))
 
 
+# A unit of several GPUs as a single device: its step times, KV capacity and memory.
+
+
 @dataclass(frozen=True)
 class UnitDevice:
     """One unit: its ``device`` (cost and KV capacity of all its GPUs) and the data for KV transfers.

@@ -206,6 +206,8 @@ def measured_name(model: str) -> str:
     return str(path.parent if path.name == "config.json" else path)
 
 
+# Which model and device a name stands for: own files may carry the name of a bundled one, or of each other.
+
 DIGITS = 8
 _WORDS = frozenset(
     {"name", "provenance", "source", "note", "mixed_note", "mixed_leaning", "doubt", "short_name", "gpu"}

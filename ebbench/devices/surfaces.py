@@ -15,6 +15,18 @@ from ebbench.devices.profiles import DeviceProfile
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.errors import UsageError
 
+# Attention time of one layer, from joint tables if they exist, else from pure tables.
+#
+# A step's attention is `prefill + increment`: the prompts' own cost, and what the decodes add to it. The increment is
+# measured (joint tables) or derived from the pure decode cost. Tables are extrapolated as follows:
+#
+# - Decodes beyond the last row: a decode has a fixed cost and a cost per KV token; both are estimated from the whole
+#   last row, not from the slope of two points.
+# - Mixed steps beyond 128 decodes: FlashAttention 2 gives every decode of a mixed batch its own tile per query head and
+#   processes the batch head by head. Queries that share a KV head then find their keys in the L2 cache only if the keys
+#   of the *whole batch* fit. So the cost depends on the sum of contexts, which the 128-decode rows cover up to two
+#   million tokens, plus a fixed cost per sequence.
+
 Array = npt.NDArray[np.float64]
 
 # Query rows of one FlashAttention tile: a shorter chunk costs as much as this many rows.
@@ -521,6 +533,8 @@ def _decode_row(rows: dict[tuple[int, ...], float], seqs: int, rate: float) -> A
     beyond = np.maximum(at - contexts[-1], 0.0) * seqs * rate
     return np.asarray(np.maximum(inside + beyond, at * seqs * rate))
 
+
+# Attention surfaces from data-sheet rates, for layers that no kernel table has: MLA, indices, states.
 
 LAUNCHES_S = 5e-6
 """Two small kernels per layer and step."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm_eb.policy import PolicySpec
 
 
+# The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.
+
 _IS_A_LABEL = (
     "The server schedules by its own settings and does not report them; the policy is only the label of this run"
 )

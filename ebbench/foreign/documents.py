@@ -198,6 +198,8 @@ def _yaml_loader(yaml: Any) -> Any:
     return UniqueKeys
 
 
+# Decodes TOML files into frozen structs; an unknown key is an error that names the nearest known one.
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 

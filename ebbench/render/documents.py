@@ -248,6 +248,9 @@ def _html_cell(value: Value, column: Column) -> str:
     return f"<td><b>{shown}</b></td>" if column.ours else f"<td>{shown}</td>"
 
 
+# Renders documents as GitHub Markdown.
+
+
 def as_markdown(document: Document) -> str:
     """A heading, the command that reproduces the document, one table per section, the notes."""
     written = _own_markup if document.markup else markdown
@@ -294,6 +297,11 @@ def _header(column: Column) -> str:
 def _line(values: Iterable[str]) -> str:
     return f"| {' | '.join(values)} |"
 
+
+# Renders documents as LaTeX with booktabs rules, for papers that load `booktabs` and `graphicx`.
+#
+# Every table fits a page of the standard classes. A table with too many columns or rows is split into several, each
+# with the row labels; a table that is slightly too wide is scaled to the text width.
 
 WIDTH = 100
 """Characters per table row: at most about 1.3 times what fits, so that scaled text keeps 7 points."""

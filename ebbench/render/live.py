@@ -283,6 +283,9 @@ def with_progress(
             ) from None
 
 
+# Plans and runs with a line of progress.
+
+
 def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
     """The plan of one seed, with a spinner while it is read. Raises UsageError for a request that does not fit."""
     reading: AbstractContextManager[object] = nullcontext()

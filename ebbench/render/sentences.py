@@ -46,6 +46,8 @@ from ebbench.records.manifest import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
 
+# What a comparison leaves open: chance, and differences between the whole run and its steady window.
+
 MOST_PAIRS = 100
 """Larger numbers of pairs are not suggested."""
 NO_CHANCE = (

@@ -163,6 +163,9 @@ def _frozen(kept: T) -> T:
     return kept
 
 
+# A series: one load under several policies and seeds, of which all runs share an engine.
+
+
 @dataclass(frozen=True)
 class Series:
     """``spec``: the run of the first policy and seed; the others differ from it in these two only."""

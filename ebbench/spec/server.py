@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, declare
 from ebbench.config.server_url import is_server_url
 
+# The free constants of a device and model, which a run may replace.
+
 
 @dataclass(frozen=True)
 class HostCosts:

@@ -188,6 +188,9 @@ def _cells(
 _SLOW = ("workload", "scenario", "seed", "num_prompts", "source", "max_concurrency", "request_rate", "model", "device")
 
 
+# Checks of the cells before the first one runs, and notes about them.
+
+
 def check_cells(cells: Sequence[RunSpec]) -> None:
     """Raise UsageError for unknown names, settings that an engine does not support, and a grid without any runnable
     cell."""

@@ -23,6 +23,10 @@ from ebbench.workloads.requests import Int32s, Requests, part_of, repeatable, si
 from ebbench.workloads.spec import Hub, Records, Schema, Selection, WorkloadSpec
 from ebbench.workloads.tokens import TokenCounter, token_counter
 
+# Converts records in the data sets' schemas to exchanges: a user's messages and their responses.
+#
+# Selection rules: Zhang et al., ICML 2026, section 4.1 and appendix E.1, as stated in the workload files.
+
 
 class Exchange(NamedTuple):
     """One message and its response. LongBench's context is separate, since it is cut to length."""
@@ -144,6 +148,8 @@ def plain(record: msgspec.Struct) -> Any:
     return msgspec.to_builtins(record)
 
 
+# Converts conversations to requests: counts tokens, cuts contexts, applies caps.
+
 _BATCH = 256  # conversations whose texts are tokenized together
 _BREAK = "\n\n"  # between a context and its question, and between turns of a conversation
 
@@ -263,6 +269,11 @@ def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) ->
             row += 1
     return prompts
 
+
+# The `hub` source: first records of a data set on the Hugging Face hub, streamed through `datasets`.
+#
+# Selected records are cached on disk (only the fields read, in the data set's own schema), so that the next plan of
+# the same workload needs no network.
 
 PROBE_S = 3.0
 

@@ -38,6 +38,8 @@ from ebbench.workloads.shared_prefix import with_shared_prefixes
 from ebbench.workloads.sources import draw_requests, gather
 from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
 
+# Assembles a plan from requests and a schedule.
+
 
 @dataclass(frozen=True)
 class LengthLimits:
@@ -173,6 +175,8 @@ def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Req
     return Requests(np.arange(len(inputs)), np.zeros(len(inputs), np.int32), inputs, outputs)
 
 
+# LoRA adapters and images of requests: what a request over HTTP carries besides its text.
+
 BASE_MODEL = "base"
 """Stands for the model itself among the names of adapters."""
 
@@ -230,6 +234,8 @@ def with_images(requests: Requests, images: ImageSettings) -> Requests:
         facts={**requests.facts, "images": described},
     )
 
+
+# Statistics of a plan: means, percentiles and the decode share.
 
 PERCENTILES = (5, 50, 95, 99)
 

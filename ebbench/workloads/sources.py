@@ -13,6 +13,8 @@ from ebbench.workloads.fitted import draw_fitted
 from ebbench.workloads.requests import Int64s, Requests, single_turn, with_history
 from ebbench.workloads.spec import Profile, Selection, Turns, WorkloadSpec
 
+# The `profile` source: draws requests from length distributions, without a data set.
+
 
 def draw_requests(profile: Profile, sessions: int, seed: int, part: str = "") -> Requests:
     """Draw ``sessions`` sessions. ``part``: name of a scenario phase, which gets its own random substream."""

@@ -37,6 +37,11 @@ from ebbench.workloads.trace_times import (
     seconds_since_first,
 )
 
+# The formats of traces and logs that are recognised, most specific first. A new format is one entry of FORMATS.
+#
+# A format turns records into `ebbench.workloads.recorded.Recorded`; `ebbench.workloads.trace_times` decides the unit
+# of times and `ebbench.workloads.trace` the order, sessions and blocks, for all formats alike.
+
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURST = ("Timestamp", "Request tokens", "Response tokens")
 _BAILIAN = ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length")
