@@ -22,6 +22,11 @@ from vllm_eb.theory import (
     optimal_threshold,
 )  # fmt: skip
 
+# Theoretical predictions for a workload on a device: threshold, batch, throughputs, and the EB/MB crossover.
+#
+# Pure functions from lengths and cost coefficients to predictions (docs/theory.md). `ebbench.advice.simulate` has the
+# simulation.
+
 _SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
 
 

@@ -22,6 +22,7 @@ from ebbench.advice.results import (
     sign_changes,
 )
 from ebbench.analysis.caveats import by_policy, told_once
+from ebbench.analysis.environment import time_note
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.engines.checks import check_options
@@ -32,8 +33,23 @@ from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 from ebbench.workloads import load_scenario
-from ebbench.workloads.trace import time_note
 from vllm_eb.policy import least_seqs, parse_policy
+
+# Searches policies and token budgets together within a bounded number of runs: successive halving.
+#
+# Every pair of a policy and a budget runs on the first seed. The better third goes on to three seeds, the better
+# third of those to nine, and so on up to the number of seeds asked for (Karnin, Koren and Somekh, "Almost optimal
+# exploration in multi-armed bandits", 2013, with a third instead of a half, as in Hyperband, Li et al. 2018). With P
+# pairs and S seeds that is at most about P (1 + log3 S) runs where a full grid takes P S.
+#
+# Halving suits this problem because all pairs run on the same plans. The variance between seeds, which is common to
+# all, does not enter the comparison, so one seed ranks them nearly as all seeds do, and the seeds go to those pairs
+# that are close to the best. A model-based search (Bayesian optimisation) would need a distance between policies,
+# which have none. Runs of one round do not depend on one another, so all cores are busy.
+#
+# These pairs are never dropped: the reference, with which all gains are compared; the best budget of vLLM's own
+# scheduling, so that the gain of a tuned budget alone is known as precisely as that of the best policy; and, among
+# few policies, the best budget of each, since users want to see the policies that they named.
 
 FACTOR = 3
 """Ratio of seeds between rounds, and of the pairs before a round to those after it."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest, PhaseFact
 from ebbench.spec.server import OFF
-from ebbench.workloads.trace import time_note
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
+
+# The load of a run (number and rate of sessions) and its machine (GPUs and scheduler limits).
 
 _ONE_DEVICE = frozenset({"sim", "emulated"})
 """Engines that run on one GPU unless the manifest says otherwise."""
@@ -411,3 +413,22 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
         if name not in ENVIRONMENT:
             raise UnknownNameError("environment key", name, ENVIRONMENT)
     return tuple(names)
+
+
+def time_note(facts: Mapping[str, Any]) -> str:
+    """How a replayed trace's times were read, with its rate and duration; empty without a replay."""
+    unit = facts.get("time_unit")
+    if unit is None:
+        return ""
+    from ebbench.workloads.trace_times import NAMES, short_number
+
+    rate = facts["trace_requests_per_s"]
+    what = f"{facts['trace_requests']:,} requests over {short_number(facts['trace_span_s'])} s"
+    rated = f", {short_number(rate)} per second" if rate is not None else ""
+    speed = facts.get("speed", 1.0)
+    scaled = "" if speed == 1.0 else f"; replayed {speed:.4g} times as fast"
+    name = Path(str(facts["source"]).removeprefix("file:")).name
+    named = ", ".join(f"{role} = {column}" for role, column in facts.get("columns", {}).items())
+    columns = f"; columns: {named}" if named else ""
+    reason = facts["time_unit_reason"]
+    return f"trace {name}: {what}{rated}; its times are read as {NAMES[unit]} ({reason}){scaled}{columns}"

@@ -40,6 +40,8 @@ from ebbench.config.setting_strings import named_settings, pairs_of, setting, se
 from ebbench.errors import UsageError
 from ebbench.records.schema import ABANDONED
 
+# Service-level objectives: limits on request latencies, as in `--goodput ttft:500 tpot:50 e2el:5000`.
+
 
 @dataclass(frozen=True)
 class Slo:
@@ -85,6 +87,12 @@ def slo_from_limits(limits: Mapping[str, float]) -> Slo:
     """The inverse of :meth:`Slo.limits`."""
     return Slo(**limits)
 
+
+# Mean, standard deviation and percentiles of a latency; a percentile is null if there are too few samples for it.
+#
+# A percentile is sound if, with 99 % confidence, at least two samples lie beyond the true one; with fewer samples the
+# estimate is little more than the maximum. The number of samples beyond the q-quantile is Binomial(n, 1-q), so n must
+# satisfy `q**n + n*(1-q)*q**(n-1) <= 0.01`: 64 samples for p90, 130 for p95, 662 for p99.
 
 NS_PER_MS = 1e6
 QUANTILES = {"p90": 0.90, "p95": 0.95, "p99": 0.99}

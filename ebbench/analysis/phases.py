@@ -17,6 +17,26 @@ from ebbench.errors import UsageError
 from ebbench.records.run import Run
 
 WINDOW_S, WINDOW_SHARE = 5.0, 0.1
+# How long a system takes to recover from a shift of its traffic.
+#
+# Definitions. A phase is *served* from the first output token of any of its requests to the first output token of the
+# next phase's (the last phase: to the last first token of all, without the drain). Tokens processed are prompts,
+# counted at their first output token, and output tokens. The *settled rate* is tokens processed per second over the
+# second half of the served span.
+#
+# - recovery time: the smallest r such that the mean rate from r after the start to the middle of the span is at least
+#   95 % of the settled rate; 0 if the shift cost nothing, None if no r up to one window before the middle qualifies.
+#   The mean has a fixed end instead of a moving window: with exclusive batches the rate oscillates within every cycle.
+# - TTFT recovery: requests of the phase in order of their intended start, in blocks of a twentieth of them (at least
+#   20); from the phase's first intended start to the end of the last block of the first half whose median TTFT exceeds
+#   1.5 times the median over the second half; 0 if no block does
+# - lost time: tokens short of the settled rate over the first half of the span, as seconds of work at that rate
+# - controller time: from the start of the served span to the last change of mode inside it; 0 without a change; the
+#   requests that ended meanwhile are those whose last token lies in it
+#
+# A window is the larger of 5 s and a tenth of the span; phases served for less than four windows have no settled
+# rate.
+
 BAND = 0.95
 TTFT_FACTOR, _BLOCK = 1.5, 20
 _STEPS = 400  # points in time at which the rate is evaluated
@@ -158,6 +178,12 @@ def _recovery(
         recovery_s=float(moments[enough[0]]) - start if len(enough) else None,
         lost_s=lost,
     )
+
+
+# SLO attainment over a grid of TTFT and TPOT targets.
+#
+# Attainment is the share of *planned* requests that completed and met both targets, as in `ebbench.analysis.metrics`,
+# also where TPOT is undefined: a failed request meets no target.
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,12 @@ import numpy as np
 from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.statistics import tukey_reach
 
+# The noise between seeds of several treatments, and which differences go beyond it.
+#
+# Every treatment (a policy with its configuration) ran the same plans, one per seed. What a treatment and a seed do
+# to the logarithm of a figure is taken out; what is left is the noise, pooled over all treatments, so that two seeds
+# of a grid of eight have seven degrees of freedom.
+
 T = TypeVar("T", bound=Hashable)
 ALPHA = 0.05
 """Probability of taking any treatment for worse than the best if all are equal."""

@@ -17,6 +17,21 @@ import numpy.typing as npt
 
 from ebbench.extras import need
 
+# Paired statistics that remain valid if they are evaluated after every pair.
+#
+# A fixed-n test (`statistics.py`) is exact for one evaluation at n pairs. Testing after every pair and stopping at
+# the first p below 5 % is wrong far more often than in 5 % of cases. Here the evidence against "the loss is symmetric
+# about a value of at most `bound`" is an e-process, a product whose expectation does not grow while that is true::
+#
+#     E_n = mean over rates r of  prod_i (1 + tanh(r * (x_i - bound)))
+#
+# Given the size of a pair's loss, either sign is equally likely under the hypothesis, so each factor has mean 1, or
+# at most 1 if the centre is below `bound`. This is the hypothesis of the sign-flip test; it does not assume
+# normality. By Ville's inequality E_n ever reaches 1 / alpha with probability at most alpha, so `1 / max E` is a
+# p-value at every n (Ramdas, Gruenwald, Vovk, Shafer: Game-theoretic statistics and safe anytime-valid inference,
+# 2023). A factor is at most 2: n pairs cannot give p below 2**-n, as in the sign-flip test. The mean over rates is an
+# e-process too, so no rate has to be chosen after seeing data.
+
 Floats = npt.NDArray[np.float64]
 
 EXACT_PAIRS = 14

@@ -40,6 +40,8 @@ from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
 from ebbench.records.warnings import RunWarning
 
+# The clients that sent a run's requests: machines, where there were several, and connections.
+
 
 @dataclass(frozen=True)
 class ClientNodes:

@@ -11,6 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+# Fits the share of requests that meet a requirement over log(load), and finds where it crosses the required share.
+#
+# Quasi-binomial logistic regression (Wedderburn 1974) on the probes near the crossing. A pure bisection would treat
+# each noisy probe as exact and give no interval; the fit uses how far each probe was above or below, and its
+# residuals measure the noise. Requests of one run are not independent (they share a queue), so the variance is
+# multiplied by the dispersion, the larger of two estimates: between probes, from the residuals, and within probes,
+# from batches of consecutive requests.
+
 Floats = npt.NDArray[np.float64]
 _NEAR = math.log(1.25)
 """Largest distance from the crossing, in log(load), of probes in the fit; the logistic curve is a local
@@ -140,6 +148,9 @@ def _joined(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, 
 
 def _logit(share: float) -> float:
     return math.log(share / (1 - share))
+
+
+# Types of a capacity search: its requirements, the counts of one probe, and the estimated capacity.
 
 
 @dataclass(frozen=True)

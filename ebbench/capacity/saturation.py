@@ -30,8 +30,16 @@ if TYPE_CHECKING:
     from ebbench.engines.base import Engine
     from ebbench.render.console import Console
     from ebbench.runs.prepare import Series
-    from ebbench.workloads.options import PlanOptions
 
+
+# The rate at which a system that is never idle completes sessions, from closed loops in simulation.
+#
+# A closed loop with twice as many open sessions as a batch holds keeps the batch full. For 18 combinations of three
+# devices, three workloads and two policies no smaller loop completed more than 1 % more.
+#
+# Where requests share prefixes, such as the turns of a conversation, fewer open sessions may complete several times
+# as much, because the prefix cache then holds their prefixes: an H200 completed 1.6 conversations/s of wildchat with
+# 2,048 open and 4.2/s with 256. There loops of falling size are tried, and the highest rate counts.
 
 SESSIONS_PER_OPEN = 8
 """Sessions of a closed loop per open one: within 4 % of the rate with 60 (five settings on three GPUs, three seeds).
@@ -96,16 +104,6 @@ class Saturation:
 
     rate: float
     sentence: str
-
-
-def needs_saturation(plan: PlanOptions) -> bool:
-    """Whether the scenario's rates are shares of a saturated rate that was not given."""
-    from ebbench.traffic.spec import load_scenario
-
-    if plan.scenario is None or plan.request_rate is not None or plan.saturation_rate is not None:
-        return False
-    phases = load_scenario(plan.scenario).phases
-    return any(phase.share is not None and phase.rate is None for phase in phases)
 
 
 def with_saturation(

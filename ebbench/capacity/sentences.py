@@ -20,6 +20,8 @@ from ebbench.records import files
 from ebbench.records.warnings import RunWarning
 from ebbench.render import numbers
 
+# Results of `ebbench capacity` as JSON: one object per policy, for --json and stored with the probes.
+
 FILE = "capacity-answers.json"
 
 

@@ -98,8 +98,8 @@ def _table(experiment: str) -> PaperTable:
 
 
 def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: bool) -> None:
-    from ebbench.cli.tables import rendered
     from ebbench.papers.table import PaperOptions, make_runs
+    from ebbench.render.documents import rendered
     from ebbench.runs.store import RunStore
 
     store, options = RunStore(runs), PaperOptions(num_prompts=num_prompts)

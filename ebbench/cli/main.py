@@ -26,6 +26,8 @@ from ebbench.errors import EbbenchError, UsageError
 from ebbench.process.termination import finish, held, received
 from ebbench.untrusted import visible
 
+# What is wrong with a command's surroundings, found before anything is measured.
+
 _PRINTED = "µ–×│━→"
 """Characters that tables and sentences hold beside ASCII."""
 _PLAIN = frozenset({"--json", "--help", "-h", "--version"})

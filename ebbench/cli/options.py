@@ -16,7 +16,10 @@ from typer.core import TyperCommand, TyperOption
 from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
-    from ebbench.analysis.documents import Document
+    pass
+
+
+# Refuses options that would have no effect.
 
 
 def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
@@ -38,6 +41,8 @@ def _shown(param: Any) -> str:
     return str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
 
 
+# `--format` of the commands that show tables of runs: table, Markdown or CSV.
+
 FORMATS = ("table", "markdown", "csv")
 Format = Annotated[
     str, typer.Option("--format", "-f", help="table, markdown, or csv (only the tables, figures as plain numbers).")
@@ -50,13 +55,6 @@ def check_format(style: str, *, as_json: bool) -> None:
         raise UnknownNameError("format", style, FORMATS)
     if as_json and style != FORMATS[0]:
         raise UsageError(f"--json and --format {style} are two formats; leave one of them out")
-
-
-def written(document: Document, style: str) -> str:
-    """The document in a format other than ``table``."""
-    from ebbench.cli.tables import rendered
-
-    return rendered(document, style)
 
 
 # A workload may follow the pairs: log:FILE and trace:FILE are not among them.

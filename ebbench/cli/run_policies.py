@@ -21,7 +21,7 @@ from ebbench.records.run import NotStoredError, Run, default_run_dir, new_direct
 from ebbench.render.live import measured, planned
 from ebbench.runs import prepare
 from ebbench.runs.key import stored_form
-from ebbench.runs.prepare import Series
+from ebbench.runs.prepare import Series, needs_saturation
 from ebbench.spec.server import AUTO, is_server
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 UNTIL_CERTAIN = "auto"
 FEWEST, MOST = 2, 10_000
 """Least number of repeats before a decision, and the most that are run: beyond some hundred, nothing changes."""
+
+
+# `--repeats`: their number, a note before the first run about what they can show, and when `auto` stops.
 
 
 def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
@@ -103,10 +106,13 @@ def why_stop(summaries: Sequence[Summary]) -> str:
     }[stop_reason(groups)]
 
 
+# What `ebbench run` says before its first run: the engine, the load, the repeats, whose power is measured.
+
+
 def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
     """Print these lines."""
+    from ebbench.analysis.environment import time_note
     from ebbench.spec.server import VIRTUAL_TIME
-    from ebbench.workloads.trace import time_note
 
     messages.print(sentence, markup=False, soft_wrap=True)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
@@ -266,10 +272,10 @@ def _repeat(
 
 def _saturated(series: Series, output: Output, engine: Engine, device: Device, messages: Console) -> Series:
     """The series with the saturated rate, measured here if the scenario needs it and it was not given."""
-    from ebbench.capacity.saturation import needs_saturation, with_saturation
-
     if not needs_saturation(series.spec.plan):
         return series
+    from ebbench.capacity.saturation import with_saturation
+
     return with_saturation(
         series.labelled(engine), engine, device, messages, beside=output.directory, quiet=output.quiet
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format, written
+from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def show(
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render import report
     from ebbench.render.console import Console
+    from ebbench.render.documents import rendered
 
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
@@ -56,7 +57,7 @@ def show(
     if style == "table":
         report.print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
     else:
-        sys.stdout.write(written(report.document(cases, all_percentiles=all_percentiles), style))
+        sys.stdout.write(rendered(report.document(cases, all_percentiles=all_percentiles), style))
     return _finish(damaged)
 
 

@@ -222,6 +222,8 @@ def _command() -> str:
 
 
 def _emit(document: Document, wanted: TableOutputFlags) -> None:
+    from ebbench.render.documents import rendered
+
     text = rendered(document, wanted.style, width=None if wanted.output is None else 200)
     if wanted.output is None:
         sys.stdout.write(text)
@@ -230,27 +232,3 @@ def _emit(document: Document, wanted: TableOutputFlags) -> None:
 
     wanted.output.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(text.encode(), wanted.output)
-
-
-def rendered(document: Document, style: str, *, width: int | None = None) -> str:
-    """The document as text in one of FORMATS."""
-    if style == "markdown":
-        from ebbench.render.documents import as_markdown
-
-        return as_markdown(document)
-    if style == "latex":
-        from ebbench.render.documents import as_latex
-
-        return as_latex(document)
-    from ebbench.render import documents as paper_tables
-
-    if style == "html":
-        return paper_tables.as_html(document)
-    if style == "csv":
-        return paper_tables.as_csv(document)
-    from ebbench.render.console import Console
-
-    console = Console(highlight=False, width=width)
-    with console.capture() as capture:
-        console.print(paper_tables.as_rich(document, console.width), soft_wrap=False)
-    return capture.get()

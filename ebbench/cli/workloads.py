@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ebbench.render.console import Console
 
 
+# The part of `ebbench workloads show log:FILE` that is about the log itself.
+
+
 def log_facts(name: str, columns: str | None, tokenizer: str | None, time_unit: str | None) -> dict[str, Any] | None:
     """What is known of ``log:FILE``; None for another workload. Raises UsageError, InputFileError."""
     from ebbench.hazard.trend import analyse_lengths
@@ -200,8 +203,8 @@ def fit(
 
 
 def _print(name: str, found: dict[str, Any]) -> None:
+    from ebbench.analysis.environment import time_note
     from ebbench.render.console import Console
-    from ebbench.workloads.trace import time_note
 
     facts = found["facts"]
     console = Console(highlight=False)

@@ -49,6 +49,8 @@ from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
 
+# Warm-up: requests before the start with the plan's lengths and other content, not recorded.
+
 _AT_ONCE = 64
 
 
@@ -79,6 +81,8 @@ def _turn(plan: Plan, number: int) -> Turn:
     lengths = {name: plan.table.column(name)[row].as_py() for name in ("input_tokens", "output_tokens")}
     return Turn(row=row, request_id="", turn=0, content=-1 - number, hash_ids=None, prompt=None, **lengths)
 
+
+# What a run's connections cost: how many there were, and whether requests waited for a server to accept theirs.
 
 _OVERTAKEN_BY = 3
 """A request waited for its connection if so many later ones, on connections in use, were answered before it."""

@@ -153,6 +153,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
+# How the monotonic clock of another machine relates to this one's, and how exactly that is known.
+#
+# One exchange reads this clock, the other one, and this clock again. The other clock was read at some time between,
+# so its offset lies within half the round trip of the value that assumes the middle (Cristian, Distributed Computing
+# 3, 1989). Of several exchanges the one with the shortest round trip is used.
+
 EXCHANGES = 40
 
 
@@ -189,6 +195,11 @@ def alignment_error_ns(before: ClockOffset, after: ClockOffset) -> int:
     drift_ns = abs(after.offset_ns - before.offset_ns)
     return max(before.error_ns, drift_ns + after.error_ns)
 
+
+# Client machines through Ray: each node of a cluster sends a part of one plan (`ebbench.client.ray_node`).
+#
+# This process splits the plan, starts all nodes at one time of its own clock, collects their records, and says what
+# the alignment of the clocks was worth and which nodes were lost.
 
 NODE_LOST = "node_lost"
 """Error class of requests whose client node was lost before it reported them."""

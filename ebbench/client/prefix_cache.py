@@ -18,6 +18,10 @@ import pyarrow.compute as pc
 
 from ebbench.records.content import block_tokens
 
+# Which prompts were sent to which server before: what nothing emptied may still be in its prefix cache.
+#
+# One line per run of this user, in `$XDG_STATE_HOME/ebbench/prompts-sent.jsonl`, by default under `~/.local/state`.
+
 MOST_LINES = 2_000
 """Older half dropped beyond this: a line has about 150 bytes."""
 

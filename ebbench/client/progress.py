@@ -17,6 +17,8 @@ from ebbench.client.senders import Senders
 from ebbench.client.server_numbers import OddNumber
 from ebbench.records.schema import REQUESTS, REQUESTS_EXTRAS, SAME_TIME_NS, tokens_after_first_of
 
+# Converts the workers' records to the requests table.
+
 _PLAN_COLUMNS = ("request_id", "session", "turn", "phase")
 
 

@@ -22,6 +22,11 @@ from ebbench.errors import UsageError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.spec.client import ClientOptions
 
+# When each session is due, without sending and without a clock.
+#
+# `(elapsed, sent) -> wait`: from the time since the start and the number of sessions released so far to the time
+# until the next release. No function reads a clock, so tests need no waiting.
+
 NEVER = -1
 
 
@@ -71,6 +76,10 @@ class Slots:
         after, before = self.limit(session), self.limit(session - 1) if session else 0
         return (after or 0) - (before or 0)
 
+
+# State shared by worker processes: a file of integers and a lock, both opened by path.
+#
+# A lock on a file does not outlive its process: the kernel releases it when a worker dies.
 
 _MEMORY = Path("/dev/shm")
 
@@ -125,6 +134,9 @@ class FileLock:
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self._descriptor)
+
+
+# Ramp-up: the load grows to its full size over some seconds.
 
 
 def ramped(plan: Plan, options: ClientOptions, ramp_up_s: float) -> tuple[Plan, ClientOptions]:

@@ -74,6 +74,8 @@ def parse(text: str) -> dict[_Key, float]:
         return {}
 
 
+# What a server says of its own settings in /metrics: vLLM its KV cache, vllm_eb its policy.
+
 POLICY = "policy"
 _POLICY_INFO, _CACHE_INFO = "vllm_eb_info", "vllm:cache_config_info"
 

@@ -44,6 +44,8 @@ from ebbench.process.open_files import OTHER_FILES, allow_open_files
 from ebbench.process.termination import on_signal
 from ebbench.spec.client import ClientOptions
 
+# Worker processes as seen by their parent: starting, messages, stopping, and ending in every case.
+
 _SESSIONS_PER_WORKER = 512
 _EXIT_WAIT_S = 5.0
 
@@ -163,6 +165,10 @@ async def _end(pool: WorkerPool) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             await asyncio.to_thread(process.wait)
+
+
+# What a signal does to a run: before the first request it cancels the run; then the first one releases no further
+# session and lets open requests finish, the second aborts them.
 
 
 class Interrupts:

@@ -24,6 +24,8 @@ from ebbench.network.connections import Answer, AnswerTooLargeError, ask, one_of
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.spec.client import ClientOptions, secrets
 
+# Why a server cannot be reached: certificates, TLS where none is spoken, proxies that are not used.
+
 _PROBE_S = 2.0
 _CERTIFICATES = (
     (("mismatch", "not valid for"), "the certificate is for other names: use one of them in the URL"),
@@ -83,6 +85,8 @@ async def _speaks_tls(host: str, port: int) -> bool:
     writer.close()
     return True
 
+
+# Runs a coroutine to its end, also where an event loop is running already, as in a notebook.
 
 T = TypeVar("T")
 

@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+# Splits a byte stream into server-sent events (WHATWG HTML, section 9.2.6), with what servers make of them.
+#
+# It works on bytes, so reads may split a UTF-8 sequence or a line end anywhere. Beyond the standard: a line that is a
+# message by itself is given out at once, since some servers leave out the blank line after it; a line that begins
+# with `{` counts as data; and lines that are no field at all are given out, since they may say why a stream broke
+# off.
+
 _BOM = b"\xef\xbb\xbf"
 _IGNORED = frozenset({b"", b"id", b"retry"})  # a line without a name before its colon is a comment
 _MANY_LINES = 1000

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from ebbench.client.bodies import BodiesAhead, RequestBodies, Turn
+from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.classify import BODY_LIMIT, classify
 from ebbench.client.lag import LagMonitor
 from ebbench.client.messages import (
@@ -34,12 +34,14 @@ from ebbench.client.messages import (
 from ebbench.client.release_schedule import NEVER, Arrivals, FileLock, ReleaseSchedule, SharedMemory
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import LONGEST_MODEL, StreamedResponse
-from ebbench.client.session_plan import SessionPlan, plan_sessions
+from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm
 from ebbench.process.collector import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets, spacing_ns
+
+# One open session of a worker: sends its requests in the order of its graph, with their pauses.
 
 NOT_RELEASED = "not_released"
 BodyOf = Callable[[Turn, Sequence[tuple[str, str]], bool], bytes]
@@ -152,6 +154,9 @@ class OpenSession:
         while not self._stopping.is_set() and (left_ns := time_ns - time.monotonic_ns()) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), left_ns / 1e9)
+
+
+# Main function of a worker process: reads its assignment, prepares, sends its share of the requests, reports.
 
 
 async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:

@@ -13,6 +13,8 @@ from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
 from ebbench.devices.request import DeviceRequest
 
+# Marginal cost of a token by batch composition: figure 1 of Zhang et al. (ICML 2026).
+
 SMALL_TOKENS = 1024
 LARGE_TOKENS = 2048
 SHARES = tuple(round(0.05 * i, 2) for i in range(1, 20))

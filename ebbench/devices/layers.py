@@ -17,6 +17,8 @@ from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.surfaces import Array
 from ebbench.errors import UsageError
 
+# Time of one layer's fused experts by token count, on one GPU or divided among several.
+
 _TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536], dtype=float)
 
 

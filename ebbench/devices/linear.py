@@ -100,6 +100,9 @@ def _calibrations() -> dict[tuple[str, str], Calibration]:
     }
 
 
+# Linear calibration of any cost model, on the grid that the EB authors calibrated on.
+
+
 @cache
 def _mixed() -> dict[tuple[str, str], MixedCost]:
     return {

@@ -13,7 +13,6 @@ from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
 from ebbench.devices.collectives import choose_link
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.gridcost import GridCost, measured_calibration
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import (
     GIVEN,
@@ -161,11 +160,15 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
     by_name = () if has_other_shape(geometry) else (geometry.name, geometry.hf_id)
     for name in (measured_name(model), *by_name):
         if name in measured:
+            from ebbench.devices.gridcost import measured_calibration
+
             return measured_calibration(Path(measured[name]))
     return None
 
 
 def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
+    from ebbench.devices.gridcost import GridCost
+
     assert calibration.grid is not None  # measured_calibration requires one
     cost = GridCost.measured(calibration.grid, host.request_s if host is not None else 0.0)
     return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())
@@ -234,6 +237,9 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
     )
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
     return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning,))
+
+
+# A unit of several GPUs as a single device: its step times, KV capacity and memory.
 
 
 @dataclass(frozen=True)

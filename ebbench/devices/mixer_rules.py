@@ -15,6 +15,8 @@ from typing import Any
 from ebbench.devices.geometry import BY_ROWS, WHOLE, Mixer, Product, attention
 from ebbench.errors import InputFileError
 
+# The values of a config.json under the names that families give them, with a note of which were read.
+
 NAMES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),

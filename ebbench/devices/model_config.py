@@ -31,6 +31,8 @@ from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of,
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
+# Opens a model's config.json and refuses values of the wrong kind, before they get a meaning.
+
 _OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_parameters", "vision_config", "audio_config")
 _LISTS = ("layer_types", "mlp_only_layers", "moe_layers", "attn_type_list")
 _TEXTS = ("model_type", "torch_dtype", "dtype", "_name_or_path")
@@ -92,6 +94,8 @@ def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:50]}..."
 
+
+# Mistral's own format, `params.json`, in the words of a config.json (vLLM's `transformers_utils/configs`).
 
 _KEYS: dict[str, str] = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",

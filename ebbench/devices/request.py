@@ -11,6 +11,10 @@ from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.server import HostCosts
 
+# What vLLM takes from the memory of a GPU at its start, before the KV cache, by version.
+#
+# The rules were read in vLLM's source code, the sizes are from its logs: reports/fidelity/notes/kv-cache.md.
+
 NEWEST = (0, 33)
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from ebbench.dispatch.base import DispatchRequest
 
+# Algorithm 1: the dispatch interval from measured forward times (Tian et al. 2025, section 4.1.1).
+
 
 class AdaptiveInterval:
     """``I = (mean T_fwd + L_net) / N_active`` over a sliding window of forward times, in ns.

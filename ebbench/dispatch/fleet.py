@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 from ebbench.dispatch.base import DispatchRequest, EndForward
 from ebbench.records.content import CHUNK_TOKENS
 
+# Approximate record of the prompt prefixes that each unit has computed.
+#
+# Units evict blocks without notice; this record is bounded in the same way, least recently used first. A wrong hit
+# costs time, never correctness.
+
 
 class PrefixMemory:
     """Remembers up to ``capacity_blocks`` prefix blocks per unit."""

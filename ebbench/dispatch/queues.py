@@ -146,6 +146,16 @@ class CycleQueue:
             del self._joined[oldest]
 
 
+# Chooses the length of the next pass and its requests. Not in the paper.
+#
+# A pass of a DP+EP instance lasts as long as its fullest unit, so all its requests wait for the longest prompt.
+# Algorithm 2 fills every chunk, longest first, which makes all passes long. Here every pass length gets a value: the
+# worth of the requests that fit, over the time that the pass takes. The result is short passes of short prompts and
+# long passes of long ones, with units about equally full.
+#
+# The worth of a request starts at one and grows by one per mean pass that it waits; as requests queue up, its tokens
+# are added, since then full units matter. A request that has waited for `patience` mean passes goes first.
+
 LENGTHS = 12
 """Number of pass lengths compared, in equal ratios from the shortest possible to a full chunk."""
 CANDIDATES_A_UNIT = 16

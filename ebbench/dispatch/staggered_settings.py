@@ -9,6 +9,8 @@ from typing import Literal
 
 from ebbench.config.setting_strings import Setting, setting
 
+# The three-way readiness check of section 4.1.2: empty queue, end-of-forward signal, watchdog.
+
 WATCHDOG_FORWARDS = 5
 """Mean forward times after which the watchdog expires (section 4.1.2)."""
 

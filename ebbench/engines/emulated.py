@@ -57,6 +57,9 @@ from vllm_eb.policy import PolicySpec
 ARRIVAL, RESUME, FOLLOW, ENTRY, DEPARTURE, HANG_UP = range(6)
 
 
+# Clients of the emulated engine: they send a plan's requests in virtual time.
+
+
 class VirtualClients:
     """Sends the plan's requests in virtual time: at arrival times, and after completions.
 

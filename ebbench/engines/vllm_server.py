@@ -20,6 +20,8 @@ import httpx
 from ebbench.errors import RunError
 from ebbench.process.child import KILL_WAIT_S, Child, supervised
 
+# What a vLLM server's output says: why it ended, with what to do where that is known, and its KV cache.
+
 _CACHE_TOO_SMALL = re.compile(
     r"max seq len \((?P<tokens>\d+)\), \(?(?P<needed>[\d.]+) GiB KV cache is needed, which is larger than the "
     r"available KV cache memory \((?P<given>[\d.]+) GiB\)(?:.{0,60}estimated maximum model length is (?P<most>\d+))?"

@@ -24,6 +24,8 @@ from ebbench.records import files
 from ebbench.records.run import Run, slug
 from ebbench.untrusted import csv_cell
 
+# A run as the result file of `vllm bench serve --save-detailed`.
+
 _STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
@@ -122,6 +124,14 @@ def _error(error_class: str | None, body: str | None) -> str:
 def _seconds(ns: int) -> float:
     return ns / 1e9
 
+
+# Exports runs over time as CSV for change-point detection (Apache Otava), one row per commit.
+#
+# A series is one policy in one environment, on one server, under one load and one set of limits, so that its rows are
+# comparable. Several runs of one commit (seeds, restarts) form one row with their geometric mean, at the time of the
+# first run. ebbench's commit says nothing of a server that it did not start: there a row is one measurement (runs
+# that follow each other, no seed twice), and the commit is the version that the server names. A cell is empty if one
+# of the runs lacks the figure.
 
 TIME = "time"
 ATTRIBUTES = ("commit", "policy", "environment", "server", "load", "limits", "seeds", "runs")

@@ -17,6 +17,10 @@ from ebbench.config.setting_strings import (
 )
 from ebbench.errors import UnknownNameError, UsageError
 
+# Faults of the fake server, and the requests that they affect.
+#
+# A fault is written `KIND[:key=value,...]`, for example `reset:every=10,after=5` or `status:code=429,rate=0.2`.
+
 KINDS: Mapping[str, str] = {
     "kill": "the server process dies once `after` answers are complete",
     "refuse": "the connection is closed before any response",

@@ -11,6 +11,8 @@ import msgspec
 from ebbench.fakeserver.config import Fault
 from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 
+# Bytes that the fake server sends: HTTP responses, server-sent events, OpenAI's message formats.
+
 TOKEN = " a"  # the text of every token
 LAST_CHUNK = b"0\r\n\r\n"
 EVENT_STREAM = (

@@ -34,6 +34,8 @@ from ebbench.fakeserver.scheduled_response import (
 from ebbench.process.alarm import Alarm
 from ebbench.process.open_files import allow_open_files
 
+# HTTP/1.1 on one connection: httptools parses requests, the router responds.
+
 
 class Router(Protocol):
     """Handles requests."""
@@ -149,6 +151,8 @@ class ServedConnection(asyncio.Protocol):
             self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self._transport.abort()
 
+
+# Timing wheel: one timer for thousands of streams.
 
 TICK_NS = 250_000
 

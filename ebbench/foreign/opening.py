@@ -166,6 +166,8 @@ def lines_of(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
 
 
+# Reads CSV and Parquet: tables of bounded width and length, in which no two columns have one name.
+
 COLUMNS = 2_000
 """Most columns of a table. The widest tables of spans have 300."""
 ROWS = 50_000_000

@@ -26,6 +26,8 @@ from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstreams
 from vllm_eb.signals import Signal, endpoint_of_rank
 
+# Receives the EndForward signals of the vllm_eb plugin over ZeroMQ.
+
 
 class SignalSubscriber:
     """Subscribes to every rank of every upstream and passes their signals to ``on_signal``."""

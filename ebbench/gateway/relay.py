@@ -24,6 +24,8 @@ from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstream, Upstreams
 from ebbench.records.content import CHUNK_TOKENS
 
+# Relays event streams in whole lines, so that no client receives part of an event.
+
 MAX_LINE_BYTES = 1 << 16  # a longer line is relayed in pieces, which bounds the gateway's memory
 
 
@@ -53,6 +55,8 @@ class LineBuffer:
         """The bytes held back of a stream that has ended."""
         return bytes(self._held)
 
+
+# Estimates a request's length and prefix for the dispatcher, without a tokenizer.
 
 BYTES_PER_TOKEN = 4.0
 """Of English text. The servers count exactly; the dispatcher only compares requests with each other."""
@@ -122,6 +126,9 @@ def _blocks(raw: bytes, tokens: int) -> tuple[int, ...]:
     return tuple(hashes)
 
 
+# Bodies of requests in the gateway's memory, within limits.
+
+
 class ClientLeftError(Exception):
     """The client has closed its connection."""
 
@@ -178,6 +185,8 @@ class Bodies:
         if all_bytes > self._all_bytes:
             raise RefusedError(f"requests of {self._all_bytes / 1e6:g} MB wait already", 503, 1)
 
+
+# The gateway's metrics in the Prometheus text format.
 
 _WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 

@@ -16,6 +16,11 @@ from ebbench.gateway.refusals import error_body
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.process.open_files import allow_open_files
 
+# uvicorn's HTTP protocol with limits on what one client can hold: memory for headers, and time in every state.
+#
+# uvicorn with httptools has no limit on headers and none on the time that a request takes to arrive or a response to
+# be read; with h11 it has the first, at several times the cost per request.
+
 MAX_HEAD_BYTES = 1 << 16  # of one request: line, headers, and whatever comes between two parts of a body
 HEAD_LIMIT_S = 30.0  # from the first byte of a request, or the connection, to the end of its headers
 STALL_LIMIT_S = 60.0  # between two parts of a body, and for a client to read on from a response

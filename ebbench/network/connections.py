@@ -299,6 +299,8 @@ class Connections(Generic[W]):
             self.refill = None
 
 
+# Unmeasured requests to a server, with limits on time and on bytes that hold whatever the server answers.
+
 _ANY_HEADER = 47  # zlib: window bits for both gzip and zlib headers
 
 

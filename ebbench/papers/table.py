@@ -208,6 +208,9 @@ def pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
     return (f"{absent} of {len(set(cells))} runs have not been made with this version of the code; --run makes them.",)
 
 
+# A figure: its cells, and the chart of their results.
+
+
 @dataclass(frozen=True)
 class PaperFigure:
     """One published figure. ``chart`` returns an altair chart, with published values if its last argument is true;
@@ -237,6 +240,9 @@ class PaperFigure:
 def no_cells(_wish: PaperOptions) -> list[RunSpec]:
     """No cells, for figures that need no run."""
     return []
+
+
+# Executes the runs that a table, a figure or an advice lacks, with a progress line on stderr.
 
 
 def make_runs(

@@ -20,6 +20,8 @@ from ebbench.errors import DataError, InputFileError, RunError, UsageError
 from ebbench.foreign.documents import read_json
 from ebbench.foreign.opening import open_parquet, open_regular, parquet_errors, read_bytes
 
+# A directory of results belongs to one command at a time.
+
 LOCK = ".lock"
 
 

@@ -56,6 +56,13 @@ class Plan:
         return int(self.table.num_rows)
 
 
+# The order of a session's requests: which request waits for which others, and how long it pauses then.
+#
+# Without a column `after` the turns of a session follow one another. With it a session is a directed graph without
+# cycles: a turn may wait for several others, and several turns may wait for one (PLAN_EXTRAS in
+# `ebbench.records.schema`). The simulator, the emulated engine and the load generator all release requests by this
+# graph.
+
 Ints = npt.NDArray[np.int64]
 
 

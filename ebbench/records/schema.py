@@ -193,6 +193,12 @@ SERVER_METRICS = pa.schema(
 )
 
 
+# Which output tokens have a time of their own.
+#
+# A message of a stream may carry several tokens, a proxy may deliver several messages at once, and a server may count
+# thinking that it does not send. The tokens that come at the time of the first one tell nothing of the speed of
+# generation: the time per output token is that of the tokens after them.
+
 SAME_TIME_NS = 200_000
 """Tokens that follow each other faster were delivered together: no server decodes 5,000 tokens/s for one user."""
 

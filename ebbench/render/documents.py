@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
+from ebbench.render.console import Console
 from ebbench.untrusted import csv_cell, markdown, visible
 
 LABEL_WIDTH = 22
@@ -247,6 +248,9 @@ def _html_cell(value: Value, column: Column) -> str:
     return f"<td><b>{shown}</b></td>" if column.ours else f"<td>{shown}</td>"
 
 
+# Renders documents as GitHub Markdown.
+
+
 def as_markdown(document: Document) -> str:
     """A heading, the command that reproduces the document, one table per section, the notes."""
     written = _own_markup if document.markup else markdown
@@ -293,6 +297,11 @@ def _header(column: Column) -> str:
 def _line(values: Iterable[str]) -> str:
     return f"| {' | '.join(values)} |"
 
+
+# Renders documents as LaTeX with booktabs rules, for papers that load `booktabs` and `graphicx`.
+#
+# Every table fits a page of the standard classes. A table with too many columns or rows is split into several, each
+# with the row labels; a table that is slightly too wide is scaled to the text width.
 
 WIDTH = 100
 """Characters per table row: at most about 1.3 times what fits, so that scaled text keeps 7 points."""
@@ -383,3 +392,14 @@ def _group_header(section: Section) -> list[str]:
 
 def _row(values: Iterable[str]) -> str:
     return " & ".join(escaped(value) for value in values) + r" \\"
+
+
+def rendered(document: Document, style: str, *, width: int | None = None) -> str:
+    """The document as text: markdown, latex, html, csv, or else as on a terminal of ``width`` columns."""
+    formats = {"markdown": as_markdown, "latex": as_latex, "html": as_html, "csv": as_csv}
+    if style in formats:
+        return formats[style](document)
+    console = Console(highlight=False, width=width)
+    with console.capture() as capture:
+        console.print(as_rich(document, console.width), soft_wrap=False)
+    return capture.get()

@@ -17,6 +17,8 @@ from ebbench.records import files
 from ebbench.records.run import Run
 
 _ROWS, _COLUMNS = 16, 14
+# Attainment of a run as heat maps over TTFT and TPOT targets, one panel per phase.
+
 _EDGES = (0.02, 0.995)  # quantiles between which targets are placed
 
 

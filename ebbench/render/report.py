@@ -21,6 +21,8 @@ from ebbench.render.documents import section_tables
 from ebbench.render.numbers import count, percent
 from ebbench.render.sentences import doubts_of
 
+# The conditions that all runs share, in sentences: machine, load, requests, limits. Tables show what differs.
+
 
 def machine(summaries: Sequence[Summary]) -> str:
     """``qwen3-8b on h200 (1 GPU), engine sim in virtual time``."""

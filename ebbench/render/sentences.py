@@ -48,6 +48,8 @@ from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.eb import EstimatingSpec
 from vllm_eb.policy import known_policy
 
+# What a comparison leaves open: chance, and differences between the whole run and its steady window.
+
 MOST_PAIRS = 100
 """Larger numbers of pairs are not suggested."""
 NO_PROMPT_HELD = (

@@ -17,6 +17,8 @@ from ebbench.capacity.sentences import load
 from ebbench.records.run import Run
 from ebbench.render import numbers, tables
 
+# Capacity searches on the page: a table, what was stopped or refused, and the curves that `--plot` draws, too.
+
 _HEADERS = (
     "policy", "capacity", "95 % interval", "limited by", "within limits", "TTFT median", "TPOT median",
     "goodput requests/s", "goodput tokens/s", "probes",

@@ -58,6 +58,9 @@ def self_test_page(done: SelfTest) -> str:
     return "\n".join(lines)
 
 
+# The gate's self-test as Markdown.
+
+
 def _sequential(done: SelfTest) -> list[str]:
     """The same tables for pairs measured until the verdict is known."""
     most = done.equal_sequential[0].design.pairs

@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from ebbench.records.manifest import Manifest
 
 
+# `--duration` in a closed loop: stop the release of sessions after so many seconds, on any engine.
+#
+# The number of released sessions depends on how fast they end, so the plan holds more sessions than are released. The
+# released ones become the run's plan; the original plan is kept, so that runs can be compared.
+
+
 def run_plan(
     engine: Engine, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
 ) -> tuple[Plan, EngineResult]:

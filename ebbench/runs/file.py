@@ -18,6 +18,8 @@ from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.run import RunSpec, known_settings, settings_of, spec_of
 from ebbench.spec.server import is_server
 
+# Settings of a run by name, as sweep files give them and tables of results store them.
+
 _ANYWHERE = ("warmup", "max_model_len", "api_server", "api_server_count", "vllm_version")
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
 _STATED = ("max_num_seqs", "max_num_batched_tokens", "api_server", "api_server_count", "vllm_version")

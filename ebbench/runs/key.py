@@ -28,6 +28,13 @@ from ebbench.spec.server import is_server
 from ebbench.workloads.files import files_of
 from ebbench.workloads.options import RECORDED, is_recorded
 
+# The fingerprint of the code and data that compute a result.
+#
+# A stored result is valid as long as nothing that determines it has changed. The source files are found by following
+# import statements (also inside functions) from the modules that compute a result; ebbench's data files are added.
+# Hash and imports of a file are cached by path, size and modification time, so that a fingerprint takes a few
+# milliseconds if nothing has changed.
+
 MAKE = ("ebbench.runs.execute", "vllm_eb.policies")
 """Module from which every run starts; policies are loaded by name."""
 ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {

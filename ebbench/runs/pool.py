@@ -26,6 +26,11 @@ from ebbench.process.child import begin_pool_worker
 from ebbench.process.ray_connection import THIS_MACHINE, given_address, joined, ray_for
 from ebbench.process.termination import held
 
+# Runs jobs as tasks of a Ray cluster. Only the driver stores results.
+#
+# Results fit into Ray's own messages, so losing a node loses no finished job; Ray runs the unfinished jobs of that
+# node again on another one.
+
 T = TypeVar("T")
 R = TypeVar("R")
 ATTEMPTS = 3

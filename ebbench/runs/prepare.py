@@ -163,6 +163,9 @@ def _frozen(kept: T) -> T:
     return kept
 
 
+# A series: one load under several policies and seeds, of which all runs share an engine.
+
+
 @dataclass(frozen=True)
 class Series:
     """``spec``: the run of the first policy and seed; the others differ from it in these two only."""
@@ -243,3 +246,13 @@ def without_load(spec: RunSpec) -> RunSpec:
 
 
 _OF_LOAD = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate", "rate_scale")
+
+
+def needs_saturation(plan: PlanOptions) -> bool:
+    """Whether the scenario's rates are shares of a saturated rate that was not given."""
+    from ebbench.traffic.spec import load_scenario
+
+    if plan.scenario is None or plan.request_rate is not None or plan.saturation_rate is not None:
+        return False
+    phases = load_scenario(plan.scenario).phases
+    return any(phase.share is not None and phase.rate is None for phase in phases)

@@ -247,6 +247,8 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
     return found
 
 
+# Executes the cells missing in a store; each result is stored as soon as it is finished.
+
 Stored = Callable[[RunSpec, Measured | EbbenchError, Outcome[Made]], None]
 """Called after every cell with its result or its error."""
 Job = Callable[[Task], Made]

@@ -19,6 +19,14 @@ from ebbench.devices.apiserver import ApiServerCosts
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, Ints, RequestState
 
+# Limits on open requests in vLLM's API server (0.32): it refuses further ones with HTTP 503.
+#
+# The rules are those of `AsyncLLM.check_admission`, asked when a request comes to the API server:
+#
+# - `max_num_queued_reqs`: refused if that many requests are open, waiting or running;
+# - `max_num_queued_tokens`: refused if the open requests without a first token have that many prompt tokens. Each
+#   counts in full: the API server does not learn how much of a prompt is computed or cached.
+
 Failure = tuple[str, str, int | None]
 """Error class, message and HTTP status of a request that failed."""
 Stamp = Callable[[Sequence[int], int], None]

@@ -30,6 +30,11 @@ from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step, StepSink
 from vllm_eb.controller import Controller
 from vllm_eb.strategy import Decision, View
 
+# What a scheduling step may hold: everything (v1), or what the policy decides.
+#
+# The controller (`vllm_eb.controller`) is called once per step, as by the plugin inside vLLM; requests that may not
+# be in the step are set aside. The scheduler (`ebbench.simulation.scheduler`) makes the step.
+
 
 class Gate(Protocol):
     """Decides which requests of its scheduler a step holds."""

@@ -254,6 +254,14 @@ def _passed_over(block: int, left: dict[int, int]) -> bool:
     return True
 
 
+# KV blocks of plans in which no two simultaneously open requests share content.
+#
+# A cached block can then be hit only by the preempted request itself or by the next turn of its session, and the
+# cached blocks of a content stream are always its beginning: the stream's first block is freed last, and the next
+# request of the stream takes all remaining ones. So each stream has one contiguous run of cached blocks in the queue,
+# which evictions shorten from its end, and counts are equivalent to the block identities of
+# `ebbench.simulation.kv.CachingKv`; tests compare the two.
+
 NO_HITS = range(0)
 
 

@@ -75,6 +75,13 @@ class StepSink(Protocol):
         ...
 
 
+# Keeps the steps of a run and makes the table STEPS of them.
+#
+# A step is an object of some hundred bytes and several arrays. Long runs make millions, so every FOLD steps are
+# folded into Arrow columns while the run goes on. The columns are kept compressed: successive steps have nearly the
+# same requests, so their lists shrink to a few per cent. At the end part after part becomes STEPS, and is then
+# dropped; or part after part is written to a run's directory (`StepParts`), and STEPS is never in memory as a whole.
+
 Ints32 = npt.NDArray[np.int32]
 FOLD = 8192
 """Steps that are kept as objects before they become columns. Runs up to this length are not compressed."""

@@ -16,6 +16,8 @@ from ebbench.errors import UsageError
 from ebbench.network.credentials import api_key, forms_of
 from vllm_eb.settings import Setting
 
+# The limit on the lateness of sends, above which a run is INVALID.
+
 LAG_FLOOR_MS = 10.0
 LAG_SHARE_OF_TTFT = 0.05
 LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms"

@@ -24,6 +24,8 @@ from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_serve
 from ebbench.traffic.spec import scenario_meant
 from ebbench.workloads.options import PlanOptions, is_recorded
 
+# Several instances: topology, dispatch policies, replicas.
+
 
 @dataclass(frozen=True)
 class ClusterOptions:

@@ -31,6 +31,8 @@ from ebbench.sweep.drive import Finished, Result, SweepProgress, named, summary_
 from ebbench.sweep.spec import Sweep, problem_of
 
 METRIC, GOODPUT = "request_throughput", "request_goodput"
+# Results of a sweep: per policy and setting of the other axes, the best configuration and the sensitivity.
+
 _BASELINE = "v1"
 _CONFIGURATION = ("policy", "max_num_batched_tokens", "max_num_seqs", "seed")
 Configuration = tuple[int, int]

@@ -188,6 +188,9 @@ def _cells(
 _SLOW = ("workload", "scenario", "seed", "num_prompts", "source", "max_concurrency", "request_rate", "model", "device")
 
 
+# Checks of the cells before the first one runs, and notes about them.
+
+
 def check_cells(cells: Sequence[RunSpec]) -> None:
     """Raise UsageError for unknown names, settings that an engine does not support, and a grid without any runnable
     cell."""
@@ -288,7 +291,8 @@ def trace_notes(cells: Sequence[RunSpec]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _trace_note(workload: str, time_unit: str | None, columns: str | None, tokenizer: str | None) -> str:
-    from ebbench.workloads.trace import read_trace, time_note
+    from ebbench.analysis.environment import time_note
+    from ebbench.workloads.trace import read_trace
 
     path = recorded_file(workload)
     assert path is not None  # the caller checked

@@ -7,12 +7,31 @@ to seconds. Poisson, gamma and constant gaps can therefore be combined with any 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+# Random generators per subsystem: a change in one subsystem's draws does not change another's.
+
+
+def substream(seed: int, name: str) -> np.random.Generator:
+    """The generator of subsystem ``name`` for ``seed`` (an integer >= 0); equal arguments give equal draws."""
+    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(name.encode())]))
+
+
+# Bursts: gaps between arrivals in steps of equally many arrivals, each with its length and two figures of its gaps.
+#
+# In bursty traffic one pause often takes most of the time of eight requests, and the other gaps are short. Gaps that
+# are drawn one by one give some steps several long pauses and others none. So gaps with the distribution of all are
+# put into an order in which each step has its length and the mean root of its gaps (see `ebbench.traffic.arrivals`).
+# The longest gap of a step takes what the others leave of its time, so that the others keep their lengths: many
+# senders work by a clock, and one gap is then much more frequent than others. Where too little is left all are
+# scaled. Last, the gaps change places within their step until it has their centre: whether its arrivals come before
+# or after the pause.
 
 Ints = npt.NDArray[np.int64]
 
@@ -82,6 +101,13 @@ def _with_longest(gaps: Floats, starts: Ints, sizes: Ints, total: Floats) -> Flo
     found[longest] = np.where(left >= second, left, gaps[longest])
     return found
 
+
+# Puts values into an order in which stretches of places have given figures; the values stay as they are.
+#
+# A mean alone does not say what a stretch is like: of a heavy-tailed quantity one value often makes the mean of
+# eight, and the others are as usual. The mean of the square roots says whether that is so: of two stretches with one
+# mean, that with the lower mean root has more of its sum in one value. The centre of a stretch says where in it its
+# sum lies: of gaps, whether its requests come early or late.
 
 Int64s = npt.NDArray[np.int64]
 

@@ -17,6 +17,8 @@ from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.options import is_recorded
 from ebbench.workloads.spec import resolve
 
+# Default scenario, the same for all commands that take a load.
+
 
 def scenario_meant(
     workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None

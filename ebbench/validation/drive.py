@@ -45,6 +45,8 @@ from ebbench.validation.question import (
 )
 from vllm_eb.policy import parse_policy
 
+# Step times for a validation: `ebbench calibrate` in a process of its own, which frees the GPU at its end.
+
 RESULT = "steps.json"
 GRACE_S = 15.0
 _TAIL_LINES = 8

@@ -20,6 +20,17 @@ from ebbench.records import files
 from ebbench.records.manifest import git_commit, software_versions, wall_clock_ns
 from ebbench.validation.question import ValidationQuestion
 
+# How vLLM's CPU build serves in a validation: on which processors, in which processes, and how the model is run.
+#
+# The CPU build polls without sleeping, beside the threads of the model. On two processors a client that shares both
+# with them wakes up to a second late, and its runs are INVALID: so the client gets one, vLLM the others.
+#
+# Steps are measured in one process, without torch.compile. A server would compile the model and run it in a process
+# beside the engine core, and the two, both polling, would take the same processors from each other: steps would be
+# longer than the measured ones by an amount that differs from start to start. So servers run as the steps were
+# measured: the model in the engine core's process, where one GPU's model runs as well, and eager. The API server,
+# which takes 0.14 ms of a processor per token, shares the client's. On a GPU nothing is changed.
+
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The environment in which vLLM's CPU build keeps the model in the engine core's process."""
 

@@ -229,6 +229,8 @@ def _options(question: ValidationQuestion, steps: StepTimes) -> EngineOptions:
     return replace(options, num_kv_blocks=int(0.95 * steps.kv_capacity_tokens) // options.block_size)
 
 
+# How much a validation measures: rounds, and requests per run, within the time limit.
+
 SCHEDULE = "schedule.json"
 SERVING_S = 6.0
 """Seconds that starting a server takes beyond loading the model in one process."""

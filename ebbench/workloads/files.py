@@ -224,6 +224,13 @@ def _row(text: _Text, row: str) -> Any:
         raise InputFileError(text.name, f"{error}{hint}", text.line) from None
 
 
+# Opens a log of requests in any of its file formats and yields its records with their line numbers.
+#
+# JSON lines, a JSON array or document, a YAML document, Parquet, CSV (separated by commas, semicolons or tabs) and
+# access logs, each also compressed with gzip. A folder holds files of one format. Every record is a mapping from
+# column names to values; an access log's columns are its `name=value` pairs, and its fields by number, `1` for the
+# first.
+
 Kind = Literal["JSON lines", "JSON", "YAML", "Parquet", "CSV", "access log"]
 
 _PARQUET = b"PAR1"

@@ -18,6 +18,8 @@ from ebbench.workloads.shared_prefix import Repeats, repeats_in
 from ebbench.workloads.spec import Profile, WorkloadSpec
 from ebbench.workloads.trace import Trace
 
+# Fits arrivals: a rate curve and the gaps after it, or, of bursty traffic, steps of equally many sessions.
+
 _MOST_GAPS = 400
 _STEP, _MOST_STEPS = 50, 120
 """Requests per step of the rate curve in the mean, at least, and most steps."""

@@ -42,6 +42,8 @@ from ebbench.workloads.recorded import (
 )
 from ebbench.workloads.trace_times import Stamp, parse_stamp, read_stamp
 
+# Hints for error messages: which columns of a log look like those that were not found.
+
 _COUNTS = re.compile(r"|unnamed.*|index|idx|row|number|(\w*_)?id")
 """Names of columns that count rows, as the index of pandas does."""
 MOST_LOOKED_AT = 300
@@ -90,6 +92,12 @@ def looks_like_values(names: Sequence[str]) -> bool:
             continue
         numbers += 1
     return 2 * numbers > len(names)
+
+
+# Turns with a delay in place of a time, as in AIPerf's sessions: they start so long after the turn before has ended.
+#
+# Such a turn's length is that of its new part, and its prompt holds the session so far. Its hash ids are of that part
+# too, so that they are no prefix and are not used.
 
 
 def has_delays(names: Mapping[str, str], log: LogFile, asked: Mapping[str, str]) -> bool:
@@ -459,6 +467,9 @@ def _refuse_questions(log: LogFile, columns: Columns, asked: Mapping[str, str]) 
         problem = "is a table of questions and answers, not a log: it has neither times nor token counts"
         remedy = f"to send its texts all the same, name them: --columns prompt={prompt},answer={answer}"
         raise InputFileError(log.path, f"{problem}; {remedy}", _names_line(log))
+
+
+# Data sets given as logs: LongBench v2 is read; of the others, the error says how their texts are sent.
 
 
 def _messages_with(name: str, *keys: str) -> Callable[[LogFile], bool]:

@@ -15,6 +15,11 @@ from ebbench.errors import UsageError
 from ebbench.foreign.documents import given_of, not_positive
 
 CensoredFamily = Literal["gamma", "lognormal"]
+# Fits a length distribution so that its mean and spread *after* a cap equal published ones.
+#
+# The published statistics of capped workloads (Zhang et al. 2026, table 9) describe lengths that were already cut at
+# the cap. A gamma distribution with those moments, cut again, would give shorter and less spread lengths.
+
 Vector = npt.NDArray[np.float64]
 
 _GRID = 2000

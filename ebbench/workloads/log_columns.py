@@ -17,6 +17,8 @@ from ebbench.errors import UsageError
 from ebbench.workloads.files import LogFile
 from vllm_eb.settings import name_hint
 
+# Which rows of a log are failed requests: by a status, an error or a flag of success, under usual names.
+
 ROLES = ("status", "error", "success")
 """Roles that tell failed requests; ``--columns status=-`` keeps the rows that a role would leave out."""
 _FAILED = re.compile(

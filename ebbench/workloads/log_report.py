@@ -19,6 +19,8 @@ from ebbench.workloads.spec import load_workload
 from ebbench.workloads.trace import Trace, read_trace
 from ebbench.workloads.trace_times import short_number
 
+# How the arrivals that a log, or a workload fitted to one, has of its own differ from the Poisson ones of a search.
+
 _FEWEST = 50
 """Gaps below which they are not compared."""
 _CLUSTERED, _BURSTY, _EVEN = 1.5, 1.2, 0.8

@@ -251,6 +251,14 @@ def _fitting(ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], most: np
     return _BLOCKS[0]
 
 
+# Puts a log's requests in order: sessions by their first arrival, and within a session who waits for whom.
+#
+# A request waits for those of its session that had ended when it started; without known ends, for the one before. Its
+# pause is the time from then to its own start. Contents: a prompt that is at least as long as the prompt and output
+# before it continues them; a shorter one begins anew. Where requests of a session overlap, "before it" are those that
+# it waits for, and what they branched off from: a turn that joins sub-agents continues the turn that started them.
+
+
 def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> Requests:
     """The requests by arrival and session. ``start_s``, ``end_s``: one entry per row in file order, in any unit.
 

@@ -35,9 +35,10 @@ from ebbench.workloads.requests import (
 )
 from ebbench.workloads.sessions import session_spec, with_sessions
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.sources import Selection, draw_requests, gather
-from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
-from ebbench.workloads.trace import read_trace, replayed, sliced
+from ebbench.workloads.sources import draw_requests, gather
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
+
+# Assembles a plan from requests and a schedule.
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,8 @@ def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Req
     return Requests(np.arange(len(inputs)), np.zeros(len(inputs), np.int32), inputs, outputs)
 
 
+# LoRA adapters and images of requests: what a request over HTTP carries besides its text.
+
 BASE_MODEL = "base"
 """Stands for the model itself among the names of adapters."""
 
@@ -231,6 +234,8 @@ def with_images(requests: Requests, images: ImageSettings) -> Requests:
         facts={**requests.facts, "images": described},
     )
 
+
+# Statistics of a plan: means, percentiles and the decode share.
 
 PERCENTILES = (5, 50, 95, 99)
 
@@ -433,6 +438,8 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     assert path is not None  # make_plan checked
     if options.keep_text and not options.with_text:
         raise UsageError("--keep-text sends a log's prompts to a server; this engine reads no texts, leave it out")
+    from ebbench.workloads.trace import read_trace
+
     trace = read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text)
     if scenario.loop == "trace":
         return _replay(options, scenario, trace.timed(options.time_unit))
@@ -450,6 +457,8 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
 
 
 def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
+    from ebbench.workloads.trace import replayed, sliced
+
     replay = scenario.replay or Replay()
     if options.speed is not None:
         replay = msgspec.structs.replace(replay, speed=options.speed)

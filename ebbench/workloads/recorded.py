@@ -18,6 +18,12 @@ from ebbench.workloads.log_columns import Columns
 from ebbench.workloads.tokens import BYTES_PER_TOKEN, TokenCounter, token_counter
 from ebbench.workloads.trace_times import Stamp
 
+# Lengths and shared prefixes of the texts in a log; the texts themselves are kept only on request.
+#
+# A prompt's prefix identities cover blocks of `BLOCK_TOKENS` tokens, taken as four UTF-8 bytes each: two prompts that
+# begin with the same system prompt have the same first identities. They are numbers in order of appearance, from
+# which no text can be derived.
+
 BLOCK_TOKENS = 64
 _BLOCK_BYTES = BLOCK_TOKENS * BYTES_PER_TOKEN
 

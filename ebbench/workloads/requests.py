@@ -12,6 +12,11 @@ import pyarrow as pa
 
 from ebbench.config.setting_strings import setting
 
+# Builds Arrow arrays directly from numpy buffers.
+#
+# `pyarrow.array` imports pandas, if installed, to check for a Series, which costs a quarter of a second at the start
+# of every command.
+
 
 def bits(mask: npt.NDArray[np.bool_]) -> pa.Array:
     """A boolean array."""

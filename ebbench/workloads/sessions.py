@@ -21,6 +21,10 @@ from ebbench.traffic.arrivals import substream
 from ebbench.workloads.lengths import LengthSpec, length_spec
 from ebbench.workloads.requests import Floats, Requests
 
+# Distributions of times in seconds: think time, tool calls, the patience of clients.
+#
+# Written `20` (always 20 s) or `FAMILY:mean=20,std=40,max=300`; in TOML as a table with the same keys.
+
 Family = Literal["fixed", "exponential", "gamma", "lognormal", "uniform"]
 FAMILIES: tuple[Family, ...] = ("fixed", "exponential", "gamma", "lognormal", "uniform")
 _WITH_STD = ("gamma", "lognormal")

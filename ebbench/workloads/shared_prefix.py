@@ -138,6 +138,8 @@ def _hash_ids(group: Int64s, blocks: Int64s) -> pa.Array:
     )
 
 
+# Prompts that share prefixes: how a log's prompts repeat earlier ones, and new prompts that repeat alike.
+
 _NEAR = 0.25
 """Share of the wanted lag by which the lag of the prompt that is repeated may be off, if one there is long enough."""
 

@@ -30,14 +30,17 @@ from ebbench.workloads.log_rows import Collected, arranged, collect
 from ebbench.workloads.recorded import Reading, ReadOptions, TextReader, TraceFormat
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.trace_times import (
-    NAMES,
     Stamps,
     TimeReading,
     mixed_epochs,
     read_time_unit,
     seconds_since_first,
-    short_number,
 )
+
+# The formats of traces and logs that are recognised, most specific first. A new format is one entry of FORMATS.
+#
+# A format turns records into `ebbench.workloads.recorded.Recorded`; `ebbench.workloads.trace_times` decides the unit
+# of times and `ebbench.workloads.trace` the order, sessions and blocks, for all formats alike.
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURST = ("Timestamp", "Request tokens", "Response tokens")
@@ -382,23 +385,6 @@ def _backwards(rows: Collected, stamps: Stamps) -> Int64s:
     """Rows after which a later line of the file has an earlier time."""
     found: Int64s = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(rows.line)) > 0))
     return found
-
-
-def time_note(facts: Mapping[str, Any]) -> str:
-    """How a replayed trace's times were read, with its rate and duration; empty without a replay."""
-    unit = facts.get("time_unit")
-    if unit is None:
-        return ""
-    rate = facts["trace_requests_per_s"]
-    what = f"{facts['trace_requests']:,} requests over {short_number(facts['trace_span_s'])} s"
-    rated = f", {short_number(rate)} per second" if rate is not None else ""
-    speed = facts.get("speed", 1.0)
-    scaled = "" if speed == 1.0 else f"; replayed {speed:.4g} times as fast"
-    name = Path(str(facts["source"]).removeprefix("file:")).name
-    named = ", ".join(f"{role} = {column}" for role, column in facts.get("columns", {}).items())
-    columns = f"; columns: {named}" if named else ""
-    reason = facts["time_unit_reason"]
-    return f"trace {name}: {what}{rated}; its times are read as {NAMES[unit]} ({reason}){scaled}{columns}"
 
 
 def sliced(requests: Requests, replay: Replay) -> Requests:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.client import bodies
-from ebbench.client.bodies import _WORDS, LONG_PROMPT_TOKENS, BodiesAhead, PromptTable, RequestBodies, Turn
-from ebbench.client.session_plan import plan_sessions
+from ebbench.client import session_plan
+from ebbench.client.bodies import _WORDS, PromptTable, RequestBodies, Turn
+from ebbench.client.session_plan import LONG_PROMPT_TOKENS, BodiesAhead, plan_sessions
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.content import token_ids
 from ebbench.spec.client import ClientOptions
@@ -55,7 +55,7 @@ def test_a_body_built_ahead_is_the_one_built_when_due() -> None:
 
 
 def test_bodies_are_built_ahead_up_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "LIMIT_BYTES", 1)
+    monkeypatch.setattr(session_plan, "LIMIT_BYTES", 1)
     ahead, _ = ahead_of(50)
     ahead.start(50)  # returns although only one body fits
     assert list(ahead._built) == [0]

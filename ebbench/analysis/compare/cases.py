@@ -19,6 +19,8 @@ from ebbench.analysis.explain import Explanation
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
 
+# Runs of one load in one environment, grouped by policy, with gains over the baseline.
+
 Figure = Callable[[Metrics], float | None]
 
 TIE = 0.005

@@ -229,6 +229,8 @@ def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[Gate
         )
 
 
+# Parses figures and margins in percent: `ttft-p99`; `3` for all figures, `ttft:10` for one.
+
 DEFAULT_PERCENT = 3.0
 MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, example=10)
 

@@ -218,6 +218,9 @@ def page_of(source: str) -> Page:
     raise DataError(f"{source}: this source has no page in ebbench/papers/fidelity/pages.py")
 
 
+# The pictures of the fidelity report: our figures over published ones.
+
+
 def pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
     """Write our results over published ones, one picture per metric; returns the files."""
     from ebbench.render.figures import altair, save_chart

@@ -30,6 +30,8 @@ from ebbench.papers.fidelity.scores import (
 from ebbench.records import files
 from ebbench.render.documents import section_lines
 
+# The tables of the fidelity report as sections of a document.
+
 
 def _share(value: float) -> str:
     return f"{value:.1%}"

@@ -259,6 +259,15 @@ def _step_cell(device: str, model: str, case: str, published_s: float, ours_s: f
     )
 
 
+# Fits a device's three free constants on the rows of table 3 at c = 32 and 512 only.
+#
+# Gauss-Newton on the logarithms of throughput and TPOT of v1 and EB: host time per step, host time per sequence,
+# scale of the mixed-attention excess. EB's row at c = 32 is not used: its TTFT is that of a refill at every free
+# slot, which no threshold of the published rule gives.
+#
+# EB's TPOT is used too: its decode steps contain no prompts, so they separate the host time per sequence from the
+# mixed excess, which v1's rows alone cannot.
+
 Array = npt.NDArray[np.float64]
 
 START = np.array([1.0, 10.0, 1.0])  # ms, us, 1

@@ -12,6 +12,8 @@ from ebbench.papers.table import PaperOptions
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
+# Deployments of the staggered paper: a DP unit of DeepSeek-V3 on H800, and topologies of its instances.
+
 MODEL = "deepseek-v3"
 PREFILL_S, PREFILL_TOKEN_S, DECODE_S, DECODE_SEQ_S, KV_TOKEN_S = 0.0935, 70.8e-6, 0.030, 0.15e-3, 50e-9
 UNIT = f"linear:{PREFILL_S},{PREFILL_TOKEN_S},{DECODE_S},{DECODE_SEQ_S},{1 << 20},{KV_TOKEN_S}"
