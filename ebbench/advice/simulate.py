@@ -58,7 +58,7 @@ FEWEST = 8
 
 TRIED = ("batchwait:iters=32,ratio=0.5", "cadence:every=16", "delayer", "eb", "ebplus", "marginal", "ppas")
 """Policies that are tried beside v1: TensorRT-LLM's batch wait has no default, cadences of 8 to 32 differ little."""
-BUDGETS = (2048, 4096, 8192)
+SMALLER_BUDGETS = (2048, 4096, 8192)
 """Token budgets of v1: which is best moves with the load (P-PAS, arXiv 2608.15171)."""
 
 Make = Callable[[str, Sequence[RunSpec]], None]
@@ -163,7 +163,7 @@ def default_policies(slo: Slo, budgets: Sequence[int], max_num_seqs: int) -> tup
         named.insert(named.index("marginal") + 1, f"marginal:{','.join(f'{k}={v:g}' for k, v in targets_s.items())}")
     if "tpot" in targets_s:
         named.append(f"slochunk:tpot={targets_s['tpot']:g}")
-    named += [f"{BASELINE}:budget={budget}" for budget in BUDGETS if max_num_seqs <= budget < most]
+    named += [f"{BASELINE}:budget={budget}" for budget in SMALLER_BUDGETS if max_num_seqs <= budget < most]
     return (BASELINE, *named)
 
 

@@ -29,16 +29,6 @@ if TYPE_CHECKING:
 
 # The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.
 
-_IS_A_LABEL = (
-    "The server schedules by its own settings and does not report them; the policy is only the label of this run"
-)
-STATED_LABEL = RunWarning("policy-is-a-label", f"{_IS_A_LABEL}, stated by you and not verified.")
-DEFAULT_LABEL = RunWarning(
-    "policy-is-a-label",
-    f"{_IS_A_LABEL}, taken by default since none was stated.",
-    "Give the policy it was started with as --policy.",
-)
-
 
 @dataclass(frozen=True)
 class PolicyLabel:
@@ -63,7 +53,7 @@ def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> 
     except PolicyError:
         reported = None  # of a version of the plugin that we do not know
     if reported is None:
-        return PolicyLabel(policy, (STATED_LABEL if stated else DEFAULT_LABEL,))
+        return PolicyLabel(policy, (warning("policy-is-a-label", stated=stated),))
     if stated and reported != policy:
         raise UsageError(
             f"the server reports policy {reported.name}, not {policy.name}: leave --policy out, or "

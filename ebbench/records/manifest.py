@@ -29,12 +29,6 @@ SCHEMA_VERSION = 2
 LIMITS = ("ttft", "tpot", "e2el", "ttfat")
 """The latencies that ``slo`` may limit."""
 
-WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
-"""Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
-
-KV_CACHE = "kv-cache"
-"""Code of the warning that requests waited for memory, or were preempted."""
-
 Clock = Literal["virtual", "real"]
 
 

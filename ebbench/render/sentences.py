@@ -42,7 +42,7 @@ from ebbench.analysis.compare.certainty import (
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary
-from ebbench.records.manifest import KV_CACHE
+from ebbench.records.warnings import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.eb import EstimatingSpec
@@ -486,8 +486,8 @@ def _memory(groups: Sequence[Group]) -> list[str]:
     remedy = ""
     for group in groups:
         found = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
-        for line in told_once([[each.message for each in of_run] for of_run in found], lambda _: ""):
+        for line in told_once([[each.sentence for each in of_run] for of_run in found], lambda _: ""):
             said.setdefault(line, []).append(group.policy)
-        remedy = next((each.remedy for of_run in found for each in of_run), remedy)
+        remedy = next((each.way_out for of_run in found for each in of_run), remedy)
     lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
     return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -57,7 +57,7 @@ def manifest() -> Manifest:
         engine="sim",
         device="made-gpu",
         model="made-model",
-        warnings=(RunWarning("w", "So it is.", "Do that."),),
+        warnings=(RunWarning("w", message="So it is.", remedy="Do that."),),
     )
 
 

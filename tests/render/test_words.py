@@ -154,7 +154,9 @@ def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Pa
     from ebbench.records.warnings import RunWarning
 
     first, second = made_groups(tmp_path, "v1", "eb")
-    own = replace(second.summaries[0], warnings=(*second.summaries[0].warnings, RunWarning("x", "Odd.", "Look.")))
+    own = replace(
+        second.summaries[0], warnings=(*second.summaries[0].warnings, RunWarning("x", message="Odd.", remedy="Look."))
+    )
     lines = sentences.caveats([first, replace(second, summaries=(own,))])
     assert lines.count("lengths are made up") == 1
     assert "eb: Odd. Look." in lines
@@ -171,7 +173,7 @@ def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path
             group,
             policy=policy,
             summaries=tuple(
-                replace(summary, policy=policy, warnings=(RunWarning("s", f"Only {n}% of 1,000 are steady."),))
+                replace(summary, policy=policy, warnings=(RunWarning("s", message=f"Only {n}% of 1,000 are steady."),))
                 for n in values
             ),
         )

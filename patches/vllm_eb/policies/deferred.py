@@ -121,7 +121,7 @@ class Deferred(PolicySpec):
         """K has no effect if the load leaves K slots idle all the time."""
         if not 0 < open_at_most <= max_num_seqs - self.k:
             return None
-        return "k-always-met", {"open": open_at_most, "max_num_seqs": max_num_seqs, "k": self.k}
+        return "k-always-met", {"open_requests": open_at_most, "max_num_seqs": max_num_seqs, "k": self.k}
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """A threshold of k idle slots."""
