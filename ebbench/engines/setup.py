@@ -12,7 +12,7 @@ from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import is_server
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy
