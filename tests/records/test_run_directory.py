@@ -265,7 +265,10 @@ def test_a_manifest_with_an_added_field_still_reads(tmp_path: Path) -> None:
 SHOWN = st.text().map(visible)  # of what a manifest holds, the characters that a terminal would obey are made visible
 
 
-@given(st.builds(RunWarning, SHOWN, SHOWN, SHOWN), SHOWN, st.integers(0, 2**60))
+VALUES = st.dictionaries(SHOWN, SHOWN | st.integers(0, 2**40) | st.booleans() | st.none())
+
+
+@given(st.builds(RunWarning, SHOWN, VALUES, SHOWN, SHOWN), SHOWN, st.integers(0, 2**60))
 def test_manifests_round_trip(warning: RunWarning, name: str, seed: int) -> None:
     made = msgspec.structs.replace(manifest(), warnings=(warning,), policy=name, seed=seed, facts={name: [seed]})
     assert decode_manifest(encode_manifest(made), Path("m")) == made
