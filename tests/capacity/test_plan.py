@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from ebbench.capacity.chart import save_frontier
 from ebbench.capacity.choose import Costed, DeploymentChoice, choose, on_frontiers
 from ebbench.capacity.deployments import (
+    WITHIN,
+    Bound,
     Candidate,
     Deployment,
     Level,
@@ -25,6 +27,7 @@ from ebbench.capacity.deployments import (
     Stress,
     bound,
     size,
+    stress,
 )
 from ebbench.capacity.estimate import Probe
 from ebbench.capacity.limits import parse_limits
@@ -72,6 +75,126 @@ def test_a_model_that_needs_several_gpus_has_them() -> None:
     [(candidate, reason)] = found.refused
     assert candidate.tp == 1
     assert "does not fit on h100: weights 141.1 GB" in reason.worded(REFUSALS)
+
+
+@pytest.mark.parametrize("change", [{"vllm_version": "0.12"}, {"gpu_memory_utilization": 0.85}])
+def test_a_smaller_kv_cache_carries_less(change: dict[str, object]) -> None:
+    """Qwen3-32B leaves one H100 a tenth of its memory."""
+    large = task("h100", tp=1, limits="ttft:4000 tpot:80").changed(model="qwen3-32b")
+    large = large.changed(max_num_seqs=512)
+    assert bound(large.changed(**change)).saturated_per_s < 0.9 * bound(large).saturated_per_s
+
+
+def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
+    found = choose(TASKS, PRICES, InProcess())
+    assert len(found.found) + len(found.refused) + len(found.pruned) == len(TASKS)
+    costs = {}
+    for each in TASKS:
+        replicas = size(each, bound(each).first(each), 200).replicas
+        costs[each.candidate] = replicas * PRICES[each.candidate.device] if replicas else float("inf")
+    assert found.pruned
+    assert min(costs.values()) == min(costs[each.deployment.candidate] for each in found.found)
+    assert all(costs[candidate] > WITHIN * min(costs.values()) for candidate in found.pruned)
+
+
+def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> None:
+    each = task("l40s")
+    most = bound(each).saturated_per_s
+    fewest = bound(each).fewest(each)
+    deployment = size(each, 1, 200)
+    assert deployment.replicas >= fewest
+    assert deployment.reading is not None
+    assert deployment.reading.completed_sessions_per_s <= 1.05 * most
+
+
+@pytest.mark.parametrize("too_many", [0, 1, 2])
+def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int) -> None:
+    """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
+    each = replace(task("l40s", rate=20.0).on(Candidate("l40s", 1, "v1", 8192, 64)), sessions=500)
+    fewest = bound(each).first(each)
+    sized = size(each, fewest, 200).replicas
+    replicas, found = stress(each, sized + too_many, fewest)
+    assert (fewest, sized, replicas) == (3, 4, 3)
+    assert found.at_rate.attainment >= 0.95
+    assert found.lost is not None
+    assert found.lost.overloaded
+
+
+def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth, sized at the highest cost, needs half of its replicas behind a dispatcher."""
+    tasks = [task("h200").on(Candidate("h200", 1, "v1", budget, 32)) for budget in range(5)]
+    sized = {each.candidate: Deployment(each.candidate, 10 + at, READING, None, 10) for at, each in enumerate(tasks)}
+    last = tasks[-1].candidate
+    sized[last] = replace(sized[last], fewest=7)
+    stresses = Stress(Level(1.0, False), Level(1.0, False), None, 20.0, 10.0)
+    module = "ebbench.capacity.choose"
+    monkeypatch.setattr(f"{module}.bound", lambda each: Bound(each.candidate, 10.0))
+    monkeypatch.setattr(f"{module}.size", lambda each, *_: sized[each.candidate])
+    monkeypatch.setattr(f"{module}.stress", lambda _, replicas, fewest: (min(replicas, fewest), stresses))
+    first, *others = choose(tasks, {}, InProcess()).found
+    assert (first.deployment.candidate, first.deployment.replicas) == (last, 7)
+    assert first.deployment.reading is not None
+    assert first.deployment.reading.output_tokens_per_s == READING.output_tokens_per_s * 14 / 7, (
+        "the same tokens on fewer"
+    )
+    assert [each.deployment.replicas for each in others] == [10, 10, 10, 13]
+    assert [each.stress is None for each in others] == [False, False, False, True]
+
+
+def test_with_shared_prefixes_no_smaller_loop_beats_the_saturated_rate() -> None:
+    """With 128 conversations open the KV cache holds few of their prefixes; with 64 open one instance serves more."""
+    each = task("l40s", rate=0.4, limits="e2el:600000").changed(workload="wildchat", max_model_len=32768)
+    each = each.changed(max_num_seqs=64)
+    deployment = size(each, 1, 2)
+    assert deployment.replicas == 1
+    assert bound(each).first(each) == 1
+
+
+def test_a_lower_bound_counts_whole_replicas() -> None:
+    at = Bound(Candidate("h200", 1, "v1", 8192, 64), saturated_per_s=10.0)
+    ten, more, most = (task("h200", rate=rate) for rate in (10.0, 10.1, 10.6))
+    assert (at.fewest(ten), at.fewest(most), at.first(more), at.first(ten)) == (1, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("headroom", "spare", "replicas"),
+    [(0.0, 0, 3), (0.2, 0, 3), (0.21, 0, 4), (0.0, 1, 4), (0.0, 2, 5), (0.7, 1, 5)],
+)
+def test_headroom_and_spare_replicas_are_carried_by_all_and_by_those_left(
+    headroom: float, spare: int, replicas: int
+) -> None:
+    """25/s with at most 10/s per replica."""
+    each = replace(task("h200", rate=25.0), headroom=headroom, spare=spare)
+    assert each.replicas_for(10.0) == replicas
+    assert each.share_of(replicas) <= 10.0
+    assert replicas - 1 == spare or each.share_of(replicas - 1) > 10.0
+
+
+def test_a_spare_replica_is_one_more_and_headroom_is_carried_whole() -> None:
+    each = replace(task("l40s", rate=20.0).on(Candidate("l40s", 1, "v1", 8192, 64)), sessions=500)
+    replicas, found = stress(replace(each, spare=1), 4, 1)
+    assert replicas == 4
+    assert found.lost is not None
+    assert found.lost.met
+    replicas, found = stress(replace(each, headroom=0.4), 3, 1)
+    assert replicas == 4
+    assert found.with_headroom.met
+
+
+def test_what_misses_the_limits_behind_a_dispatcher_is_no_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = Level(0.76, overloaded=False, met=False)
+    monkeypatch.setattr("ebbench.capacity.choose.bound", lambda each: Bound(each.candidate, 10.0))
+    monkeypatch.setattr(
+        "ebbench.capacity.choose.size", lambda each, *_: Deployment(each.candidate, 4, READING, None, 4)
+    )
+    monkeypatch.setattr(
+        "ebbench.capacity.choose.stress", lambda _, replicas, __: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0))
+    )
+    found = choose([task("h200")], {}, InProcess())
+    assert found.found == ()
+    assert [reason.worded(REFUSALS) for _, reason in found.refused] == [
+        "7 replicas behind a dispatcher still miss the limits, not sized"
+    ]
 
 
 def test_a_run_that_is_too_short_to_decide_meets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +250,7 @@ def test_costs_compare_only_where_all_devices_have_a_price() -> None:
         check_prices(["h200=3.5"], ["h200", "l40s"])
 
 
-def test_a_price_of_a_device_that_is_not_searched_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+def test_a_price_of_a_device_not_searched_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"h20.*did you mean 'h200'"):
         check_prices(["h200=3.5", "h20=3"], ["h200"])
     path = tmp_path / "prices.toml"
@@ -203,9 +326,7 @@ def test_over_is_explained_where_the_table_has_it(lost: Level | None) -> None:
 
 
 @pytest.mark.parametrize(("budget", "seqs", "named"), [(8192, 64, False), (8192, 32, True), (2048, 64, True)])
-def test_deployments_that_differ_in_budget_or_sequences_are_named_with_both(
-    budget: int, seqs: int, named: bool
-) -> None:
+def test_deployments_are_named_with_budget_and_sequences_if_they_differ(budget: int, seqs: int, named: bool) -> None:
     one, other = costed("h200", 1.0, 20.0, 10.0, 100.0), costed("l40s", 2.0, 20.0, 10.0, 100.0)
     candidate = replace(other.deployment.candidate, max_num_batched_tokens=budget, max_num_seqs=seqs)
     other = replace(other, deployment=replace(other.deployment, candidate=candidate))
@@ -258,7 +379,7 @@ def test_candidates_left_out_are_counted_by_reason() -> None:
     assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room (h200 tp1)."
 
 
-def test_candidates_left_out_are_named_with_their_policies_where_others_are_kept() -> None:
+def test_candidates_left_out_are_named_with_their_policies() -> None:
     def of(device: str, tp: int, policy: str) -> Candidate:
         return Candidate(device, tp, policy, 8192, 64)
 

@@ -140,8 +140,7 @@ def test_a_refusal_that_drips_is_cut(transport: str, monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0.05)
 
     assert BODY_S == 10.0
-    for module in ("http_streams", "request_sender"):
-        monkeypatch.setattr(f"ebbench.client.{module}.BODY_S", 0.5)
+    monkeypatch.setattr("ebbench.client.request_sender.BODY_S", 0.5)
     with running(OddServer(post=dripping)) as server:
         result = run(server.url, plan_of(1), transport=transport)
     assert column(result, "error_class") == ["http_503"]

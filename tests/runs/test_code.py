@@ -85,7 +85,7 @@ def test_a_changed_byte_in_any_determining_file_changes_it(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["render/tables.py", "cli/run.py", "report/page.py", "papers/published.py", "client/sse.py"]
+    "name", ["render/tables.py", "cli/run.py", "report/page.py", "papers/published.py", "client/stream_messages.py"]
 )
 def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, name: str) -> None:
     before = fingerprint(tree, ENTRIES, FileCache())

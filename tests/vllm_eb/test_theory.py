@@ -81,7 +81,7 @@ def test_theta0_depends_on_the_ratio_alone(p0: float, alpha_p: float, alpha_d: f
     assert base_threshold(p0 * scale, alpha_p / scale, alpha_d) == pytest.approx(reference, rel=1e-12)
 
 
-def test_theta0_is_a_square_root_near_zero_and_vanishes_with_the_prefill_overhead() -> None:
+def test_theta0_is_a_square_root_near_zero() -> None:
     assert base_threshold(1.0, 1e-20, 1.0) == pytest.approx(math.sqrt(2e-20), rel=1e-9)
     assert base_threshold(0.01, 0.0, 0.01) == 0.0
 
@@ -190,7 +190,7 @@ def test_the_crossover_is_the_difference_of_the_two_throughputs(
     assert not sides.eb_wins(sides.advantage + 1e-6)
 
 
-def test_the_crossover_without_a_measured_mixed_cost_compares_fixed_costs_only() -> None:
+def test_the_crossover_without_mixed_costs_compares_fixed_costs_only() -> None:
     bare = Calibration(RTX.alpha_p, RTX.beta_p, RTX.alpha_d, RTX.beta_d)
     sides = crossover(bare, mu_l=105, mu_o=280, n_obs=512, theta0=0.05)
     assert (sides.lhs, sides.beta_mb) == (0.0, None)
@@ -222,8 +222,8 @@ def test_the_switches_that_the_authors_print_use_the_threshold_in_use(
     h200 = Calibration(
         1.2786e-3, 2.48526e-5, 8.92118e-3, 4.58647e-5, mixed=MixedCost(2.493675e-05, 5.192856e-05, 1.477785e-05)
     )
-    lengths = {"mu_l": 1108 * (1 - r), "mu_o": 1108 * r}
-    sides = crossover(h200, **lengths, n_obs=n_obs, theta0=0.7)
+    mu_l, mu_o = 1108 * (1 - r), 1108 * r
+    sides = crossover(h200, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=0.7)
     assert sides.lhs == pytest.approx(lhs, rel=0.02)
     assert sides.rhs == pytest.approx(rhs, rel=0.06)
-    assert crossover(h200, **lengths, n_obs=n_obs, theta0=0.1).rhs < 0.7 * rhs
+    assert crossover(h200, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=0.1).rhs < 0.7 * rhs
