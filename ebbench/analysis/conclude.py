@@ -217,7 +217,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
 
 
 def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[str], list[str]]:
-    """What the device and the engine, of its units, warn of, without what does not matter to this run.
+    """The warnings of the device, and of the engine about its units, that matter to this run.
 
     Measured times depend on the device's caveats only if the policy computes with its costs.
     """
@@ -281,7 +281,7 @@ def _sessions(plan: Plan) -> int:
 
 
 def _longer(plan: Plan, sessions: int, otherwise: str = "") -> str:
-    """The option that gives a plan like this one so many sessions. ``otherwise``: what helps, too."""
+    """The option with which a plan like this one has that many sessions. ``otherwise``: a further remedy."""
     if _texts_of_a_log(plan):
         return f"A log of {sessions:,} sessions or more would help{otherwise}."
     return f"Use --num-prompts {sessions} or more{otherwise}{_read_again(plan, sessions)}."
@@ -298,7 +298,7 @@ def _read_again(plan: Plan, sessions: int) -> str:
 
 
 def _enough(plan: Plan, requests: int) -> str:
-    """The option that gives a plan like this one so many requests; --num-prompts counts conversations."""
+    """The option with which a plan like this one has that many requests; --num-prompts counts conversations."""
     if _texts_of_a_log(plan):
         return f"p99 takes a log of {requests} requests or more."
     duration_s, sessions = plan.facts.get("duration_s"), _sessions(plan)
@@ -314,6 +314,6 @@ def _enough(plan: Plan, requests: int) -> str:
 
 
 def _instead(samples: int) -> str:
-    """The highest percentile for which so many samples suffice, in words."""
+    """The highest percentile that this many samples support, in words."""
     sound = [name for name, share in QUANTILES.items() if samples >= samples_needed(share)]
     return f"{sound[-1]} instead" if sound else f"no percentile, since p90 takes {samples_needed(QUANTILES['p90'])}"

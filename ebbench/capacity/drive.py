@@ -213,7 +213,7 @@ def _given_up(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
 
 
 def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
-    """That a probe at the last load cannot be long enough: it had all sessions that it may have, or that there are."""
+    """Why a probe at the last load cannot be long enough: it had all sessions allowed or available."""
     if not readings or readings[-1].decides or readings[-1].invalid:
         return ""
     *before, last = readings

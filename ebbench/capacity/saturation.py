@@ -59,7 +59,7 @@ class Saturated(NamedTuple):
 def saturated_rate(loop: Callable[[int], tuple[float, bool]], max_num_seqs: int) -> Saturated:
     """The saturated rate of an engine whose batches hold ``max_num_seqs`` sequences.
 
-    ``loop``: carries out a closed loop of so many open sessions; returns the sessions/s that it completed
+    ``loop``: carries out a closed loop with a number of open sessions; returns the sessions/s that it completed
     (:func:`completed_once_full`), and whether requests share prefixes (:func:`shares_prefixes`).
     """
     concurrency = 2 * max_num_seqs
@@ -75,7 +75,7 @@ def saturated_rate(loop: Callable[[int], tuple[float, bool]], max_num_seqs: int)
 
 
 def completed_once_full(requests: pa.Table, plan: Plan, concurrency: int) -> float:
-    """Sessions/s that a closed loop of ``concurrency`` open sessions completed, once as many had ended.
+    """Sessions/s that a closed loop completed after its first ``concurrency`` sessions had ended.
 
     Until then the batch is filled and has answers of one age, of which few end. ``requests``: those of the run.
     """
@@ -230,7 +230,7 @@ def saturation_of(found: SearchOutcome, policy: str, seconds: float) -> Saturati
 
 
 def _short_of(found: SearchOutcome, most: str) -> str:
-    """Which loop the measurement ended with, where twice the sessions were not seen to complete no more."""
+    """The last loop of a measurement that ended while twice the sessions might still complete more."""
     if found.limited_by == "errors":
         return "more open sessions made requests fail"
     if not found.stopped:
