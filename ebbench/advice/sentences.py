@@ -302,7 +302,7 @@ def limits_of_it(advice: Advice) -> list[str]:
 
 
 def _of_device(question: AdviceQuestion) -> dict[str, Any]:
-    """The server's settings that `ebbench devices show` has, too: of one engine, without experts of others."""
+    """The server's settings that `ebbench devices show` also takes: those of one engine, without shared experts."""
     topology = topology_asked(question)
     tp = topology.pools[0].tp if topology else 1
     left_out = ("api_server", "topology", *(() if tp > 1 else ("link",)))

@@ -47,7 +47,7 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
 
 
 def runs_again(busy: RunWarning) -> str:
-    """What a command says that now makes all its runs again, with the API server that ``busy`` misses."""
+    """The line that says that all runs are made again with the API server whose absence ``busy`` reports."""
     return (
         f"{busy.sentence} Everything is simulated again with --api-server {DEFAULT_CLASS} (more processes: "
         "--api-server-count; none: --api-server off)."

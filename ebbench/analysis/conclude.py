@@ -217,7 +217,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
 
 
 def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[str], list[str]]:
-    """What the device and the engine, of its units, warn of, without what does not matter to this run.
+    """The warnings of the device, and of the engine about its units, that matter to this run.
 
     Measured times depend on the device's caveats only if the policy computes with its costs.
     """
@@ -265,7 +265,7 @@ def _sessions(plan: Plan) -> int:
 
 
 def _longer(plan: Plan, sessions: int) -> dict[str, Any]:
-    """The option that gives a plan like this one so many sessions."""
+    """The option with which a plan like this one has that many sessions, and how many its log holds."""
     option = "log" if _texts_of_a_log(plan) else "num_prompts"
     return {"option": option, "asked": sessions, "log_sessions": plan.facts.get("log_sessions")}
 
@@ -276,7 +276,7 @@ def _texts_of_a_log(plan: Plan) -> bool:
 
 
 def _enough(plan: Plan, requests: int) -> dict[str, Any]:
-    """The option that gives a plan like this one so many requests; --num-prompts counts conversations."""
+    """The option with which a plan like this one has that many requests; --num-prompts counts conversations."""
     duration_s, sessions = plan.facts.get("duration_s"), _sessions(plan)
     asked = _longer(plan, math.ceil(requests * sessions / len(plan))) | {"needed": requests}
     if asked["option"] == "log":

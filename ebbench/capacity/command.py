@@ -60,7 +60,7 @@ class CapacitySearch:
 
     @property
     def notes(self) -> list[str]:
-        """What holds for all probes: that their arrivals are not the workload's own, where nobody asked for others."""
+        """A note for all probes if their arrivals are not the workload's own although no others were asked for."""
         from ebbench.workloads.log_report import poisson_instead
 
         if self.by_concurrency or self.arrivals_given:

@@ -144,7 +144,7 @@ class PlanTask:
         return self.rate * (1 + self.headroom)
 
     def replicas_for(self, per_replica: float) -> int:
-        """Fewest replicas of which none gets more than so many sessions/s, with all of them and without the spare."""
+        """Fewest replicas of which none gets more than ``per_replica`` sessions/s, with and without the spare ones."""
         return max(1, math.ceil(self.most_rate / per_replica), self.spare + max(1, math.ceil(self.rate / per_replica)))
 
     def share_of(self, replicas: int) -> float:
@@ -316,7 +316,7 @@ def _alone(task: PlanTask) -> Fact | None:
 
 
 def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[str, ...]:
-    """What is said of the requests of so many replicas: rows of a log that are left out, a log that is read again.
+    """Notes about the requests of that many replicas: rows of a log that are left out, a log that is read again.
 
     Raises UsageError for a workload or scenario that no plan can be built from.
     """

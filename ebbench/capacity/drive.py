@@ -209,7 +209,7 @@ def _given_up(config: SearchConfig, readings: Sequence[ProbeReading]) -> Fact | 
 
 
 def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> Fact | None:
-    """That a probe at the last load cannot be long enough: it had all sessions that it may have, or that there are."""
+    """Why a probe at the last load cannot be long enough: it had all sessions allowed or available."""
     if not readings or readings[-1].decides or readings[-1].invalid:
         return None
     *before, last = readings

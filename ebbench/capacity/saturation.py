@@ -61,7 +61,7 @@ class Saturated(NamedTuple):
 def saturated_rate(loop: Callable[[int], tuple[float, bool]], max_num_seqs: int) -> Saturated:
     """The saturated rate of an engine whose batches hold ``max_num_seqs`` sequences.
 
-    ``loop``: carries out a closed loop of so many open sessions; returns the sessions/s that it completed
+    ``loop``: carries out a closed loop with a number of open sessions; returns the sessions/s that it completed
     (:func:`completed_once_full`), and whether requests share prefixes (:func:`shares_prefixes`).
     """
     concurrency = 2 * max_num_seqs
@@ -77,7 +77,7 @@ def saturated_rate(loop: Callable[[int], tuple[float, bool]], max_num_seqs: int)
 
 
 def completed_once_full(requests: pa.Table, plan: Plan, concurrency: int) -> float:
-    """Sessions/s that a closed loop of ``concurrency`` open sessions completed, once as many had ended.
+    """Sessions/s that a closed loop completed after its first ``concurrency`` sessions had ended.
 
     Until then the batch is filled and has answers of one age, of which few end. ``requests``: those of the run.
     """

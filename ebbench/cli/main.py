@@ -287,7 +287,7 @@ def _exit_code(call: Callable[[], Any]) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is left of the output nowhere, if it cannot be written: Python tries again as it ends."""
+    """Redirect output that cannot be written to /dev/null: Python would try again at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -199,7 +199,7 @@ def _check_target(target: TargetFlags) -> None:
 
 
 def _arrivals_note(workload: str, target: TargetFlags, settings: Mapping[str, Any]) -> list[str]:
-    """That arrivals are Poisson instead of the workload's own, where nobody asked for others."""
+    """A note if arrivals are Poisson instead of the workload's own although no others were asked for."""
     from ebbench.workloads.log_report import poisson_instead
 
     note = "" if target.scenario else poisson_instead(workload, settings)

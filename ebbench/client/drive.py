@@ -353,7 +353,7 @@ def _client_facts(
 
 
 def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Why a run whose GPUs were read has no power and energy all the same."""
+    """Why power and energy are missing although the GPUs were read."""
     absent = facts.get("gpu_power", {}).get("absent")
     return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
 

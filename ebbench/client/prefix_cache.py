@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ebbench.records.content import block_tokens
 from ebbench.records.warnings import WARM_CACHE, RunWarning, warning
 
-# Which prompts were sent to which server before: what nothing emptied may still be in its prefix cache.
+# Remembers which prompts were sent to which server: its prefix cache may still hold them.
 #
 # One line per run of this user, in `$XDG_STATE_HOME/ebbench/prompts-sent.jsonl`, by default under `~/.local/state`.
 

@@ -481,7 +481,7 @@ def caveats(groups: Sequence[Group]) -> list[str]:
 
 
 def _memory(groups: Sequence[Group]) -> list[str]:
-    """What a full KV cache cost each policy, whose figures are not merged, and once the way out."""
+    """What a full KV cache cost, one line per policy, and one remedy for all."""
     said: dict[str, list[str]] = {}
     remedy = ""
     for group in groups:

@@ -43,7 +43,7 @@ class KvBlocks(Protocol):
         ...
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Give each row so many new blocks, in order. The caller has checked that they are free."""
+        """Give each row its number of new blocks, in order. The caller has checked that they are free."""
         ...
 
     def publish(self, row: int, tokens: int) -> None:

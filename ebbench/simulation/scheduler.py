@@ -28,7 +28,7 @@ from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
 
 
 def chunk_limit(scheduler: Scheduler, candidates: int) -> int:
-    """Most tokens of one request in a step with so many running requests to choose from; 0: no limit.
+    """Most tokens of one request in a step with ``candidates`` running requests to choose from; 0: no limit.
 
     vLLM lifts ``long_prefill_token_threshold`` for a request alone. The adaptive form raises it to the budget divided
     by the number of running and waiting requests.
@@ -292,7 +292,7 @@ class SchedulerListener(Protocol):
         ...
 
     def withdrawn(self, row: int, output_tokens: int) -> None:
-        """The client of a request hung up after so many tokens."""
+        """The client of a request hung up after ``output_tokens`` tokens."""
         ...
 
 
