@@ -1,4 +1,4 @@
-"""Data types of ``ebbench advise``: the question, the scores and the advice."""
+"""Data types of ``ebbench advise`` (question, scores, advice), and the theory's predictions for a workload."""
 
 from __future__ import annotations
 

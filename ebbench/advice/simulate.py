@@ -1,4 +1,4 @@
-"""Simulates the candidate policies on the same plans over several seeds, and combines the results with the theory."""
+"""Simulates candidates on the same plans by successive halving, and combines the results with the theory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The saturated rate that scenarios with shares refer to, measured before the run if it was not given.
 
 In virtual time a closed loop with twice the sequences that fit into a batch measures it within seconds
-(:mod:`ebbench.capacity.saturation`). In real time such a loop could take an hour on a small server, and the size of a
+(:func:`saturated_rate`). In real time such a loop could take an hour on a small server, and the size of a
 server's batch may be unknown. There a capacity search without limits doubles the open sessions until twice as many
 complete no more per second, within a budget.
 """

@@ -1,4 +1,4 @@
-"""Share of prompt tokens that a server found in its prefix cache, and whether the plan explains it."""
+"""Share of prompt tokens that a server found in its prefix cache, and whether this or an earlier plan explains it."""
 
 from __future__ import annotations
 

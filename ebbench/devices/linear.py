@@ -1,4 +1,4 @@
-"""The linear cost model of the EB paper (section 3.1, appendix A) with its published coefficients."""
+"""The linear cost model of the EB paper (section 3.1, appendix A): published coefficients, and fits of any device."""
 
 from __future__ import annotations
 

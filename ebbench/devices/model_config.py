@@ -324,13 +324,13 @@ def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer])
     for layer, count in counts.items():
         own = [rule(v.overlaid(dict(layer.further)), count) for rule in family.layers[layer.kind]]
         found[layer] = tuple(mixer for mixer in own if mixer is not None)
-    _read_in_vain(v, family, {layer.kind for layer in counts})
+    _read_absent_kinds(v, family, {layer.kind for layer in counts})
     if not any(mixer.heads and mixer.kind not in ("state", "index") for own in found.values() for mixer in own):
         raise InputFileError(path, "has no layer with attention: a state-space model, which has no cost model here")
     return [found.get(layer, ()) for layer in plan]
 
 
-def _read_in_vain(v: ConfigValues, family: Family, present: set[str]) -> None:
+def _read_absent_kinds(v: ConfigValues, family: Family, present: set[str]) -> None:
     """Let the rules of kinds that this model has no layer of read their keys, which then are understood."""
     for kind, rules in family.layers.items():
         for rule in rules if kind not in present else ():

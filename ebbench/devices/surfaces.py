@@ -1,4 +1,4 @@
-"""Converts kernel table rows to the attention tables of one device and model geometry."""
+"""Attention times: kernel table rows, or estimates, as tables of one device and model geometry."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def _decode_surface(rows: dict[tuple[int, int], float], contexts: list[int]) -> 
 
 
 def _increment_surface(rows: dict[tuple[int, ...], float], contexts: list[int]) -> Array:
-    """What decodes add to a prefill step, over CHUNKS x BEFORE x SEQS x CONTEXTS (module docstring of attention)."""
+    """What decodes add to a prefill step, over CHUNKS x BEFORE x SEQS x CONTEXTS (see above)."""
     seqs = [s for s in sorted({s for (_, _, s, _) in rows if s}) if s <= MIXED_SEQS]
     out = np.empty((len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS)))
     for a, chunk in enumerate(CHUNKS):

@@ -1,4 +1,4 @@
-"""Settings of staggered dispatch."""
+"""Settings of staggered dispatch, and its check whether an instance is ready."""
 
 from __future__ import annotations
 

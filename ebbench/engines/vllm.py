@@ -1,4 +1,4 @@
-"""The ``vllm`` engine: starts a vLLM server with the policy, sends the plan, stops it, and reads its records."""
+"""The ``vllm`` engine: starts vLLM servers with the policy, sends plans, stops them, and reads their records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens regular files, unpacks gzip and yields lines, within limits."""
+"""Opens regular files, unpacks gzip, yields lines and reads CSV and Parquet, within limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request plan: which requests are sent and when, independent of engine and policy."""
+"""The request plan: which requests are sent, when, and after which others; independent of engine and policy."""
 
 from __future__ import annotations
 

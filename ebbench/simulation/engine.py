@@ -1,4 +1,4 @@
-"""vLLM v1's engine loop (0.32) in virtual time: when steps are scheduled, how long they take, and their results.
+"""vLLM v1's engine loop (0.32) in virtual time: what steps hold, when they are scheduled, how long they take.
 
 One loop drives one unit, or several units in lockstep: the units of a DP+EP instance exchange tokens in the expert
 layers, so they wait for each other in every layer, and a step lasts as long as its slowest unit (Tian et al. 2025,

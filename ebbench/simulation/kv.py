@@ -1,8 +1,8 @@
 """KV block accounting with vLLM's rules, in three implementations.
 
 ``CountingKv`` only counts free blocks; it is exact if no cached block can be hit. ``CachingKv`` tracks each block:
-content, references and position in the eviction queue. ``StreamKv`` (:mod:`ebbench.simulation.kv`) tracks how many
-blocks of each request or session are cached.
+content, references and position in the eviction queue. ``StreamKv`` tracks how many blocks of each request
+or session are cached.
 
 All three allocate blocks to requests (``KvBlocks``). The two that count also take blocks without an owner
 (``CountedKv``), which makes long decodes fast to simulate.

@@ -1,8 +1,8 @@
 """vLLM v1's scheduler (0.32): requests and KV blocks of one unit, and the requests that a step holds.
 
 It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, preemption,
-admission of waiting requests, and clients that hang up. :mod:`ebbench.simulation.engine` decides the phase of
-a step, :mod:`ebbench.simulation.engine` when steps are made and how long they take.
+admission of waiting requests, and clients that hang up. :mod:`ebbench.simulation.engine` decides the phase of a step,
+when steps are made and how long they take.
 
 Tens of thousands of steps are made per second, so sums use plain functions (``np.count_nonzero``, ``np.add.reduce``):
 the methods ``any``, ``all`` and ``sum`` cost several times as much. ``a.take(rows)`` costs half of ``a[rows]``.

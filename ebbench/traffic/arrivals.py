@@ -1,4 +1,4 @@
-"""Arrival processes; all arrival times are computed before a run.
+"""Arrival processes and orders of bursty gaps; all arrival times are computed before a run.
 
 A process is a renewal process of mean rate one in *operational* time; a curve of relative rates maps operational time
 to seconds. Poisson, gamma and constant gaps can therefore be combined with any curve (steps, ramps, days).

@@ -1,4 +1,4 @@
-"""Builds a Plan from PlanOptions, step by step."""
+"""Builds a Plan from PlanOptions: requests, arrivals, attachments, and the facts that describe it."""
 
 from __future__ import annotations
 
