@@ -24,7 +24,7 @@ from ebbench.cli.run_settings import (
     api_server_if_busy,
     checked_server,
 )
-from ebbench.config.defaults import DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.capacity.choose import DeploymentChoice
@@ -128,7 +128,8 @@ def plan(
     """
     from ebbench.capacity import chart
     from ebbench.capacity.candidates import sized
-    from ebbench.capacity.deployments import MISSED_ALONE, plan_notes
+    from ebbench.capacity.deployments import plan_notes
+    from ebbench.capacity.plan_sentences import REFUSALS
     from ebbench.capacity.prices import check_prices
     from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
@@ -143,9 +144,10 @@ def plan(
         api_server_if_busy=api_server_if_busy(settings), quiet=output.quiet,
     )  # fmt: skip
     refused, carried = deployments.refused, deployments.found
-    if refused and all(reason.startswith(MISSED_ALONE) for _, reason in refused) and not carried:
+    if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
         candidate, reason = refused[0]
-        raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {reason}")
+        why = reason.worded(REFUSALS)
+        raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {why}")
     if output.plot is not None and carried:
         chart.save_frontier(deployments, bool(prices), output.plot)
     notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
@@ -159,7 +161,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
     from ebbench.capacity.candidates import instance_shapes, with_candidates
     from ebbench.capacity.deployments import PlanTask
     from ebbench.capacity.limits import parse_limits
-    from ebbench.cli.preflight import each_once, parse_policies
+    from ebbench.cli.run_settings import each_once, parse_policies
     from ebbench.config.setting_strings import option_name
     from ebbench.devices.profiles import list_devices
     from ebbench.spec.run import spec_of
@@ -184,7 +186,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
 
 
 def _check_target(target: TargetFlags) -> None:
-    from ebbench.cli.preflight import check_counts
+    from ebbench.cli.run_settings import check_counts
     from ebbench.errors import UsageError
 
     check_counts(request_rate=target.request_rate)
@@ -197,8 +199,8 @@ def _check_target(target: TargetFlags) -> None:
 
 
 def _arrivals_note(workload: str, target: TargetFlags, settings: Mapping[str, Any]) -> list[str]:
-    """That arrivals are Poisson instead of the workload's own, where nobody asked for others."""
-    from ebbench.workloads.own_arrivals import poisson_instead
+    """A note if arrivals are Poisson instead of the workload's own although no others were asked for."""
+    from ebbench.workloads.log_report import poisson_instead
 
     note = "" if target.scenario else poisson_instead(workload, settings)
     return [note] if note else []

@@ -18,7 +18,7 @@ from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, Poo
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.devices.collectives import choose_link
-from ebbench.devices.units import UnitDevice, saving_kv, unit_device
+from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import (
@@ -34,11 +34,11 @@ from ebbench.process.collector import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
+from ebbench.simulation.api_server import QueueLimits
 from ebbench.simulation.drafting import Drafting
 from ebbench.simulation.engine import Unit
-from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv
+from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv, StreamKv, streams_take_turns
 from ebbench.simulation.loop import EventLoop
-from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.releases import (
     Beginning,
     at_beginning,
@@ -51,15 +51,13 @@ from ebbench.simulation.releases import (
 from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_prefill_ends
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
-from ebbench.simulation.step import SchedulerLimits
-from ebbench.simulation.step_log import FigureLog, StepLog
-from ebbench.simulation.streams import StreamKv, streams_take_turns
-from ebbench.simulation.tables import decisions_table, requests_table, with_failures
+from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
+from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec
+from vllm_eb.refills import LONGEST_PERIOD
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -447,7 +445,7 @@ class _Simulation:
             requests=requests,
             steps=steps,
             step_parts=parts,
-            decisions=decisions_table(records_after(records, self._beginning)),
+            decisions=table_of_records(records_after(records, self._beginning)),
             interrupted=interrupted,
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts=({} if topology is None else self._facts(topology))

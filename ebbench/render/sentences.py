@@ -8,17 +8,14 @@ Pure functions from data to lines of text without markup, so that a name cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ebbench.analysis.caveats import by_policy, told_once
-from ebbench.analysis.compare.cases import MEASUREMENT, ComparisonCase
-from ebbench.analysis.compare.certainty import (
-    ALPHA,
-    p_of,
-)
-from ebbench.analysis.compare.policies import (
+from ebbench.analysis.compare.cases import (
+    MEASUREMENT,
     TIE,
+    ComparisonCase,
     Figure,
     Gain,
     Group,
@@ -32,11 +29,138 @@ from ebbench.analysis.compare.policies import (
     request_time,
     steady_throughput,
 )
+from ebbench.analysis.compare.certainty import (
+    ALPHA,
+    deciding_figure,
+    identical,
+    log_ratios,
+    p_of,
+    pairs_for,
+    pairs_needed,
+    stop_reason_of,
+    tests_of,
+)
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary
-from ebbench.records.manifest import KV_CACHE
-from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
+from ebbench.records.warnings import KV_CACHE
+from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
+from vllm_eb.policies.cadence import CadenceSpec
+from vllm_eb.policies.eb import EstimatingSpec
 from vllm_eb.policy import known_policy
+
+# What a comparison leaves open: chance, and differences between the whole run and its steady window.
+
+MOST_PAIRS = 100
+"""Larger numbers of pairs are not suggested."""
+NO_PROMPT_HELD = (
+    "Interval: no prompt was held back, so this is v1. While requests wait for a slot or for memory, prompts may come "
+    "in every step; that is vLLM's rule."
+)
+"""Why a run under ``cadence`` has no decisions."""
+REASONS: Mapping[str, str] = {
+    "mixing_costs_more": "mixing costs more than exclusive phases",
+    "exclusive_gains_too_little": "exclusive phases do not gain the margin",
+    "within_margin": "within the margin",
+    "mode_confirmed": "mode confirmed",
+    "cooldown": "cooldown after a switch",
+    "too_few_active": "too few active sequences",
+}
+"""Codes of evaluations of EB+ in words. Of runs stored by earlier versions the words themselves are stored."""
+NO_CHANCE = (
+    "Repeats with other seeds give the same figures here: lengths and arrivals are fixed (a replayed trace, fixed "
+    "lengths) and time is virtual, so no randomness is left. Measure another trace or other requests instead."
+)
+"""Shown instead of advice to repeat if every seed gives the same run."""
+
+
+def doubts_of(cases: Sequence[ComparisonCase]) -> list[str]:
+    """The doubts of all cases; a doubt that holds in some cases only begins with their titles."""
+    members: dict[str, list[str]] = {}
+    for case in cases:
+        for line in doubts(case.groups):
+            members.setdefault(line, []).append(case.title)
+    return [line if len(titles) == len(cases) else f"{'; '.join(titles)}: {line}" for line, titles in members.items()]
+
+
+def doubts(groups: Sequence[Group]) -> list[str]:
+    """Doubts about the comparison: whole run against steady window, and too few repeats."""
+    baseline = baseline_of(groups)
+    others = [group for group in groups if group is not baseline]
+    lines = [line for group in others if (line := _ends_decide(group, baseline))]
+    if others and not differing([summary for group in groups for summary in group.summaries]):
+        lines += _repeat(groups)
+    return lines
+
+
+def _repeat(groups: Sequence[Group]) -> list[str]:
+    """Which policies behave like the baseline, and how many repeats would tell the others from it; empty if all are
+    told apart or nothing is to decide."""
+    summaries = [summary for group in groups for summary in group.summaries]
+    if not all(summary.valid and summary.metrics.completed for summary in summaries):
+        return []
+    if any(group.copies for group in groups) or all(one.load.replayed and one.virtual for one in summaries):
+        return [NO_CHANCE]
+    baseline, figure = baseline_of(groups), deciding_figure(groups)
+    others = [group for group in groups if group is not baseline]
+    same = [group for group in others if identical(group, baseline)]
+    unsettled = {
+        group.policy: logs
+        for group in others
+        if group not in same and not stop_reason_of(groups, group) and (logs := log_ratios(group, baseline, figure))
+    }
+    lines = [_identical([baseline.policy, *(group.policy for group in same)])] if same else []
+    return lines + _more_pairs(unsettled, baseline.policy, tests_of(groups))
+
+
+def _identical(policies: Sequence[str]) -> str:
+    return (
+        f"{listed(policies)} have the same figures in every pair of runs: under this load they behave identically, so "
+        "repeats show no difference."
+    )
+
+
+def _more_pairs(unsettled: Mapping[str, Sequence[float]], baseline: str, tests: int) -> list[str]:
+    """How many pairs would tell these policies, given by their log ratios, from the baseline."""
+    fewest = pairs_needed(tests)
+    if any(len(logs) < 2 for logs in unsettled.values()):
+        return [
+            f"One run of each policy does not tell a difference from chance. {fewest} pairs of runs are the fewest "
+            f"that can: `--repeats {fewest}`, or `--repeats auto` to measure until it is clear."
+        ]
+    asked = {policy: pairs_for(logs, tests) for policy, logs in unsettled.items()}
+    within = {policy: pairs for policy, pairs in asked.items() if pairs is not None and pairs <= MOST_PAIRS}
+    beyond = [policy for policy in asked if policy not in within]
+    lines = []
+    if within:
+        made = min(len(unsettled[policy]) for policy in within)
+        enough = max(*within.values(), made + 1)
+        lines.append(
+            f"{listed(list(within))} against {baseline}: {made} pairs of runs do not tell the difference from chance; "
+            f"at its size and spread about {enough} would: `--repeats {enough}`, or `--repeats auto`."
+        )
+    if beyond:
+        made = min(len(unsettled[policy]) for policy in beyond)
+        lines.append(
+            f"{listed(beyond)} against {baseline}: {made} pairs of runs do not tell the difference from chance; at its "
+            f"size and spread more than {MOST_PAIRS} would be needed, so take them as equal, or measure longer "
+            "runs."
+        )
+    return lines
+
+
+def _ends_decide(group: Group, baseline: Group) -> str | None:
+    """A sentence if the whole run and its steady window clearly prefer different policies."""
+    whole, steady = gain(group, baseline), gain(group, baseline, steady_throughput)
+    if whole is None or steady is None or min(abs(whole.mean), abs(steady.mean)) < TIE:
+        return None
+    if (whole.mean > 0) == (steady.mean > 0):
+        return None
+    longer = "" if group.summaries[0].load.replayed else " (--num-prompts)"
+    return (
+        f"{group.policy}: {change(whole.mean)} over the whole run but {change(steady.mean)} while it is steady. "
+        f"Filling and draining decide this run; a longer one{longer} says what lasts."
+    )
+
 
 NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not mentioned."""
@@ -236,8 +360,8 @@ def why(explanation: Explanation) -> list[str]:
             lines.append(_modes(explanation.steps, explanation.decisions))
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
-    elif explanation.steps is not None and (policy := known_policy(explanation.policy)) and policy.without_decisions:
-        lines.append(policy.without_decisions)
+    elif explanation.steps is not None and isinstance(known_policy(explanation.policy), CadenceSpec):
+        lines.append(NO_PROMPT_HELD)
     return lines
 
 
@@ -263,7 +387,7 @@ def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
         first = switches[0]
         times = "once" if len(switches) == 1 else f"{len(switches)} times"
         when = "at" if len(switches) == 1 else "first at"
-        line += f"; switched {times}, {when} {first.time_s:.1f} s ({first.reason})"
+        line += f"; switched {times}, {when} {first.time_s:.1f} s ({REASONS.get(first.reason, first.reason)})"
     return f"{line}. Over time {spark(facts.eb_timeline)} (high = exclusive)."
 
 
@@ -274,14 +398,14 @@ def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
     if facts.crossover is not None:
         lines.append(_crossover(facts.crossover))
     elif facts.evaluations:
-        lines.append(f"Crossover: never evaluated ({facts.last_reason}).")
+        lines.append(f"Crossover: never evaluated ({REASONS.get(facts.last_reason, facts.last_reason)}).")
     return lines
 
 
 def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, policy: str) -> str:
     """When a refill begins; as a share of the batch, so that batches that are never full are refilled too."""
     spec, star = known_policy(policy), "*" if facts.updates else ""
-    by_share = spec is not None and spec.by_share
+    by_share = isinstance(spec, EstimatingSpec)
     slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"
     if by_share:
         share = theta.median if facts.updates else k.median / max(n_limit.median, 1)
@@ -357,13 +481,13 @@ def caveats(groups: Sequence[Group]) -> list[str]:
 
 
 def _memory(groups: Sequence[Group]) -> list[str]:
-    """What a full KV cache cost each policy, whose figures are not merged, and once the way out."""
+    """What a full KV cache cost, one line per policy, and one remedy for all."""
     said: dict[str, list[str]] = {}
     remedy = ""
     for group in groups:
         found = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
-        for line in told_once([[each.message for each in of_run] for of_run in found], lambda _: ""):
+        for line in told_once([[each.sentence for each in of_run] for of_run in found], lambda _: ""):
             said.setdefault(line, []).append(group.policy)
-        remedy = next((each.remedy for of_run in found for each in of_run), remedy)
+        remedy = next((each.way_out for of_run in found for each in of_run), remedy)
     lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
     return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbench.analysis.gate.margins import parse_margins
-from ebbench.analysis.slo import parse_slo
+from ebbench.analysis.gate.units import parse_margins
+from ebbench.analysis.metrics import parse_slo
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.prices import parse_prices
 from ebbench.config.setting_strings import (
@@ -31,8 +31,8 @@ from ebbench.config.topology import parse_topology
 from ebbench.dispatch import parse_dispatch
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.fakeserver import parse_fault
-from vllm_eb.errors import GivenValueError
 from vllm_eb.policy import parse_policy
+from vllm_eb.settings import GivenValueError
 
 READERS: dict[str, Callable[[str], object]] = {
     "policy": parse_policy,
