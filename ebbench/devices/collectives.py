@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ebbench.devices.attention import Array
+from ebbench.devices.attention import Array, lower_envelope
 from ebbench.devices.kerneltables import select, source
 from ebbench.devices.profiles import DeviceProfile, Link
 from ebbench.errors import UnknownNameError, UsageError
@@ -110,7 +110,7 @@ class Collectives:
             return None
         order = np.argsort(table["bytes"])
         times = np.array(table["time_us"], dtype=float)[order] * 1e-6
-        return np.array(table["bytes"], dtype=float)[order], np.maximum.accumulate(times)
+        return np.array(table["bytes"], dtype=float)[order], lower_envelope(times, 0)
 
 
 def choose_link(profile: DeviceProfile, wanted: str = "") -> str:

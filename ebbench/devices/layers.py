@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ebbench.devices.attention import Array
+from ebbench.devices.attention import Array, increasing, without_spikes
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.experts import expert_times
 from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
@@ -72,7 +72,7 @@ def step_arrays(
     dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
     return StepArrays(
-        np.maximum.accumulate(dense),
+        dense,
         _head(profile, model, part, products["bfloat16"]) + joined.head,
         model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
         (*warnings, *joined.warnings),
@@ -111,7 +111,9 @@ class _Work(NamedTuple):
         for one in products:
             points, times = self.products[dtype](one.columns, one.rows)
             work = self.tokens * (2.0 * one.params)
-            total += _sustained(self.profile, _continued(self.tokens, points, times), work, dtype)
+            # FP8 kernels are chosen by the number of tokens: on Hopper 32 take longer than 64, on servers too.
+            time = _continued(self.tokens, points, times, rising=not dtype.startswith("fp8"))
+            total += _sustained(self.profile, time, work, dtype)
         return total
 
     def _mlp(self, inner: int, *, activation: bool = True) -> Array:
@@ -246,9 +248,12 @@ def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: s
     return times + (profile.gemm_factor - 1.0) * np.minimum(operations / rate, times)
 
 
-def _continued(x: Array, points: Array, times: Array) -> Array:
-    """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range."""
-    times = np.maximum.accumulate(times)
+def _continued(x: Array, points: Array, times: Array, *, rising: bool = True) -> Array:
+    """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range.
+
+    ``rising``: more tokens never take less time, and a dip is noise.
+    """
+    times = increasing(times, 0) if rising else times
     half = min(int(np.searchsorted(points, points[-1] / 2)), len(points) - 2)
     slope = (times[-1] - times[half]) / (points[-1] - points[half])
     return np.asarray(np.interp(x, points, times) + np.maximum(x - points[-1], 0.0) * slope)
@@ -269,8 +274,7 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
         grid[at_token[count], place[n], place[k]] = time * US
     _fill_corner(grid, widths)
     if dtype != "bfloat16":
-        # Single calls in these tables took far too long. Times cannot decrease with tokens, so use the lower envelope.
-        grid = np.minimum.accumulate(grid[::-1], axis=0)[::-1]
+        grid = without_spikes(grid)
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
         rows = np.array([_bilinear(widths, plane, n, k) for plane in grid])
@@ -366,4 +370,4 @@ def _head(profile: DeviceProfile, model: ModelGeometry, part: ModelGeometry, gem
     sampler = SAMPLER_S + sampled * model.vocab * SAMPLER_BYTES_PER_LOGIT / profile.bandwidth_bytes_per_s
     head = product + sampler
     head[0] = 0.0
-    return np.maximum.accumulate(head)
+    return head

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from ebbench.devices.attention import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing
+from ebbench.devices.attention import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing, without_spikes
 from ebbench.devices.geometry import WEIGHT_BITS
 from ebbench.devices.kerneltables import select
 from ebbench.devices.mixers import Mixer
@@ -57,6 +57,11 @@ class Surfaces:
         ratio["increment"] = np.broadcast_to(ratio["decode"], self.increment.shape)
         return Surfaces(**{name: getattr(self, name) * ratio[name] for name in self.__dataclass_fields__})
 
+    def decoding_no_faster_than(self, other: Surfaces) -> Surfaces:
+        """Decodes take at least as long as ``other``'s, and add to a prefill step as much more."""
+        decode = np.maximum(self.decode, other.decode)
+        return replace(self, decode=decode, increment=self.increment * (decode / self.decode))
+
     def tables(self, mixed_excess: float, window: int = 0) -> AttentionTables:
         """The attention tables, with the mixed excess (increment beyond the pure decode cost) scaled."""
         decode = increasing(self.decode, 0, 1)
@@ -91,6 +96,10 @@ def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfa
     """
     wanted = (mixer.heads, mixer.kv_heads, mixer.head_dim)
     found = _own_surfaces(profile.name, wanted, kv_dtype, profile.bandwidth_bytes_per_s)
+    if found is not None and kv_dtype == "fp8" and profile.fp8_kv_as_16_bits:
+        plain = _own_surfaces(profile.name, wanted, "bfloat16", profile.bandwidth_bytes_per_s)
+        assert plain is not None  # FP8 tables come with those in 16 bits
+        found = found[0].decoding_no_faster_than(plain[0]), found[1]
     if found is None or not profile.mixed_from:
         return found
     own, warnings = found
@@ -353,6 +362,6 @@ def _decode_row(rows: dict[tuple[int, ...], float], seqs: int, rate: float) -> A
     contexts = sorted(k for s, k in rows if s == seqs)
     times = np.array([rows[seqs, k] for k in contexts])
     at = np.array(CONTEXTS, dtype=float)
-    inside = np.interp(at, contexts, np.maximum.accumulate(times))
+    inside = np.interp(at, contexts, increasing(without_spikes(times), 0))
     beyond = np.maximum(at - contexts[-1], 0.0) * seqs * rate
     return np.asarray(np.maximum(inside + beyond, at * seqs * rate))
