@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ebbench.advice.results import PolicyScore
-from ebbench.analysis.compare.policies import TIE
+from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.statistics import PairedInterval, paired_t
 from ebbench.render.numbers import change, listed
 from vllm_eb.policy import policy_class

@@ -14,17 +14,15 @@ import pyarrow.compute as pc
 from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run
-from ebbench.analysis.distribution import QUANTILES, samples_needed
 from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
-from ebbench.analysis.metrics import Metrics, latency_columns, measure
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
 from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
-from ebbench.engines.versions import engine_versions
+from ebbench.engines.machine import engine_versions
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,

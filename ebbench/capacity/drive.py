@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.capacity.estimate import estimate, supported
+from ebbench.capacity.estimate import Estimate, Probe, SearchSettings, estimate, supported
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe
 from ebbench.capacity.search import next_load
-from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 from ebbench.errors import RunError
 from ebbench.records.run import Run
 

@@ -8,17 +8,15 @@ from dataclasses import fields, replace
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.capacity import requested_capacity
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.identity import has_other_shape
 from ebbench.devices.linear import LinearCost
 from ebbench.devices.parallel import Parallel
-from ebbench.devices.profiles import DeviceProfile, find_profile
-from ebbench.devices.request import DeviceRequest
+from ebbench.devices.profiles import DeviceProfile, find_profile, has_other_shape
+from ebbench.devices.request import DeviceRequest, release_of
 from ebbench.devices.roofline import RooflineCost
-from ebbench.devices.startup import release_of
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UsageError
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 SLOWER = 1.02

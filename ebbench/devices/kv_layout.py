@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mixers import Mixer
+from ebbench.devices.geometry import Mixer, ModelGeometry
 
 Ints = npt.NDArray[np.int64]
 BLOCK_TOKENS = 16

@@ -7,14 +7,14 @@ there, and a key about layers, heads, KV or widths that no rule reads, are refus
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbench.devices.checkpoint_types import CheckpointTypes, types_of
-from ebbench.devices.config_file import read_model_file
-from ebbench.devices.config_values import ConfigValues
+from ebbench.devices.checkpoint_types import CheckpointTypes, modules_of, types_of
 from ebbench.devices.families import (
     DENSE_MLP,
     EXPERTS,
@@ -26,12 +26,124 @@ from ebbench.devices.families import (
     WINDOW,
     Family,
 )
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mistral_params import as_config, is_params
-from ebbench.devices.mixer_rules import SHARES_CACHE, head_dim_of, heads_of
-from ebbench.devices.mixers import Mixer
-from ebbench.devices.modules import modules_of
+from ebbench.devices.geometry import Mixer, ModelGeometry
+from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import read_object
+
+# Opens a model's config.json and refuses values of the wrong kind, before they get a meaning.
+
+_OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_parameters", "vision_config", "audio_config")
+_LISTS = ("layer_types", "mlp_only_layers", "moe_layers", "attn_type_list")
+_TEXTS = ("model_type", "torch_dtype", "dtype", "_name_or_path")
+_FLAGS = ("tie_word_embeddings", "use_sliding_window")
+_NUMBER_NAMES = re.compile(
+    r"(num|n|max|first)_\w+|\w+_(size|window|dim|layers|heads|experts|interval|step|tokens|theta|pattern|freq|factor)|factor"
+)
+"""Names of numbers; what has one of them and is a text of digits is refused, not left out."""
+_DIGITS = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*|\s*[+-]?(nan|inf(inity)?)\s*", re.IGNORECASE)
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 10_000),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 1_000_000),
+}
+_MOST_OTHERWISE = 2**40
+"""Numbers above these describe no model, and would be counted up to."""
+
+
+def read_model_file(path: Path) -> dict[str, Any]:
+    """The object of a config.json whose values have the kinds that its keys say. Raises InputFileError."""
+    raw = read_object(path)
+    for place, key, value in _values(raw, ""):
+        if (problem := _problem(key, value)) and value is not None:
+            raise InputFileError(path, f"{place} must be {problem}, not {_short(value)}")
+    return raw
+
+
+def _values(raw: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str, Any]]:
+    for key, value in raw.items():
+        yield f"{prefix}{key}", key, value
+        if key in _OBJECTS and isinstance(value, dict):
+            yield from _values(value, f"{prefix}{key}.")
+
+
+def _problem(key: str, value: Any) -> str:
+    """What a value should be instead; empty if it can be what it is."""
+    if key in _OBJECTS:
+        return "" if isinstance(value, dict) else "an object"
+    if key in _LISTS:
+        return (
+            "" if isinstance(value, list) and len(value) <= _MOST["num_hidden_layers"] else "a list with a layer each"
+        )
+    if key in _TEXTS:
+        return "" if isinstance(value, str) else "a text"
+    if key in _FLAGS:
+        return "" if isinstance(value, bool) else "true or false"
+    if not _NUMBER_NAMES.fullmatch(key):
+        return ""
+    if isinstance(value, str):
+        return "a number without quotes" if _DIGITS.fullmatch(value) else ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "finite"
+    if isinstance(value, dict) and key in _MOST:
+        return "a whole number"
+    most = _MOST.get(key, _MOST_OTHERWISE)
+    return f"at most {most:,}" if isinstance(value, int | float) and value > most else ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}..."
+
+
+# Mistral's own format, `params.json`, in the words of a config.json (vLLM's `transformers_utils/configs`).
+
+_KEYS: dict[str, str] = {
+    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "tied_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": "n_routed_experts", "num_experts_per_tok": "num_experts_per_tok",
+    "expert_hidden_dim": "moe_intermediate_size", "num_shared_experts": "n_shared_experts",
+    "first_k_dense_replace": "first_k_dense_replace", "route_every_n": "moe_layer_freq",
+}  # fmt: skip
+_FP8 = "fp8_e4m3"
+
+
+def is_params(raw: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of a params.json."""
+    return "model_type" not in raw and {"dim", "n_layers", "n_heads"} <= raw.keys()
+
+
+def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The same model as a config.json. Raises InputFileError for a quantization of another kind."""
+    config = {_KEYS.get(key, key): value for key, value in raw.items()}
+    config.setdefault("max_position_embeddings", 128_000)
+    config["model_type"] = "mistral"
+    experts = config.pop("moe", None)
+    if isinstance(experts, dict):
+        config.update({_EXPERTS.get(str(key), str(key)): value for key, value in experts.items()})
+        config["model_type"] = "mixtral"
+    if config.get("qk_nope_head_dim"):
+        config["model_type"] = "deepseek_v3"
+    windows = config.get("sliding_window")
+    if isinstance(windows, list) and windows:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        layers = config["num_hidden_layers"]
+        config["layer_types"] = kinds * (layers // len(kinds) if isinstance(layers, int) else 1)
+        config["sliding_window"] = next((window for window in windows if window), None)
+    quantization = config.pop("quantization", None)
+    if isinstance(quantization, dict) and quantization:
+        config["quantization_config"] = _quantization(path, quantization)
+    return config
+
+
+def _quantization(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get("qformat_weight") == _FP8:
+        return {"quant_method": "fp8"}
+    if "compressed" in str(given.get("quant_method")):
+        return {**given, "quant_method": "compressed-tensors"}
+    raise InputFileError(path, f"quantization {dict(given)!r} is not read here; {_FP8} and compressed-tensors are")
+
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
 _OF_ALL = (

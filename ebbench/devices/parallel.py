@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mixers import Mixer
+from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.errors import UsageError
 
 BLOCK = 128

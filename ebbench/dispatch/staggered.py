@@ -5,7 +5,7 @@ requests are sent to the DP units of that instance by Algorithm 2. Instances tak
 loses its turn to the next ready one.
 
 Not in the paper: the interval is skipped where waiting gains nothing (``bypass``), and requests and units are chosen by
-the value of each possible pass length (``sizing``, :mod:`ebbench.dispatch.sizing`). Without ``sizing``, Algorithm 2
+the value of each possible pass length (``sizing``, :mod:`ebbench.dispatch.queues`). Without ``sizing``, Algorithm 2
 chooses, except that a prompt that fits into a chunk goes only where it fits, unless many requests wait (``overdraw``).
 Early dispatch, pass times and the batch builder are below.
 """
@@ -16,15 +16,12 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
-from ebbench.dispatch.allocate import ChunkPacking, no_hit
+from ebbench.dispatch.allocate import AdaptiveInterval, ChunkPacking, no_hit
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
 from ebbench.dispatch.fleet import Fleet, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
-from ebbench.dispatch.interval import AdaptiveInterval
-from ebbench.dispatch.queues import CycleQueue, QueuedRequest
-from ebbench.dispatch.readiness import Readiness
-from ebbench.dispatch.sizing import CANDIDATES_A_UNIT, PassModel, candidates, choose_pass
-from ebbench.dispatch.staggered_settings import StaggeredSettings
+from ebbench.dispatch.queues import CANDIDATES_A_UNIT, CycleQueue, PassModel, QueuedRequest, candidates, choose_pass
+from ebbench.dispatch.staggered_settings import Readiness, StaggeredSettings
 
 LEAST_PASSES = 8
 """A line fitted through fewer passes is not meaningful."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, turn_graph
 from ebbench.records.schema import PLAN
-from ebbench.records.turn_graph import turn_graph
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step_log import FigureLog, StepLog, StepParts
+from ebbench.simulation.step import FigureLog, StepLog, StepParts
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Record
 

@@ -1,7 +1,7 @@
 """vLLM v1's scheduler (0.32): requests and KV blocks of one unit, and the requests that a step holds.
 
 It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, preemption,
-admission of waiting requests, and clients that hang up. :mod:`ebbench.simulation.gate` decides the phase of
+admission of waiting requests, and clients that hang up. :mod:`ebbench.simulation.engine` decides the phase of
 a step, :mod:`ebbench.simulation.engine` when steps are made and how long they take.
 
 Tens of thousands of steps are made per second, so sums use plain functions (``np.count_nonzero``, ``np.add.reduce``):
@@ -18,9 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices.base import StepShape
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, optional_ns
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
-from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.kv import CountedKv, KvBlocks, LaidOutKv
 from ebbench.simulation.releases import Beginning, since_beginning
