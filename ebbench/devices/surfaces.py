@@ -196,7 +196,7 @@ def without_spikes(times: Array) -> Array:
     """
     before, after = np.concatenate((times[1:2], times[:-1])), np.concatenate((times[1:], times[-1:]))
     single = np.where(times > SPIKE * np.maximum(before, after), np.sqrt(before * after), times)
-    return np.minimum(single, SPIKE * lower_envelope(single, 0))
+    return np.asarray(np.minimum(single, SPIKE * lower_envelope(single, 0)))
 
 
 def lower_envelope(values: Array, *axes: int) -> Array:
