@@ -1,4 +1,4 @@
-"""Latencies, throughput, goodput and attainment of a set of requests.
+"""Latencies with percentiles, throughput, limits, goodput and attainment of a set of requests.
 
 Definitions (all times from a monotonic clock, in ns from the start of the run):
 

@@ -126,7 +126,8 @@ def _parameters(group: type) -> list[inspect.Parameter]:
 
 
 class OptionSource(Protocol):
-    """Marks a command's parameter, a dictionary made of several options; ``context`` must be one, too."""
+    """Marks a command's parameter, a dictionary made of several options; the command also needs a parameter
+    ``context``."""
 
     def parameters(self) -> list[inspect.Parameter]:
         """One parameter per option."""

@@ -37,7 +37,8 @@ __all__ = [
 
 
 def default_policies(engine: str, topology: TopologySpec | None = None) -> tuple[str, ...]:
-    """Policies to run by default; where prefill is apart from decode there is nothing to decide."""
+    """Policies to run by default; v1 alone on a server, which has its own, and for separate pools, with nothing to
+    decide."""
     alone = is_server(engine) or (topology is not None and topology.disaggregated)
     return ("v1",) if alone else ("v1", "ebplus")
 

@@ -1,4 +1,4 @@
-"""What is not as measured in a device's step times and KV cache: the warnings that every run on it carries."""
+"""What of a device's step times and KV cache is estimated instead of measured: the warnings of every run on it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _other_defaults(request: DeviceRequest) -> tuple[str, ...]:
 
 
 def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
-    """That the host's constants are a guess, if they are."""
+    """A warning if the host's constants are a guess; else empty."""
     if host.fitted:
         return ()
     return (
@@ -135,7 +135,7 @@ def _unused_numbers(
 
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
-    """Those fields that are not at their defaults."""
+    """The fields that differ from their defaults."""
     defaults = {one.name: one for one in fields(DeviceProfile)}
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
@@ -186,7 +186,7 @@ def _slower_than_16_bits(
 def _slower_than_half_the_gpus(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
 ) -> tuple[str, ...]:
-    """A warning if half as many GPUs hold the model, too, and a step is faster there, without as many collectives."""
+    """A warning if the model also fits on half as many GPUs and a step is faster there, with fewer collectives."""
     whole = request.parallel
     if whole.tp < 2 or whole.dp > 1:
         return ()

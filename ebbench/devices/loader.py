@@ -75,8 +75,8 @@ def load_device(
     ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
-    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. The other settings only
-    affect its size, too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
+    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. The other settings also
+    only affect its size; None is the profile's value, of ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
     the cost model does not exist for this pair.

@@ -205,7 +205,7 @@ def softmax(
     """Softmax attention with grouped keys, by the keys that hold its sizes.
 
     ``gate``: an output gate with a column per ``element`` of the queries, or one per ``head``. Without ``own_values``
-    the projection of keys gives the values, too (``attention_k_eq_v``).
+    the projection of keys also gives the values (``attention_k_eq_v``).
     """
 
     def rule(v: ConfigValues, layers: int) -> Mixer:

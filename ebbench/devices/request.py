@@ -1,4 +1,4 @@
-"""The arguments a device was loaded with, so that it can be loaded again for a unit of several GPUs."""
+"""The arguments a device is loaded with, and what vLLM's version takes from its memory at the start."""
 
 from __future__ import annotations
 

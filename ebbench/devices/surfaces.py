@@ -1,4 +1,4 @@
-"""Converts kernel table rows to the attention tables of one device and model geometry."""
+"""Attention times: kernel table rows, or estimates, as tables of one device and model geometry."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ def _decode_surface(rows: dict[tuple[int, int], float], contexts: list[int]) -> 
 
 
 def _increment_surface(rows: dict[tuple[int, ...], float], contexts: list[int]) -> Array:
-    """What decodes add to a prefill step, over CHUNKS x BEFORE x SEQS x CONTEXTS (module docstring of attention)."""
+    """What decodes add to a prefill step, over CHUNKS x BEFORE x SEQS x CONTEXTS (see above)."""
     seqs = [s for s in sorted({s for (_, _, s, _) in rows if s}) if s <= MIXED_SEQS]
     out = np.empty((len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS)))
     for a, chunk in enumerate(CHUNKS):
@@ -601,7 +601,7 @@ def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: floa
 
 
 def not_measured(mixer: Mixer, layers: int, device: str) -> str:
-    """That the times of a kind of layer are an estimate, with its direction."""
+    """A warning that the times of a kind of layer are an estimate, with its direction."""
     return (
         f"{mixer.layers} of {layers} layers have {_WORDS[mixer.kind]}, which was not measured on {device}: its time is "
         "a roofline estimate, too fast rather than too slow"

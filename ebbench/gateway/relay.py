@@ -1,4 +1,4 @@
-"""Relays one request: waits for an upstream, sends the request, relays every byte of the response at once."""
+"""Relays one request: reads its body within limits, waits for an upstream, relays the response byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepares a run: its plan, its device, its engine."""
+"""Prepares a run (plan, device, engine), or a series of them under several policies and seeds."""
 
 from __future__ import annotations
 

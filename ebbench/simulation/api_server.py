@@ -1,4 +1,4 @@
-"""vLLM's API server as a stage between clients and one engine instance: a FIFO queue per process.
+"""vLLM's API server between clients and one engine instance: a FIFO queue per process, and its queue limits.
 
 A request enters the engine when the process has handled its prompt; each output token leaves when the process has
 streamed it, after all earlier jobs. The engine does not wait for this. With one core per process, the departure of a

@@ -1,4 +1,4 @@
-"""The server that is simulated, emulated or started: limits of its scheduler, KV cache, data types, API server."""
+"""The server that is simulated, emulated or started: scheduler limits, KV cache, data types, API server, host costs."""
 
 from __future__ import annotations
 
