@@ -50,8 +50,8 @@ class ProbeReading:
     probe: Probe
     run_dir: str
     short: bool
-    """Too few sessions for the number that were open, or so few that the queue may have grown only because the batch was
-    filling; the probe is not used."""
+    """Too few sessions for the number that were open, or so few that the queue may have grown only because the
+    batch was filling; the probe is not used."""
     correlated: bool
     """Neighbouring parts of the run had so similar shares within the limits that the queue changed more slowly than the
     run lasted."""
