@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbench.analysis.api_server_load import left_out
 from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.documents import Column, Section
 from ebbench.capacity.drive import SearchOutcome
@@ -19,6 +18,7 @@ from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import RunWarning
 from ebbench.render import numbers
+from ebbench.runs.api_server import left_out
 
 # Results of `ebbench capacity` as JSON: one object per policy, for --json and stored with the probes.
 

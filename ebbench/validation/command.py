@@ -50,8 +50,7 @@ def _run_validation(
 
     def say(text: str) -> None:
         call.sample()
-        if not quiet:
-            messages.print(text, markup=False, soft_wrap=True)
+        messages.say(text, quiet=quiet)
 
     for line in announce(question, folder, max_time_s):
         say(line)
@@ -140,4 +139,4 @@ def _show(console: Console, document: Document, judged: Judgement, folder: Path)
     console.print(as_rich(document, console.width))
     console.print()
     console.print(Text(f"{judged.verdict.sentence}.", style="bold"))
-    console.print(f"stored in {folder}: {RESULT}, {TABLES}, manifest.json", markup=False, soft_wrap=True)
+    console.say(f"stored in {folder}: {RESULT}, {TABLES}, manifest.json")
