@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
+
+import msgspec
 
 from ebbench.capacity.choose import DeploymentChoice, choose
 from ebbench.capacity.deployments import Candidate, PlanTask
@@ -69,7 +70,7 @@ def sized(
             deployments = choose(chosen, prices, pool, work.reached)
             busy = api_servers_left_out(deployments, tasks[0])
             if busy is not None and api_server_if_busy and not served:
-                raise ApiServerBusyError(replace(busy, message=f"Per replica: {busy.message}"))
+                raise ApiServerBusyError(msgspec.structs.replace(busy, message=f"Per replica: {busy.message}"))
             return deployments, chosen
 
         return again_if_busy(attempt, partial(messages.say, quiet=quiet))
