@@ -12,7 +12,7 @@ from ebbench.devices.surfaces import BEFORE, CHUNKS, CONTEXTS, SEQS, Surfaces
 
 LAUNCHES_S = 5e-6
 """Two small kernels per layer and step."""
-_WORDS = {
+KINDS_IN_WORDS = {
     "latent": "latent (MLA) attention",
     "index": "an index of keys",
     "state": "a state per sequence in place of attention (linear attention, Mamba or convolutions)",
@@ -45,6 +45,6 @@ def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: floa
 def not_measured(mixer: Mixer, layers: int, device: str) -> str:
     """That the times of a kind of layer are an estimate, with its direction."""
     return (
-        f"{mixer.layers} of {layers} layers have {_WORDS[mixer.kind]}, which was not measured on {device}: its time is "
+        f"{mixer.layers} of {layers} layers have {KINDS_IN_WORDS[mixer.kind]}, which was not measured on {device}: its time is "
         "a roofline estimate, too fast rather than too slow"
     )

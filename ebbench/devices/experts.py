@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ebbench.devices import library
 from ebbench.devices.attention import Array
 from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
 from ebbench.devices.kerneltables import select
@@ -17,17 +18,19 @@ _TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65
 
 def expert_times(
     profile: DeviceProfile, model: ModelGeometry, shape: Parallel
-) -> tuple[tuple[Array, Array], tuple[str, ...]]:
-    """(token counts, seconds) of one GPU's experts, and warnings. Tokens are those of all GPUs of the engine.
+) -> tuple[tuple[Array, Array], tuple[str, ...], tuple[library.Note, ...]]:
+    """(token counts, seconds) of one GPU's experts, warnings, and what was taken from the library. Tokens are those of all GPUs of the engine.
 
     With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
-    Sources in order of preference: the table of this shape and division; that of one GPU, divided except for its fixed
-    part; the roofline of the experts used.
+    Sources in order of preference: the table of this shape and division; the library's rows of both; the table of one
+    GPU, divided except for its fixed part; the roofline of the experts used.
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
     found = _measured(profile, model, model.dtype_of_experts, tp, ep)
     if found is not None:
-        return found, ()
+        return found, (), ()
+    if (curve := library.experts(profile, model, tp, ep)) is not None:
+        return (curve.points, curve.times), (), ((f"experts of {model.name}", curve.origin),)
     parts = tp * ep
     whole = _measured(profile, model, model.dtype_of_experts, 1, 1)
     if whole is not None:
@@ -37,9 +40,9 @@ def expert_times(
             f"experts of {model.name} divided among {parts} {profile.name} were not measured: those of one GPU, all "
             f"but their fixed part divided by {parts}"
         )
-        return (tokens, fixed + (times - fixed) / parts), (warning,)
+        return (tokens, fixed + (times - fixed) / parts), (warning,), ()
     warning = f"experts of {model.name} were not profiled on {profile.name}: their time is a roofline estimate"
-    return (_TOKENS, _roofline(profile, model) / parts), (warning,)
+    return (_TOKENS, _roofline(profile, model) / parts), (warning,), ()
 
 
 def _measured(profile: DeviceProfile, model: ModelGeometry, dtype: str, tp: int, ep: int) -> tuple[Array, Array] | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbench.devices import library
 from ebbench.devices.attention import Array
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.experts import expert_times
@@ -44,39 +45,46 @@ class StepArrays(NamedTuple):
     head: Array
     experts: Array | None
     warnings: tuple[str, ...]
-    provenance: str  # of the connection between the GPUs; "" for one GPU
+    sources: tuple[str, ...]  # of the connection between GPUs, and of what is not in the packaged tables
 
 
 def step_arrays(
-    profile: DeviceProfile, model: ModelGeometry, shape: Parallel = SINGLE, *, eager: bool = False
+    profile: DeviceProfile,
+    model: ModelGeometry,
+    shape: Parallel = SINGLE,
+    *,
+    eager: bool = False,
+    whole: frozenset[str] = frozenset(),
 ) -> StepArrays | None:
     """Everything except attention, for one GPU of ``shape``; None if the device has no tables of matrix products.
 
     Kernels are those of the slice on one GPU (:meth:`ModelGeometry.sliced`); sampling covers the whole vocabulary.
+    ``whole``: kinds of layers whose projections belong to their attention.
     Raises UsageError for a weight type without tables on this device.
     """
     part = model.sliced(shape.tp)
     tables = _all_products(profile, model)
     if tables is None:
         return None
-    products, warnings = tables
+    products, warnings, notes = tables
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     experts = None
     if model.experts:
-        (points, times), unmeasured = expert_times(profile, model, shape)
+        (points, times), unmeasured, found = expert_times(profile, model, shape)
+        notes += found
         each = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
         experts = _sustained(profile, _continued(tokens, points, times), tokens * each, model.dtype_of_experts)
         warnings += unmeasured
     joined = _joined(profile, model, shape, tokens, eager)
-    work = _Work(profile, part, products, tokens)
+    work = _Work(profile, part, products, tokens, whole)
     dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
     return StepArrays(
         np.maximum.accumulate(dense),
         _head(profile, model, part, products["bfloat16"]) + joined.head,
         model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
-        (*warnings, *joined.warnings),
-        joined.provenance,
+        (*warnings, *joined.warnings, *library.warnings(notes, profile.name)),
+        (*([joined.provenance] if joined.provenance else []), *library.sources(notes)),
     )
 
 
@@ -87,12 +95,15 @@ class _Work(NamedTuple):
     part: ModelGeometry
     products: Mapping[str, Gemm]
     tokens: Array
+    whole: frozenset[str] = frozenset()
 
     def layers(self, experts: Array | None) -> Array:
         """Time (s) of all layers, with the time of one layer's ``experts`` if given."""
         part = self.part
         total = np.zeros(MAX_TOKENS + 1)
         for mixer in part.mixers:
+            if mixer.kind in self.whole:
+                continue
             time = self._products_s(mixer.products, part.dtype_of_attention) + self._beside_attention(mixer)
             total += mixer.layers * time
         dense = part.dense_intermediate if part.experts else part.intermediate
@@ -173,8 +184,10 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
     return _Joined(unit, group, head, warnings, used[-1].provenance if used else "")
 
 
-def _all_products(profile: DeviceProfile, model: ModelGeometry) -> tuple[dict[str, Gemm], tuple[str, ...]] | None:
-    """Matrix products by the types of a model's weights, and in 16 bits; None without any tables."""
+def _all_products(
+    profile: DeviceProfile, model: ModelGeometry
+) -> tuple[dict[str, Gemm], tuple[str, ...], tuple[library.Note, ...]] | None:
+    """Matrix products by the types of a model's weights, and in 16 bits, with warnings; None without any tables."""
     found: dict[str, Gemm] = {}
     warnings: tuple[str, ...] = ()
     for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype)):
@@ -183,17 +196,26 @@ def _all_products(profile: DeviceProfile, model: ModelGeometry) -> tuple[dict[st
             return None
         found[dtype], found["bfloat16"], said = tables
         warnings += said
-    return found, warnings
+    taken = {dtype: _taken(profile, dtype)[1] for dtype in found}
+    notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
+    return found, warnings, notes
+
+
+def _taken(profile: DeviceProfile, dtype: str) -> tuple[Gemm | None, library.Origin | None]:
+    """Matrix products with weights of ``dtype``: packaged, else the library's with their origin."""
+    packaged = _gemm_tables(profile.name, dtype)
+    return (packaged, None) if packaged is not None else library.products(profile, dtype)
 
 
 def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str, ...]] | None:
     """Matrix products with weights of ``dtype``, the same in 16 bits, and warnings; None without any tables."""
     plain = _gemm_tables(profile.name, "bfloat16") or _gemm_from_layers(profile.name)
+    plain = plain or library.products(profile, "bfloat16")[0]
     if plain is None:
         return None
     if dtype == "bfloat16":
         return plain, plain, ()
-    found, tensor = _gemm_tables(profile.name, dtype), _gemm_tables(profile.name, "fp8")
+    found, tensor = _taken(profile, dtype)[0], _taken(profile, "fp8")[0]
     if found is None and WEIGHT_BITS[dtype] < 8:
         return _of_fewer_bits(profile, plain, dtype), plain, (_FEWER_BITS.format(dtype=dtype, device=profile.name),)
     if found is not None and tensor is not None and dtype == "fp8_block":
