@@ -118,7 +118,6 @@ class Collectives:
         times = np.array(table["time_us"], dtype=float)[order] * 1e-6
         return np.array(table["bytes"], dtype=float)[order], np.maximum.accumulate(times)
 
-
     def _from_library(self, operation: str) -> tuple[Array, Array] | None:
         """Sizes and times by the library, which knows the first link of each GPU and one mode."""
         if self.link != next(iter(self.profile.links)) or self.profile.collectives_from:

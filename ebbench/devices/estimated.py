@@ -45,6 +45,6 @@ def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: floa
 def not_measured(mixer: Mixer, layers: int, device: str) -> str:
     """That the times of a kind of layer are an estimate, with its direction."""
     return (
-        f"{mixer.layers} of {layers} layers have {KINDS_IN_WORDS[mixer.kind]}, which was not measured on {device}: its time is "
-        "a roofline estimate, too fast rather than too slow"
+        f"{mixer.layers} of {layers} layers have {KINDS_IN_WORDS[mixer.kind]}, which was not measured on {device}: its "
+        "time is a roofline estimate, too fast rather than too slow"
     )

@@ -19,10 +19,11 @@ _TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65
 def expert_times(
     profile: DeviceProfile, model: ModelGeometry, shape: Parallel
 ) -> tuple[tuple[Array, Array], tuple[str, ...], tuple[library.Note, ...]]:
-    """(token counts, seconds) of one GPU's experts, warnings, and what was taken from the library. Tokens are those of all GPUs of the engine.
+    """(token counts, seconds) of one GPU's experts, warnings, and what was taken from the library.
 
+    Tokens are those of all GPUs of the engine.
     With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
-    Sources in order of preference: the table of this shape and division; the library's rows of both; the table of one
+    Sources in order of preference: the table of this shape and division; the library's; the table of one
     GPU, divided except for its fixed part; the roofline of the experts used.
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)

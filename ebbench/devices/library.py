@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +38,10 @@ CHUNKS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65
 BATCH_TOKENS = 16_384
 """Largest number of tokens in prompts computed together from which the cost of a further prompt is taken."""
 
-PRODUCTS = {"bfloat16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8_block", "int8": "sq", "int4": "int4_wo",
-            "nvfp4": "nvfp4", "w4a16_mxfp4": "int4_wo"}  # fmt: skip
-EXPERTS = {"bfloat16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8_block", "int4": "int4_wo", "nvfp4": "nvfp4",
-           "w4a16_mxfp4": "w4a16_mxfp4"}  # fmt: skip
-"""Our names of weight types, and the library's."""
+PRODUCTS = {"bfloat16": ("bfloat16",), "fp8": ("fp8",), "fp8_block": ("fp8_block",), "mxfp8": ("", "fp8_block"),
+            "nvfp4": ("nvfp4", "int4_wo"), "int4": ("int4_wo",), "w4a16_mxfp4": ("", "int4_wo")}  # fmt: skip
+EXPERTS = PRODUCTS | {"w4a16_mxfp4": ("w4a16_mxfp4",)}
+"""Our names of weight types, and the library's: the same type, then those that may stand for it; "": it has none."""
 
 
 class Origin(NamedTuple):
@@ -68,7 +67,7 @@ def sources(notes: Sequence[Note]) -> tuple[str, ...]:
 
 def warnings(notes: Sequence[Note], device: str) -> tuple[str, ...]:
     """Of what was not measured as it is served."""
-    said = [f"{what} was not measured under vLLM on {device}: {origin.text}" for what, origin in notes if not origin.exact]
+    said = (f"{what} not measured as served on {device}: {origin.text}" for what, origin in notes if not origin.exact)
     return tuple(dict.fromkeys(said))
 
 
@@ -118,10 +117,11 @@ def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin
     """Matrix products by columns and rows, with weights of ``dtype``: counts of tokens and times (s); None if they were
     not measured in this type."""
 
+    @cache
     def kernel(columns: int, rows: int) -> Kernel | None:
-        return _kernel(profile, [_product(columns, rows, PRODUCTS[dtype])], prompt=False)
+        return _of_types(profile, PRODUCTS.get(dtype, ()), lambda name: [_product(columns, rows, name)])
 
-    sample = kernel(1024, 1024) if dtype in PRODUCTS else None
+    sample = kernel(1024, 1024)
     if sample is None:
         return None, None
 
@@ -132,19 +132,21 @@ def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin
     return product, sample.origin
 
 
-def experts(profile: DeviceProfile, model: ModelGeometry, tp: int, ep: int, *, derived: bool = False) -> Curve | None:
-    """Fused experts of one layer on one GPU, by the tokens of all GPUs; ``derived``: from other shapes, too."""
-    dtype = EXPERTS.get(model.dtype_of_experts)
-    if dtype is None:
-        return None
+def experts(profile: DeviceProfile, model: ModelGeometry, tp: int, ep: int) -> Curve | None:
+    """Fused experts of one layer on one GPU, by the tokens of all GPUs. What was not measured in this shape is derived
+    from other shapes measured under the same vLLM, before rows of another are taken."""
     described = {
-        "scale_factor": 1.0, "hidden_size": model.expert_hidden or model.hidden,
-        "inter_size": model.expert_intermediate, "topk": model.experts_per_token, "num_experts": model.experts,
-        "moe_tp_size": tp, "moe_ep_size": ep, "attention_dp_size": 1, "quant_mode": dtype,
-        "workload_distribution": SHARDING, "is_gated": model.mlp_matrices == 3, "moe_backend": None,
-        "enable_eplb": False, "is_context": False,
+        "hidden_size": model.expert_hidden or model.hidden, "inter_size": model.expert_intermediate,
+        "topk": model.experts_per_token, "num_experts": model.experts, "moe_tp_size": tp, "moe_ep_size": ep,
+        "attention_dp_size": 1, "workload_distribution": SHARDING, "is_gated": model.mlp_matrices == 3,
+        "moe_backend": None, "enable_eplb": False, "is_context": False,
     }  # fmt: skip
-    return _curve(_kernel(profile, [_op("Moe", described)], prompt=False, derived=derived))
+    types = EXPERTS.get(model.dtype_of_experts, ())
+    kernel = _of_types(profile, types, lambda name: [_op("Moe", described | {"quant_mode": name})], derived=True)
+    if kernel is None:
+        return None
+    times = [kernel.seconds(count) for count in TOKENS]
+    return Curve(np.array(TOKENS, dtype=float), np.array(times), kernel.origin)
 
 
 def collective(profile: DeviceProfile, operation: str, gpus: int, sizes: Sequence[int]) -> Curve | None:
@@ -155,7 +157,7 @@ def collective(profile: DeviceProfile, operation: str, gpus: int, sizes: Sequenc
     else:
         sized = {"hidden_size": float(width), "num_gpus": gpus, "dtype": "half", "operation": operation, "seq_split": 1}
         described = _op("Nccl", sized)
-    kernel = _kernel(profile, [described], prompt=False)
+    kernel = _kernel(profile, [described])
     if kernel is None:
         return None
     times = [kernel.seconds(max(size // (2 * width), 1)) for size in sizes]
@@ -165,23 +167,32 @@ def collective(profile: DeviceProfile, operation: str, gpus: int, sizes: Sequenc
 def mixer_rows(profile: DeviceProfile, model: ModelGeometry, mixer: Mixer, part: Mixer) -> Rows | None:
     """Layers of one kind on one GPU: ``mixer`` those of the whole model, ``part`` the slice of one GPU. None if they
     were not measured."""
-    if part.scheme:
-        return _state_rows(profile, model, part)
-    if (module := _module(model, mixer, part)) is not None:
-        name, described = module
-        decode, prompt = ([_op(f"{name}{phase}", described)] for phase in ("Generation", "Context"))
-        return _rows(profile, decode, prompt, module=True)
+    if part.sizes:
+        return _delta_rows(profile, model, part)
+    if is_module(model, mixer):
+        types = dict.fromkeys((*PRODUCTS.get(model.dtype_of_attention, ())[:1], "bfloat16"))
+
+        def module(phase: str) -> Kernel | None:
+            name = {"latent": "Dsa" if mixer.window else "MlaModule", "sparse": "Msa"}[mixer.kind] + phase
+            return _of_types(profile, tuple(types), lambda dtype: [_op(name, _module(model, mixer, part, dtype))],
+                             prompt=phase == "Context")  # fmt: skip
+
+        return _rows(module("Generation"), module("Context"), module=True)
     if not part.measured_alike:
         return None
     heads = {"n": part.heads, "n_kv": part.kv_heads, "head_size": part.head_dim, "window_size": 0,
              "kv_cache_dtype": model.kv_dtype, "lane_order": ["default"]}  # fmt: skip
     prompts = heads | {"fmha_quant_mode": "bfloat16", "use_qk_norm": False, "cp_size": 1}
-    return _rows(profile, [_op("GenerationAttention", heads)], [_op("ContextAttention", prompts)])
+    decode = _kernel(profile, [_op("GenerationAttention", heads)])
+    return _rows(decode, _kernel(profile, [_op("ContextAttention", prompts)], prompt=True))
 
 
 def is_module(model: ModelGeometry, mixer: Mixer) -> bool:
     """Whether the library measured the whole attention of a model of this shape, projections and all."""
-    return _module(model, mixer, mixer) is not None
+    shape = (model.hidden, mixer.heads)
+    if mixer.kind == "latent":
+        return shape in (_SPARSE_LATENT if mixer.window else _LATENT)
+    return mixer.kind == "sparse" and shape == _BLOCK_SPARSE
 
 
 # --- descriptions of kernels ------------------------------------------------------------------------------------
@@ -202,58 +213,43 @@ _BLOCK_SPARSE = (6144, 64)
 """Hidden size and heads of the models whose attention was measured as a whole, projections and all."""
 
 
-def _module(model: ModelGeometry, mixer: Mixer, part: Mixer) -> tuple[str, dict[str, Any]] | None:
-    """The measured module of a layer's whole attention, if the model has the shape of one that was measured."""
-    shape = (model.hidden, mixer.heads)
-    dtype = PRODUCTS.get(model.dtype_of_attention, "")
+def _module(model: ModelGeometry, mixer: Mixer, part: Mixer, dtype: str) -> dict[str, Any]:
+    """The module of a layer's whole attention, with projections in ``dtype``."""
     types = {"kv_cache_dtype": model.kv_dtype, "fmha_quant_mode": "bfloat16", "gemm_quant_mode": dtype}
-    if mixer.kind == "latent" and mixer.window and shape in _SPARSE_LATENT:
-        indexed = sum(one.layers for one in model.mixers if one.kind == "index")
-        return "Dsa", {
-            "num_heads": part.heads, "architecture": _SPARSE_LATENT[shape], "index_topk": mixer.window, "cp_size": 1,
-            "full_frac": min(indexed / mixer.layers, 1.0),
-            "attn_projection_quant_modes": dict.fromkeys(("q", "kv", "o", "indexer"), dtype), **types,
-        }  # fmt: skip
-    if mixer.kind == "latent" and not mixer.window and shape in _LATENT:
-        return "MlaModule", {"num_heads": part.heads, "native_num_heads": mixer.heads, **types}
-    if mixer.kind == "sparse" and shape == _BLOCK_SPARSE:
-        index = next((one for one in model.mixers if one.kind == "index"), mixer)
-        return "Msa", {
+    index = next((one for one in model.mixers if one.kind == "index"), mixer)
+    if mixer.kind == "sparse":
+        return types | {
             "num_heads": part.heads, "num_kv_heads": part.kv_heads, "hidden_size": model.hidden,
             "head_dim": mixer.key_dim, "v_head_dim": mixer.value_dim, "index_n_heads": index.heads,
             "index_head_dim": index.key_dim, "index_topk": mixer.window, "block_size": 128,
-            "dsa_architecture": "GlmMoeDsaForCausalLM", "dsa_scale_k": 1.0, **types,
+            "dsa_architecture": "GlmMoeDsaForCausalLM", "dsa_scale_k": 1.0,
         }  # fmt: skip
-    return None
+    if not mixer.window:
+        return types | {"num_heads": part.heads, "native_num_heads": mixer.heads}
+    return types | {
+        "num_heads": part.heads, "architecture": _SPARSE_LATENT[model.hidden, mixer.heads], "index_topk": mixer.window,
+        "cp_size": 1, "full_frac": min(index.layers / mixer.layers, 1.0),
+        "attn_projection_quant_modes": dict.fromkeys(("q", "kv", "o", "indexer"), dtype),
+    }  # fmt: skip
 
 
-_STATES = {
-    "delta": ("Gdn", ("causal_conv1d_update", "fused_sigmoid_gating_delta_rule_update"),
-              ("causal_conv1d_fn", "chunk_gated_delta_rule"), {"mamba_ssm_dtype": "float32"}),
-    "mamba2": ("Mamba2", ("causal_conv1d_update", "selective_state_update"),
-               ("causal_conv1d_fn", "mamba_chunk_scan_combined"), {"chunk_size": 128}),
-    "kimi_delta": ("Kda", ("fused_kda_decode",), ("causal_conv1d_fn_qkv3", "flashkda_fwd"), {"draft_tokens": 0}),
-}  # fmt: skip
-"""Schemes of states: the library's kind, its kernels of decodes and of prompts, and further settings."""
+_DELTA = ("causal_conv1d_update", "fused_sigmoid_gating_delta_rule_update"), (
+    "causal_conv1d_fn", "chunk_gated_delta_rule"
+)  # fmt: skip
+"""Kernels of a gated delta rule: of decodes, of prompts."""
 
 
-def _state_rows(profile: DeviceProfile, model: ModelGeometry, part: Mixer) -> Rows | None:
-    """Layers with a state in place of attention: a convolution and a recurrence, whatever came before."""
-    if part.scheme not in _STATES:
-        return None
-    kind, decodes, prompts, further = _STATES[part.scheme]
-    sizes = {"d_model": model.hidden, **dict(part.sizes), **further}
+def _delta_rows(profile: DeviceProfile, model: ModelGeometry, part: Mixer) -> Rows | None:
+    """Layers with a gated delta rule in place of attention: a convolution and a recurrence, whatever came before."""
+    sizes = {"d_model": model.hidden, "mamba_ssm_dtype": "float32", **dict(part.sizes)}
     decode, prompt = (
-        [_op(kind, {"kernel_source": name, "phase": phase, **sizes}) for name in names]
-        for names, phase in ((decodes, "generation"), (prompts, "context"))
+        [_op("Gdn", {"kernel_source": name, "phase": phase, **sizes}) for name in names]
+        for names, phase in zip(_DELTA, ("generation", "context"), strict=True)
     )
-    return _rows(profile, decode, prompt)
+    return _rows(_kernel(profile, decode), _kernel(profile, prompt, prompt=True))
 
 
-def _rows(
-    profile: DeviceProfile, decode: list[dict[str, Any]], prompt: list[dict[str, Any]], *, module: bool = False
-) -> Rows | None:
-    decodes, prompts = (_kernel(profile, decode, prompt=False), _kernel(profile, prompt, prompt=True))
+def _rows(decodes: Kernel | None, prompts: Kernel | None, *, module: bool = False) -> Rows | None:
     if decodes is None or prompts is None:
         return None
     batches = [(seqs, chunk) for chunk in CHUNKS for seqs in SEQS if seqs <= max(BATCH_TOKENS // chunk, 2)]
@@ -268,30 +264,43 @@ def _rows(
     )
 
 
-def _curve(kernel: Kernel | None) -> Curve | None:
-    if kernel is None:
-        return None
-    times = [kernel.seconds(count) for count in TOKENS]
-    return Curve(np.array(TOKENS, dtype=float), np.array(times), kernel.origin)
-
-
 # --- the library's engine ---------------------------------------------------------------------------------------
 
 
+def _of_types(
+    profile: DeviceProfile,
+    types: Sequence[str],
+    ops: Callable[[str], list[dict[str, Any]]],
+    *,
+    prompt: bool = False,
+    derived: bool = False,
+) -> Kernel | None:
+    """The kernels ``ops`` in the first of ``types`` that the library knows of them."""
+    for place, dtype in enumerate(types):
+        kernel = _kernel(profile, ops(dtype), prompt=prompt, derived=derived) if dtype else None
+        if kernel is not None and place:
+            return replace(kernel, origin=Origin(False, f"{kernel.origin.text}, in {dtype} in place of its type"))
+        if kernel is not None:
+            return kernel
+    return None
+
+
 def _kernel(
-    profile: DeviceProfile, ops: list[dict[str, Any]], *, prompt: bool, derived: bool = False
+    profile: DeviceProfile, ops: list[dict[str, Any]], *, prompt: bool = False, derived: bool = False
 ) -> Kernel | None:
     """The kernels ``ops``, one after the other, by the best measurements there are; None if there are none."""
     if not available(profile):
         return None
     system, described = profile.library_system, json.dumps(ops)
-    for mode, shared in (("SILICON", False), ("SILICON", True), *([("HYBRID", True)] if derived else [])):
+    for mode, shared in _MODES if derived else _MODES[::2]:
         engine = _engine(system, mode, shared)
         if engine is None:
             continue
         try:
-            engine.evaluate_ops_json(described, prompt, 1, 64, 0, 1.0, None)
+            found = engine.evaluate_ops_json(described, prompt, 1, 64, 0, 1.0, None)
         except (RuntimeError, ValueError):  # the library's errors for what it has no rows of, or no arithmetic
+            continue
+        if any(source == FORMULA for *_, source in found):
             continue
         return Kernel(engine, described, prompt, _origin(system, mode, shared, next(iter(ops[0]))))
     return None
@@ -323,20 +332,26 @@ def _engine(system: str, mode: str, shared: bool) -> Any | None:
 _FILES = {
     "Gemm": "gemm", "Moe": "moe", "GenerationAttention": "generation_attention", "ContextAttention":
     "context_attention", "MlaModuleGeneration": "mla_generation_module", "MlaModuleContext": "mla_context_module",
-    "DsaGeneration": "dsa_generation_module", "DsaContext": "dsa_context_module", "Gdn": "gdn", "Mamba2": "mamba2",
+    "DsaGeneration": "dsa_generation_module", "DsaContext": "dsa_context_module", "Gdn": "gdn",
     "Kda": "kda", "CustomAllReduce": "custom_allreduce", "MsaGeneration": "msa_generation_module",
     "MsaContext": "msa_context_module",
 }  # fmt: skip
 """Kinds of kernels and the library's files that hold them."""
 
 
+FORMULA = "sol"
+"""The library's word for a time by the data sheet."""
+_MODES = (("SILICON", False), ("HYBRID", False), ("SILICON", True), ("HYBRID", True))
+"""The library's modes, and whether it may read rows of other versions and frameworks, the best first."""
+
+
 def _origin(system: str, mode: str, shared: bool, kind: str) -> Origin:
     own = f"vLLM {VLLM_OF.get(system, VLLM)}"
-    if mode == "HYBRID":
-        return Origin(False, "derived from kernels of other shapes or types")
     if not shared:
-        return Origin(True, f"measured under {own}" if kind != "Nccl" else "measured under NCCL")
-    return Origin(False, f"low-fidelity fallback rows: {', '.join(_others(system, kind)) or 'of another version'}")
+        measured = f"measured under {'NCCL' if kind == 'Nccl' else own}"
+        return Origin(mode == "SILICON", measured if mode == "SILICON" else f"derived from other shapes {measured}")
+    others = ", ".join(_others(system, kind)) or "another version"
+    return Origin(False, f"{'derived from ' if mode == 'HYBRID' else ''}low-fidelity fallback rows of {others}")
 
 
 @cache
@@ -345,7 +360,13 @@ def _others(system: str, kind: str) -> tuple[str, ...]:
     core = importlib.import_module("aiconfigurator_core")
     root = Path(str(core.__file__)).parent / "systems"
     report = core.resolve_op_sources_report_json(
-        str(root), str(root / "data" / system), "vllm", VLLM_OF.get(system, VLLM), f"{_FILES.get(kind, kind)}_perf.parquet"
+        str(root),
+        str(root / "data" / system),
+        "vllm",
+        VLLM_OF.get(system, VLLM),
+        f"{_FILES.get(kind, kind)}_perf.parquet",
     )
-    paths = [Path(one["path"]) for one in json.loads(report)["records"] if one["exists"] and one["channel"] != "primary"]
+    paths = [
+        Path(one["path"]) for one in json.loads(report)["records"] if one["exists"] and one["channel"] != "primary"
+    ]
     return tuple(f"{path.parent.parent.name} {path.parent.name}" for path in paths)

@@ -157,8 +157,6 @@ def mamba2(v: ConfigValues, layers: int) -> Mixer:
         state_bytes=(kernel - 1) * convolved * 2 + inner * state * bytes_of_state,
         products=(Product(inner + convolved + heads, hidden), Product(hidden, inner, BY_ROWS)),
         others=convolved * (kernel + 1) + inner,
-        scheme="mamba2",
-        sizes=(("nheads", heads), ("n_groups", groups), ("head_dim", width), ("d_state", state), ("d_conv", kernel)),
     )
 
 
@@ -202,14 +200,11 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
             Product(hidden, values * value_dim, BY_ROWS),
         ),
         others=convolved * kernel,
-        scheme="delta",
-        sizes=_delta_sizes(keys, key_dim, values, value_dim, kernel),
-    )
-
-
-def _delta_sizes(keys: int, key_dim: int, values: int, value_dim: int, kernel: int) -> tuple[tuple[str, int], ...]:
-    heads = ("num_k_heads", keys), ("head_k_dim", key_dim), ("num_v_heads", values), ("head_v_dim", value_dim)
-    return *heads, ("d_conv", kernel)
+        sizes=(
+            ("num_k_heads", keys), ("head_k_dim", key_dim), ("num_v_heads", values), ("head_v_dim", value_dim),
+            ("d_conv", kernel),
+        ),
+    )  # fmt: skip
 
 
 def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
@@ -232,8 +227,6 @@ def kimi_delta(v: ConfigValues, layers: int) -> Mixer:
             Product(hidden, inner, BY_ROWS),
         ),
         others=3 * inner * kernel,
-        scheme="kimi_delta",
-        sizes=_delta_sizes(heads, width, heads, width, kernel),
     )
 
 

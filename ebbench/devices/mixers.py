@@ -42,8 +42,7 @@ class Mixer:
     of these where an FP8 cache has a format of its own; ``cached_bytes``: further bytes, in no type that a server
     chooses; ``state_bytes``: bytes per sequence. ``reads``: elements that a query reads per token before
     it (of a layer that uses another layer's cache, too). ``others``: parameters outside ``products``, in 16 bits.
-    ``scheme``: which kind of state; ``sizes``: its widths by name, those that start with ``n`` being numbers of heads
-    or groups.
+    ``sizes``: of a gated delta rule, numbers and widths of its heads by the names of the kernels' arguments.
     """
 
     kind: str
@@ -61,7 +60,6 @@ class Mixer:
     reads: int = 0
     products: tuple[Product, ...] = ()
     others: int = 0
-    scheme: str = ""
     sizes: tuple[tuple[str, int], ...] = ()
 
     @property

@@ -127,7 +127,7 @@ def table_cost(
         _provenance(profile, model, host), *arrays.sources, *library.sources(mixing.notes),
         *([_eager(cost)] if eager else []),
     )  # fmt: skip
-    return cost, "; ".join(sources), (*arrays.warnings, *mixing.warnings)
+    return cost, "; ".join(sources), (*arrays.warnings, *mixing.warnings, *library.warnings(mixing.notes, profile.name))
 
 
 class _Mixing(NamedTuple):
@@ -156,7 +156,9 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
         if packaged is None or packaged[1] or library.is_module(model, of_model):
             rows = library.mixer_rows(profile, model, of_model, mixer)
         if rows is not None:
-            stream_s = mixer.reads * part.kv_dtype_bytes / profile.bandwidth_bytes_per_s if mixer.measured_alike else 0.0
+            stream_s = (
+                mixer.reads * part.kv_dtype_bytes / profile.bandwidth_bytes_per_s if mixer.measured_alike else 0.0
+            )
             raw = library_surfaces(rows, stream_s)
             notes.append((f"{KINDS_IN_WORDS.get(mixer.kind, 'attention')} of {mixer.layers} layers", rows.origin))
             whole |= {mixer.kind, "index"} if rows.module else set()
