@@ -46,7 +46,7 @@ class Collectives:
         if self.measured:
             whose = f" of {self._device}" if self.profile.collectives_from else ""
             packaged = select("collective", device=self._device, link=self.link, gpus=self.gpus).num_rows
-            text = source("collective") if packaged else f"{library.NAME} {library.VERSION} (Apache-2.0)"
+            text = source("collective") if packaged else f"{library.LABEL} (Apache-2.0)"
             return f"link {self.link} ({self._link.note}): {text}{whose}"
         return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula{self._bounds}"
 
@@ -119,8 +119,8 @@ class Collectives:
         return np.array(table["bytes"], dtype=float)[order], np.maximum.accumulate(times)
 
     def _from_library(self, operation: str) -> tuple[Array, Array] | None:
-        """Sizes and times by the library, which knows the first link of each GPU and one mode."""
-        if self.link != next(iter(self.profile.links)) or self.profile.collectives_from:
+        """Sizes and times by the library, which knows one link of each GPU, of a GPU that no packaged table has."""
+        if self.link != next(iter(self.profile.links)) or select("collective", device=self._device).num_rows:
             return None
         found = library.collective(self.profile, operation, self.gpus, SIZES)
         return None if found is None or not found.origin.exact else (found.points, np.maximum.accumulate(found.times))

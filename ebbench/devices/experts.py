@@ -41,9 +41,9 @@ def expert_times(
             f"experts of {model.name} divided among {parts} {profile.name} were not measured: those of one GPU, all "
             f"but their fixed part divided by {parts}"
         )
-        return (tokens, fixed + (times - fixed) / parts), (warning,), ()
+        return (tokens, fixed + (times - fixed) / parts), (warning, *library.hint(profile)), ()
     warning = f"experts of {model.name} were not profiled on {profile.name}: their time is a roofline estimate"
-    return (_TOKENS, _roofline(profile, model) / parts), (warning,), ()
+    return (_TOKENS, _roofline(profile, model) / parts), (warning, *library.hint(profile)), ()
 
 
 def _measured(profile: DeviceProfile, model: ModelGeometry, dtype: str, tp: int, ep: int) -> tuple[Array, Array] | None:

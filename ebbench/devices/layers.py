@@ -38,14 +38,15 @@ class StepArrays(NamedTuple):
 
     ``dense``: of all layers by the unit's tokens, with the collectives of its ``tp`` GPUs. ``head``: by the unit's
     sampled sequences. ``experts``: of all layers by the tokens of all units, with their exchange; None if a unit's
-    experts process only its own tokens and are part of ``dense``.
+    experts process only its own tokens and are part of ``dense``. ``notes``: what the library gave.
     """
 
     dense: Array
     head: Array
     experts: Array | None
     warnings: tuple[str, ...]
-    sources: tuple[str, ...]  # of the connection between GPUs, and of what is not in the packaged tables
+    provenance: str  # of the connection between the GPUs; "" for one GPU
+    notes: tuple[library.Note, ...]
 
 
 def step_arrays(
@@ -83,8 +84,9 @@ def step_arrays(
         np.maximum.accumulate(dense),
         _head(profile, model, part, products["bfloat16"]) + joined.head,
         model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
-        (*warnings, *joined.warnings, *library.warnings(notes, profile.name)),
-        (*([joined.provenance] if joined.provenance else []), *library.sources(notes)),
+        (*warnings, *joined.warnings),
+        joined.provenance,
+        notes,
     )
 
 

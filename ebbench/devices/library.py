@@ -22,10 +22,12 @@ import numpy.typing as npt
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.mixers import Mixer
 from ebbench.devices.profiles import DeviceProfile
+from ebbench.extras import EXTRAS
 
 Array = npt.NDArray[np.float64]
 
 NAME, VERSION = "aiconfigurator-core", "0.12.0"
+LABEL = f"{NAME} {VERSION}"
 VLLM, VLLM_OF = "0.24.0", {"a100_sxm": "0.14.0"}
 """vLLM under which kernels were measured, and where it was another."""
 SHARDING = "power_law_1.01"
@@ -56,19 +58,26 @@ Note = tuple[str, Origin]
 """What was taken from the library, and where that has it from."""
 
 
-def sources(notes: Sequence[Note]) -> tuple[str, ...]:
-    """What was taken from the library, for a provenance; empty if nothing was."""
+def source(notes: Sequence[Note]) -> str:
+    """What was taken from the library, for a provenance; "" if nothing was."""
     by_origin: dict[str, list[str]] = {}
     for what, origin in notes:
         by_origin.setdefault(origin.text, []).append(what)
     said = [f"{', '.join(dict.fromkeys(named))} ({text})" for text, named in by_origin.items()]
-    return (f"{NAME} {VERSION} (Apache-2.0): {'; '.join(said)}",) if said else ()
+    return f"{LABEL} (Apache-2.0): {'; '.join(said)}" if said else ""
 
 
 def warnings(notes: Sequence[Note], device: str) -> tuple[str, ...]:
     """Of what was not measured as it is served."""
-    said = (f"{what} not measured as served on {device}: {origin.text}" for what, origin in notes if not origin.exact)
+    said = (f"{what}: not measured as served on {device}; {origin.text}" for what, origin in notes if not origin.exact)
     return tuple(dict.fromkeys(said))
+
+
+def hint(profile: DeviceProfile) -> tuple[str, ...]:
+    """How to get measured times, where the library has this GPU and is not installed."""
+    if not profile.library_system or installed():
+        return ()
+    return (f"{NAME} may have what was not measured here: {EXTRAS['tables'].command}",)
 
 
 class Curve(NamedTuple):
@@ -108,9 +117,9 @@ class Kernel:
         return float(sum(one[1] for one in found)) * 1e-3
 
 
-def available(profile: DeviceProfile) -> bool:
-    """Whether the library is installed and measured this GPU."""
-    return bool(profile.library_system) and importlib.util.find_spec("aiconfigurator_core") is not None
+def installed() -> bool:
+    """Whether the library can be imported."""
+    return importlib.util.find_spec("aiconfigurator_core") is not None
 
 
 def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin | None]:
@@ -279,7 +288,7 @@ def _of_types(
     for place, dtype in enumerate(types):
         kernel = _kernel(profile, ops(dtype), prompt=prompt, derived=derived) if dtype else None
         if kernel is not None and place:
-            return replace(kernel, origin=Origin(False, f"{kernel.origin.text}, in {dtype} in place of its type"))
+            return replace(kernel, origin=Origin(False, f"{kernel.origin.text}, those in {dtype}"))
         if kernel is not None:
             return kernel
     return None
@@ -289,7 +298,7 @@ def _kernel(
     profile: DeviceProfile, ops: list[dict[str, Any]], *, prompt: bool = False, derived: bool = False
 ) -> Kernel | None:
     """The kernels ``ops``, one after the other, by the best measurements there are; None if there are none."""
-    if not available(profile):
+    if not profile.library_system or not installed():
         return None
     system, described = profile.library_system, json.dumps(ops)
     for mode, shared in _MODES if derived else _MODES[::2]:
@@ -300,7 +309,8 @@ def _kernel(
             found = engine.evaluate_ops_json(described, prompt, 1, 64, 0, 1.0, None)
         except (RuntimeError, ValueError):  # the library's errors for what it has no rows of, or no arithmetic
             continue
-        if any(source == FORMULA for *_, source in found):
+        derived_from = engine.last_provenance()
+        if any(source == FORMULA for *_, source in found) or derived_from not in (None, OTHER_SHAPE):
             continue
         return Kernel(engine, described, prompt, _origin(system, mode, shared, next(iter(ops[0]))))
     return None
@@ -315,7 +325,7 @@ def _engine(system: str, mode: str, shared: bool) -> Any | None:
         ("systems_path", "kv_block_size", "attention_dp_size", "moe_tp_size", "moe_ep_size", "cp_size",
          "weight_dtype", "moe_dtype", "activation_dtype", "kv_cache_dtype", "transfer_policy")
     )  # fmt: skip
-    engine = {
+    engine: dict[str, Any] = {
         "schema_version": 1, "model_name": "kernels", "system_name": system, "backend": "vllm",
         "backend_version": VLLM_OF.get(system, VLLM), "tp_size": 1, "pp_size": 1, "enable_shared_layer": shared,
         "strict_provenance": False, "database_mode": mode, "tolerate_dirless_version": False, "extra": {}, **unset,
@@ -341,6 +351,8 @@ _FILES = {
 
 FORMULA = "sol"
 """The library's word for a time by the data sheet."""
+OTHER_SHAPE = "xshape"
+"""Its word for one that follows from other shapes of the same type. Those from other types are off by factors."""
 _MODES = (("SILICON", False), ("HYBRID", False), ("SILICON", True), ("HYBRID", True))
 """The library's modes, and whether it may read rows of other versions and frameworks, the best first."""
 
@@ -349,7 +361,7 @@ def _origin(system: str, mode: str, shared: bool, kind: str) -> Origin:
     own = f"vLLM {VLLM_OF.get(system, VLLM)}"
     if not shared:
         measured = f"measured under {'NCCL' if kind == 'Nccl' else own}"
-        return Origin(mode == "SILICON", measured if mode == "SILICON" else f"derived from other shapes {measured}")
+        return Origin(mode == "SILICON", measured if mode == "SILICON" else f"derived from shapes {measured}")
     others = ", ".join(_others(system, kind)) or "another version"
     return Origin(False, f"{'derived from ' if mode == 'HYBRID' else ''}low-fidelity fallback rows of {others}")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ebbench.devices import library
 from ebbench.devices.base import CostModel, Device
 from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
@@ -34,6 +35,12 @@ class Built(NamedTuple):
     cost: CostModel
     provenance: str
     warnings: tuple[str, ...]
+    library: str = ""  # that the kernels' times come from, if it is not the packaged tables
+
+    @property
+    def identity(self) -> tuple[tuple[str, str], ...]:
+        """That for a manifest."""
+        return (("kernel_library", self.library),) if self.library else ()
 
 
 def load_device(
@@ -118,7 +125,7 @@ def load(request: DeviceRequest) -> Device:
         profile=profile,
         geometry=geometry,
         request=request,
-        identity=identity_of(profile, named, request),
+        identity=(*identity_of(profile, named, request), *built.identity),
         kv_layout=requested_layout(profile, geometry, request),
     )
 
@@ -209,11 +216,12 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
         remedy = "leave out --cost roofline" if chosen else "use a device with kernel tables (`ebbench devices list`)"
         raise UsageError(
             f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
-            f"{remedy}, or leave tp and ep out of the topology"
+            f"{'; '.join([f'{remedy}, or leave tp and ep out of the topology', *library.hint(profile)])}"
         )
     warning = (
         f"{model.name} on {profile.name}: step times come from data-sheet bandwidth and arithmetic rates "
         "(roofline); trust them to a factor, not to a percent"
     )
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
-    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning,))
+    hints = library.hint(profile) if request.cost == "auto" else ()
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning, *hints))

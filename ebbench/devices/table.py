@@ -100,6 +100,15 @@ def _tokens(shape: StepShape) -> int:
     return shape.decode_seqs + sum(chunk for chunk, _ in shape.prefill)
 
 
+class TableBuilt(NamedTuple):
+    """A cost model with its provenance and its warnings. ``library``: its name if kernels come from it, else empty."""
+
+    cost: TableCost
+    provenance: str
+    warnings: tuple[str, ...]
+    library: str
+
+
 def table_cost(
     profile: DeviceProfile,
     model: ModelGeometry,
@@ -108,8 +117,8 @@ def table_cost(
     shape: Parallel = SINGLE,
     overlap: bool = True,
     eager: bool = False,
-) -> tuple[TableCost, str, tuple[str, ...]] | None:
-    """Build the model of one unit with its provenance and warnings; None if the device has no kernel tables."""
+) -> TableBuilt | None:
+    """Build the model of one unit; None if the device has no kernel tables."""
     mixing = _mixing(profile, model, shape, host)
     arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole)
     if arrays is None or mixing is None:
@@ -123,11 +132,17 @@ def table_cost(
         launch_s=EAGER_LAYER_S * model.layers if eager else 0.0,
         experts_s=None if arrays.experts is None else arrays.experts.tolist(),
     )
-    sources = (
-        _provenance(profile, model, host), *arrays.sources, *library.sources(mixing.notes),
-        *([_eager(cost)] if eager else []),
+    notes = (*arrays.notes, *mixing.notes)
+    parts = (
+        _provenance(profile, model, host), arrays.provenance, library.source(notes), _eager(cost) if eager else "",
     )  # fmt: skip
-    return cost, "; ".join(sources), (*arrays.warnings, *mixing.warnings, *library.warnings(mixing.notes, profile.name))
+    warnings = (*arrays.warnings, *mixing.warnings, *library.warnings(notes, profile.name))
+    return TableBuilt(
+        cost,
+        "; ".join(text for text in parts if text),
+        tuple(dict.fromkeys(warnings)),
+        library.LABEL if notes else "",
+    )
 
 
 class _Mixing(NamedTuple):
@@ -149,26 +164,25 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
     whole: set[str] = set()
     kinds = sorted(zip(model.mixers, part.mixers, strict=True), key=lambda each: each[1].kind == "index")
     for of_model, mixer in kinds:
-        if mixer.kind in whole:
+        if mixer.kind == "index" and whole:
             continue
         packaged = surfaces(profile, mixer, part.kv_dtype) if mixer.measured_alike else None
         rows = None
-        if packaged is None or packaged[1] or library.is_module(model, of_model):
+        scaled = packaged is not None and packaged[1] and not has_joint_tables(profile.name)
+        if packaged is None or scaled or library.is_module(model, of_model):
             rows = library.mixer_rows(profile, model, of_model, mixer)
         if rows is not None:
-            stream_s = (
-                mixer.reads * part.kv_dtype_bytes / profile.bandwidth_bytes_per_s if mixer.measured_alike else 0.0
-            )
-            raw = library_surfaces(rows, stream_s)
+            read_bytes = mixer.reads * part.kv_dtype_bytes if mixer.measured_alike and not rows.module else 0.0
+            raw = library_surfaces(rows, read_bytes / profile.bandwidth_bytes_per_s)
             notes.append((f"{KINDS_IN_WORDS.get(mixer.kind, 'attention')} of {mixer.layers} layers", rows.origin))
             whole |= {mixer.kind, "index"} if rows.module else set()
         elif packaged is not None:
-            raw, warnings = packaged[0], [*warnings, *packaged[1]]
+            raw, warnings = packaged[0], [*warnings, *packaged[1], *(library.hint(profile) if scaled else ())]
         elif mixer.measured_alike:
             return None
         else:
             raw = estimated_surfaces(profile, mixer, part.kv_dtype_bytes)
-            warnings.append(not_measured(mixer, part.layers, profile.name))
+            warnings += [not_measured(mixer, part.layers, profile.name), *library.hint(profile)]
         window = 0 if rows is not None and rows.module else mixer.window
         layers.append((mixer.layers, raw.tables(host.mixed_excess, window)))
     return _Mixing(tuple(layers), frozenset(whole), tuple(dict.fromkeys(warnings)), tuple(notes))
