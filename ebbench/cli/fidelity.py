@@ -28,6 +28,7 @@ GROUPS = (
     "table 20",
     "authors' repetition",
     "silicon",
+    "servers",
     "gpustack",
     "gpustack with fused sampler",
     "kv cache",

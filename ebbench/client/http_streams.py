@@ -2,7 +2,7 @@
 
 httpx's own transport and httpx-aiohttp wake a task per read and pass the bytes through several asynchronous generators,
 which costs more per token than everything else in a load generator; building and sending an httpx request costs 0.2 ms
-(measured in docs/client.md). Here httptools parses in the event loop's read callback, and the receiver gets the body of
+(reports/client.md). Here httptools parses in the event loop's read callback, and the receiver gets the body of
 an event stream in the same call. A request is a constant head, built once by httpx, plus an id and a length. Errors are
 httpx's.
 """

@@ -69,7 +69,7 @@ class Protocol:
     """
 
     policy: str
-    plan: Mapping[str, str | int]
+    plan: Mapping[str, str | int | float]
     max_num_seqs: int
     max_num_batched_tokens: int
     warmup: int
@@ -79,7 +79,7 @@ class Protocol:
     dispatch: str | None = None
     decode_dispatch: str | None = None
 
-    def plans(self) -> list[Mapping[str, str | int]]:
+    def plans(self) -> list[Mapping[str, str | int | float]]:
         """The plan's arguments of every run behind a figure."""
         return [{**self.plan, "max_concurrency": c} for c in self.concurrencies] or [self.plan]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.resources import located
 
 if TYPE_CHECKING:
     from ebbench.traffic.schedule import Load
@@ -30,7 +31,7 @@ def recorded_file(workload: str) -> Path | None:
         return None
     if workload == prefix:
         raise UsageError(f"{prefix} names no file; write {prefix}FILE")
-    return Path(workload.removeprefix(prefix)).expanduser()
+    return located(workload.removeprefix(prefix))
 
 
 def is_recorded(workload: str) -> bool:

@@ -8,7 +8,7 @@ seconds, tokens and iterations; names are the paper's symbols, spelled out. :mod
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_eb.calibration import Calibration
 from vllm_eb.errors import GivenValueError
@@ -21,6 +21,97 @@ _SERIES_TERMS = 18  # 1/20! is far below double precision at y = 1
 
 class TheoryError(GivenValueError):
     """A parameter outside the domain of a formula; the message names it."""
+
+
+def _probability(name: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise TheoryError(f"{name} must lie in (0, 1], not {value}")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise TheoryError(f"{name} must lie in [0, 1), not {value}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise TheoryError(f"{name} must be a positive number, not {value}")
+
+
+def _non_negative(name: str, value: float) -> None:
+    if not 0.0 <= value < math.inf:
+        raise TheoryError(f"{name} must be zero or a positive number, not {value}")
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Speculative decoding: each decode step verifies ``len(acceptance)`` drafted tokens per sequence.
+
+    ``acceptance``: per position, the share of drafts that are accepted at least that far; it cannot rise. Every step
+    samples one more token. ``alpha_s`` and ``beta_s``: cost of drafting in s, per step and per sequence, where the
+    calibration does not hold it. ``lookahead_tokens``: KV slots per sequence that the drafter needs beyond the drafted
+    tokens. Without acceptance rates there are no drafts. Raises TheoryError.
+    """
+
+    acceptance: tuple[float, ...] = ()
+    alpha_s: float = 0.0
+    beta_s: float = 0.0
+    lookahead_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_s", "beta_s", "lookahead_tokens"):
+            _non_negative(name, getattr(self, name))
+        for position, rate in enumerate(self.acceptance, 1):
+            if not 0.0 <= rate <= 1.0:
+                raise TheoryError(f"acceptance at position {position} must lie in [0, 1], not {rate}")
+            if position > 1 and rate > (before := self.acceptance[position - 2]):
+                raise TheoryError(
+                    f"acceptance must not rise from position to position, but is {before} and then {rate}: a drafted "
+                    "token counts only if all before it are accepted"
+                )
+
+    @property
+    def query_tokens(self) -> int:
+        """Tokens per sequence that a decode step computes: ``1 + d``."""
+        return 1 + len(self.acceptance)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """a, the mean number of tokens that a sequence gets in a decode step."""
+        return 1.0 + math.fsum(self.acceptance)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV slots that a decoding sequence needs beyond those of its tokens."""
+        return len(self.acceptance) + self.lookahead_tokens
+
+    def per_step(self, p0: float) -> float:
+        """Hazard per decode step of answers that end with probability ``p0`` at each token.
+
+        The j-th further token of a step is made if it is accepted and the answer has not ended at one before it.
+        """
+        _probability("p0", p0)
+        left = 1.0 - p0
+        return p0 * (1.0 + math.fsum(rate * left**j for j, rate in enumerate(self.acceptance, 1)))
+
+    def steps(self, mu_o: float) -> float:
+        """Mean number of steps with a token of answers of ``mu_o`` tokens on average, the first one included."""
+        return mu_o if not self.acceptance else 1.0 / self.per_step(1.0 / mu_o)
+
+    def costs(self, calibration: Calibration) -> Calibration:
+        """The linear costs of steps with drafts; ``beta_d`` per sequence. The drafter runs in every step."""
+        if not self.acceptance:
+            return calibration
+        return replace(
+            calibration,
+            alpha_p=calibration.alpha_p + self.alpha_s,
+            alpha_d=calibration.alpha_d + self.alpha_s,
+            beta_d=calibration.beta_d * self.query_tokens + self.beta_s,
+            alpha_mb=_alpha_mb(calibration) + self.alpha_s,
+        )
+
+
+NO_DRAFTS = Drafts()
 
 
 @dataclass(frozen=True)
@@ -126,63 +217,83 @@ def optimal_threshold(
     n: float = 0.0,
     cap: float | None = DELTA_CAP,
     discrete: bool = False,
+    drafts: Drafts = NO_DRAFTS,
 ) -> Threshold:
-    """theta* = theta0 + delta, limited to values below 1. Parameters as in base_threshold and ifr_correction."""
+    """theta* = theta0 + delta, limited to values below 1. Parameters as in base_threshold and ifr_correction.
+
+    With ``drafts``, ``p0`` and ``eta`` stay per token and ``beta_d`` per token of a decode step.
+    """
+    if drafts.acceptance:
+        a, p0 = drafts.tokens_per_step, drafts.per_step(p0)
+        eta, beta_d = a * a * eta, beta_d * drafts.query_tokens + drafts.beta_s
+        alpha_p, alpha_d = alpha_p + drafts.alpha_s, alpha_d + drafts.alpha_s
     zeta = base_zeta(p0, alpha_p, alpha_d, discrete=discrete)
     theta0 = _theta(zeta)
     delta = ifr_correction(theta0, p0, eta, beta_d, alpha_d, n, cap=cap)
     return Threshold(theta0, zeta, delta, min(theta0 + delta, _BELOW_ONE))
 
 
-def eb_throughput(calibration: Calibration, *, theta: float, n: float, p0: float, mu_l: float) -> float:
+def eb_throughput(
+    calibration: Calibration, *, theta: float, n: float, p0: float, mu_l: float, drafts: Drafts = NO_DRAFTS
+) -> float:
     """Requests/s of exclusive batching at threshold ``theta`` (eq. 4 before inserting the optimum; appendix B.5).
 
     One cycle completes ``theta*n`` requests: one prefill with ``mu_l`` prompt tokens per request, then ``zeta/p0``
-    decode iterations that generate ``theta*n/p0`` tokens. Raises TheoryError.
+    decode iterations that generate ``theta*n/p0`` tokens. With ``drafts``, ``p0`` stays per token. Raises TheoryError.
     """
     _share("theta", theta)
     _positive("theta", theta)
     _probability("p0", p0)
     _positive("n", n)
     _non_negative("mu_l", mu_l)
+    calibration, p0 = drafts.costs(calibration), drafts.per_step(p0)
     ended = theta * n
     decode_s = (calibration.beta_d * ended + calibration.alpha_d * -math.log1p(-theta)) / p0
     return ended / (calibration.alpha_p + calibration.beta_p * mu_l * ended + decode_s)
 
 
-def mb_throughput(calibration: Calibration, *, n: float, mu_l: float, mu_o: float) -> float:
+def mb_throughput(calibration: Calibration, *, n: float, mu_l: float, mu_o: float, drafts: Drafts = NO_DRAFTS) -> float:
     """Requests/s of mixed batching with ``n`` sequences in the batch (section 3.5). Raises TheoryError.
 
     Derivation: let ``x`` requests finish their prefill per iteration. In steady state as many end, and by Little's law
     ``x*mu_o`` are decoding, so the batch holds ``n = x*(1 + mu_o)`` sequences and processes ``x*(mu_l + mu_o)`` tokens.
     An iteration takes ``alpha_mb + beta_mb(r)*x*(mu_l + mu_o)`` with ``r = mu_o/(mu_l + mu_o)``; throughput is ``x``
-    over that. Compared with eb_throughput at ``p0 = 1/mu_o`` this gives Prop. 3.4 exactly.
+    over that. Compared with eb_throughput at ``p0 = 1/mu_o`` this gives Prop. 3.4 exactly. With ``drafts`` an answer
+    takes ``s = drafts.steps(mu_o)`` iterations of ``1 + d`` tokens each.
     """
     _positive("n", n)
     _lengths(mu_l, mu_o)
     if calibration.mixed is None:
         raise TheoryError("the mixed-batch cost beta_mb is not known for this calibration; give its a, b and c")
-    beta_mb = calibration.mixed.at(mu_o / (mu_l + mu_o))
-    finished = n / (1.0 + mu_o)
-    return finished / (_alpha_mb(calibration) + beta_mb * finished * (mu_l + mu_o))
+    steps = drafts.steps(mu_o)
+    decoded = steps * drafts.query_tokens
+    finished, costs = n / (1.0 + steps), drafts.costs(calibration)
+    tokens_s = calibration.mixed.at(decoded / (mu_l + decoded)) * (mu_l + decoded)
+    return finished / (_alpha_mb(costs) + finished * (tokens_s + drafts.beta_s * steps))
 
 
-def crossover(calibration: Calibration, *, mu_l: float, mu_o: float, n_obs: float, theta0: float) -> Crossover:
+def crossover(
+    calibration: Calibration, *, mu_l: float, mu_o: float, n_obs: float, theta0: float, drafts: Drafts = NO_DRAFTS
+) -> Crossover:
     """Both sides of Prop. 3.4 (eq. 7) in s/token, at mean lengths ``mu_l``, ``mu_o`` (tokens) and ``n_obs`` sequences.
 
-    The right side is what mixed batching saves in fixed costs, the left side its cost of co-location. Raises
-    TheoryError.
+    The right side is what mixed batching saves in fixed costs, the left side its cost of co-location. With ``drafts``
+    the tokens are computed ones, ``1 + d`` per step of an answer; drafting costs both ways the same.
+
+    Raises TheoryError.
     """
     _lengths(mu_l, mu_o)
     _positive("n_obs", n_obs)
     _share("theta0", theta0)
-    tokens = mu_l + mu_o
-    r = mu_o / tokens
-    beta_eb = (calibration.beta_p * mu_l + calibration.beta_d * mu_o) / tokens
+    steps, costs = drafts.steps(mu_o), drafts.costs(calibration)
+    decoded = steps * drafts.query_tokens
+    tokens = mu_l + decoded
+    r = decoded / tokens
+    beta_eb = (calibration.beta_p * mu_l + calibration.beta_d * decoded) / tokens
     beta_mb = None if calibration.mixed is None else calibration.mixed.at(r)
     lhs = 0.0 if beta_mb is None else beta_mb - beta_eb
-    exclusive_s = _over_theta(calibration.alpha_p, theta0) + calibration.alpha_d * mu_o * zeta_over_theta(theta0)
-    rhs = (exclusive_s - _alpha_mb(calibration) * (1.0 + mu_o)) / (n_obs * tokens)
+    exclusive_s = _over_theta(costs.alpha_p, theta0) + costs.alpha_d * steps * zeta_over_theta(theta0)
+    rhs = (exclusive_s - _alpha_mb(costs) * (1.0 + steps)) / (n_obs * tokens)
     return Crossover(lhs=lhs, rhs=rhs, r=r, beta_mb=beta_mb, beta_eb=beta_eb)
 
 
@@ -237,23 +348,3 @@ def _alpha_mb(calibration: Calibration) -> float:
 def _lengths(mu_l: float, mu_o: float) -> None:
     _non_negative("mu_l", mu_l)
     _positive("mu_o", mu_o)
-
-
-def _probability(name: str, value: float) -> None:
-    if not 0.0 < value <= 1.0:
-        raise TheoryError(f"{name} must lie in (0, 1], not {value}")
-
-
-def _share(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise TheoryError(f"{name} must lie in [0, 1), not {value}")
-
-
-def _positive(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise TheoryError(f"{name} must be a positive number, not {value}")
-
-
-def _non_negative(name: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:
-        raise TheoryError(f"{name} must be zero or a positive number, not {value}")

@@ -48,7 +48,7 @@ def test_budgets_below_the_only_one_are_tried(tokens: int, seqs: int, budgets: s
     assert {own_budget(name) for name in tried} == budgets | {None}
 
 
-def test_default_policies_set_no_budget_of_their_own_where_several_are_tried() -> None:
+def test_default_policies_set_no_budget_where_several_are_tried() -> None:
     assert default_budgets(1024) == (8192, 2048, 4096, 16384)
     assert default_budgets(20_000) == (20_000,)
     assert all(own_budget(name) is None for name in default_policies(Slo(), default_budgets(1024), 1024))

@@ -78,7 +78,7 @@ def test_one_that_is_surely_ahead_by_little_is_said_to_be() -> None:
     assert (chosen.policy, reason) == ("v1", "eb +0.4 % (+0.2 to +0.7) is ahead of it, and it is the simplest")
 
 
-def test_a_policy_whose_gain_may_be_zero_is_not_chosen_beside_one_with_a_sure_gain() -> None:
+def test_a_sure_gain_is_chosen_over_one_that_may_be_zero() -> None:
     sure = replace(score("marginal", 115, 0, 0), gain=PairedInterval(0.15, 0.14, 0.16))
     noisy = replace(score("ebplus", 100, -0.3, 0.1), gain=PairedInterval(0.0, -0.15, 0.16))
     behind = score("v1", 100, -0.14, -0.12)

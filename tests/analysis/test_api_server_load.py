@@ -64,7 +64,7 @@ def test_api_servers_that_limit_a_run_are_pointed_out(tmp_path: Path, options: t
     assert all(more in text for text in found)
 
 
-def test_an_api_server_with_little_to_do_hardly_changes_the_ttft_of_a_closed_loop(tmp_path: Path) -> None:
+def test_an_idle_api_server_hardly_changes_the_ttft_of_a_closed_loop(tmp_path: Path) -> None:
     """A client's next request misses the step that begins at the end of the one before, with or without the server."""
     loop = ("--max-concurrency", "16", "--model", "qwen3-8b")
     without, behind = (made(tmp_path / name, *loop, "--api-server", name) for name in ("off", "datacenter"))

@@ -23,9 +23,7 @@ CELLS = [{"device": device, "dtype": dtype} for device in ("a100", "h100", "h200
     [("sim", ("a roofline", "images take no time")), ("emulated", ("a roofline", "images take no time")),
      ("vllm", ("a roofline",)), ("endpoint", ("a roofline",))],
 )  # fmt: skip
-def test_a_simulated_engine_speaks_for_its_device_and_a_real_one_for_its_client(
-    engine: str, found: tuple[str, ...]
-) -> None:
+def test_caveats_are_of_a_simulated_device_or_of_a_real_client(engine: str, found: tuple[str, ...]) -> None:
     assert of_device(engine, WARNINGS) == found
 
 

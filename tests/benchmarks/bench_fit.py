@@ -7,7 +7,7 @@
 
 Each trace is cut into halves of equally many requests. A workload is fitted to a half and simulated with several seeds,
 and its mean figures are compared with the replay of the same half; then the workload and the replay of the first half
-with the replay of the second. Prints the tables of docs/own-traffic.md and reports/fit.md.
+with the replay of the second. Prints the tables of reports/fit.md.
 
 A replay has no seed, but its figures also depend on chance: which requests met in a burst. The last columns show how
 much, as the standard deviation of the replays of resampled logs: stretches of 128 successive requests, with their gaps,

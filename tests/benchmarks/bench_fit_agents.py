@@ -1,6 +1,6 @@
 """How many requests of a session are open at once: a replayed log with sub-agents against the workload fitted to it.
 
-    python tests/benchmarks/bench_fit_agents.py              # some 4 CPU minutes; the table of docs/own-traffic.md
+    python tests/benchmarks/bench_fit_agents.py              # some 4 CPU minutes; the table of reports/fit.md
 
 The logs are made up: two are simulated runs with ``--sub-agents``, one has sub-agents of random number and length, of
 which some go on beside the session.

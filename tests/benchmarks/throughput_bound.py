@@ -14,9 +14,9 @@ the memory: the sequences of a step hold their KV at the same time. The program 
 steps that would cost less than their work are searched for and added until none is found, and the prices are lowered by
 what a last search finds.
 
-Requests that come late bound a run, too: the work of those from an arrival on begins then, and a request needs one step
-per output token. In closed loops whose concurrency changes, the requests that start and end within a phase are priced
-with steps of the phase's concurrency.
+Work that arrives at time t cannot start before t: in an open loop a run lasts at least until an arrival plus the work
+of the requests from then on, and until an arrival plus one step per output token of that request. In closed loops whose
+concurrency changes, the requests that start and end within a phase are priced with steps of the phase's concurrency.
 """
 
 from __future__ import annotations

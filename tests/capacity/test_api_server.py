@@ -36,7 +36,7 @@ def plan(*options: str) -> str:
     return printed("plan", *SMALL, "--tp", "1", "--policy", "v1", "--max-num-seqs", "256", *options)
 
 
-def test_a_capacity_beyond_the_api_server_is_found_behind_it_or_pointed_out(tmp_path: Path) -> None:
+def test_a_capacity_that_the_api_server_limits_is_searched_again(tmp_path: Path) -> None:
     assert AGAIN in capacity(tmp_path / "auto")
     (found,) = json.loads((tmp_path / "auto" / "capacity-answers.json").read_text())
     assert 25 < found["capacity_requests_per_s"] < 60
@@ -48,7 +48,7 @@ def test_a_capacity_beyond_the_api_server_is_found_behind_it_or_pointed_out(tmp_
     assert LEFT_OUT not in capacity(tmp_path / "sixteen", "--topology", "dp=16", "--max-probes", "2")
 
 
-def test_a_plan_beyond_the_api_server_is_made_behind_it_and_takes_more_replicas() -> None:
+def test_a_plan_that_the_api_server_limits_takes_more_replicas() -> None:
     without = plan("--request-rate", "100", "--api-server", "off")
     assert LEFT_OUT in without
     assert AGAIN not in without
@@ -71,7 +71,7 @@ def test_a_count_of_processes_that_are_left_out_is_refused() -> None:
     assert "--api-server" in str(result.exception) + result.output
 
 
-def test_advice_is_given_behind_the_api_server_that_a_candidate_would_keep_busy(tmp_path: Path) -> None:
+def test_advice_simulates_the_api_server_that_would_be_busy(tmp_path: Path) -> None:
     def advice(*options: str) -> str:
         load = ("--num-prompts", "200", "--seeds", "1", "--no-crossover")
         asked = ("advise", *SMALL[:-2], "--policy", "v1", "--policy", "eb", *load, "--runs", str(tmp_path))

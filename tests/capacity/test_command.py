@@ -102,7 +102,7 @@ def test_each_policy_gets_a_share_of_the_time(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("goodput", ["ttft:0.01", "tpot:p99:0.01"])
-def test_limits_missed_even_alone_are_refused_with_the_least_that_can_be_had(tmp_path: Path, goodput: str) -> None:
+def test_limits_missed_even_alone_are_refused_with_the_least_possible(tmp_path: Path, goodput: str) -> None:
     done = capacity(tmp_path / "search", goodput=goodput)
     assert done.exit_code == 2
     assert "least that can be had" in done.stderr

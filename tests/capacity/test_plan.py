@@ -107,7 +107,7 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
 
 
 @pytest.mark.parametrize("too_many", [0, 1, 2])
-def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits_behind_a_dispatcher(too_many: int) -> None:
+def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int) -> None:
     """One replica with a random stream of its own needs four; a dispatcher that knows the loads needs three."""
     each = replace(task("l40s", rate=20.0).on(Candidate("l40s", 1, "v1", 8192, 64)), sessions=500)
     fewest = bound(each).first(each)
@@ -140,7 +140,7 @@ def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypa
     assert [each.stress is None for each in others] == [False, False, False, True]
 
 
-def test_where_turns_share_prefixes_no_smaller_loop_completes_more_than_the_saturated_rate() -> None:
+def test_with_shared_prefixes_no_smaller_loop_beats_the_saturated_rate() -> None:
     """With 128 conversations open the KV cache holds few of their prefixes; with 64 open one instance serves more."""
     each = task("l40s", rate=0.4, limits="e2el:600000").changed(workload="wildchat", max_model_len=32768)
     each = each.changed(max_num_seqs=64)
@@ -245,7 +245,7 @@ def test_costs_compare_only_where_all_devices_have_a_price() -> None:
         check_prices(["h200=3.5"], ["h200", "l40s"])
 
 
-def test_a_price_of_a_device_that_is_not_searched_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+def test_a_price_of_a_device_not_searched_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"h20.*did you mean 'h200'"):
         check_prices(["h200=3.5", "h20=3"], ["h200"])
     path = tmp_path / "prices.toml"
@@ -321,9 +321,7 @@ def test_over_is_explained_where_the_table_has_it(lost: Level | None) -> None:
 
 
 @pytest.mark.parametrize(("budget", "seqs", "named"), [(8192, 64, False), (8192, 32, True), (2048, 64, True)])
-def test_deployments_that_differ_in_budget_or_sequences_are_named_with_both(
-    budget: int, seqs: int, named: bool
-) -> None:
+def test_deployments_are_named_with_budget_and_sequences_if_they_differ(budget: int, seqs: int, named: bool) -> None:
     one, other = costed("h200", 1.0, 20.0, 10.0, 100.0), costed("l40s", 2.0, 20.0, 10.0, 100.0)
     candidate = replace(other.deployment.candidate, max_num_batched_tokens=budget, max_num_seqs=seqs)
     other = replace(other, deployment=replace(other.deployment, candidate=candidate))
@@ -375,7 +373,7 @@ def test_candidates_left_out_are_counted_by_reason() -> None:
     assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room (h200 tp1)."
 
 
-def test_candidates_left_out_are_named_with_their_policies_where_others_are_kept() -> None:
+def test_candidates_left_out_are_named_with_their_policies() -> None:
     def of(device: str, tp: int, policy: str) -> Candidate:
         return Candidate(device, tp, policy, 8192, 64)
 

@@ -56,13 +56,13 @@ def test_a_short_probe_decides_only_where_its_load_is_clearly_too_high(probe: Pr
     assert replace(READING, probe=probe).clearly_over is over
 
 
-def test_the_nearest_reading_is_the_nearest_by_ratio_whose_queue_is_bounded() -> None:
+def test_the_nearest_reading_is_nearest_by_ratio_with_a_bounded_queue() -> None:
     unusable = (at(10.0, runaway=True), at(10.1, failed="x"), at(9.9, short=True), at(10.2, invalid="late"))
     assert outcome(*unusable, at(5.5), at(18.0)).nearest.probe.load == 18.0  # 10 / 5.5 is more than 18 / 10
     assert outcome(*unusable).nearest.probe.load == 0.5  # requests one at a time
 
 
-def test_a_probe_that_missed_the_limits_by_chance_does_not_stand_for_the_capacity() -> None:
+def test_a_probe_that_missed_its_limits_is_not_shown_for_the_capacity() -> None:
     assert outcome(at(10.0, met=False), at(9.5), at(10.4, met=False)).nearest.probe.load == 9.5
 
 

@@ -70,7 +70,7 @@ def test_the_interval_covers_the_truth_in_short_runs_too() -> None:
     assert sum(each.low <= truth <= each.high for each in found) >= 180
 
 
-def test_capacity_is_the_overloaded_completion_rate_where_only_the_queue_limits() -> None:
+def test_capacity_is_the_completion_rate_where_only_the_queue_limits() -> None:
     """Every request meets its limit at any load; the queue runs away above 20/s and completes 20/s then."""
     search = SearchSettings((Requirement("tpot", SHARE),), start=3.0)
     probes: list[Probe] = []
@@ -86,7 +86,7 @@ def test_capacity_is_the_overloaded_completion_rate_where_only_the_queue_limits(
     assert found.low <= 20 <= found.high
 
 
-def test_completions_of_runs_that_were_too_short_do_not_contradict_loads_that_were_carried() -> None:
+def test_short_overloaded_runs_do_not_contradict_carried_loads() -> None:
     """13/s were carried; at 26/s hardly a request had ended when the last one was sent."""
     search = SearchSettings((Requirement("tpot", SHARE),), start=3.0)
     carried = [Probe(load, 0, (MetCounts(200, 200),)) for load in (3.3, 6.6, 13.3)]
@@ -198,7 +198,7 @@ def test_errors_are_bracketed_with_few_failing_probes() -> None:
     assert sum(bool(probe.failed) for probe in probes) <= 5
 
 
-def test_an_overloaded_system_is_driven_no_higher_than_where_it_was_first_seen_to_be() -> None:
+def test_no_load_above_a_seen_overload_is_tried() -> None:
     search = SearchSettings((Requirement("tpot", SHARE),), start=13.0)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
@@ -262,7 +262,7 @@ def test_what_a_run_too_short_to_decide_clearly_missed_is_not_capacity() -> None
     assert supported(search, fitted, probes, [plain(7, 865)]).capacity is None
 
 
-def test_a_limit_on_the_wait_is_not_kept_at_the_rate_of_an_overloaded_system() -> None:
+def test_a_limit_on_waiting_is_missed_at_the_saturated_rate() -> None:
     """In runs of this length requests still kept it while the queue grew; in longer ones none would."""
     for metric, truth in (("ttft", 19.0), ("tpot", 20.0)):
         search = SearchSettings((Requirement(metric, SHARE),), start=3.0)

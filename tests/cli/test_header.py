@@ -43,7 +43,7 @@ def test_seeds_far_apart_are_named_and_not_counted_through(tmp_path: Path) -> No
     assert "seeds 0–1." in " ".join(invoke("show", tmp_path / "runs" / "0", tmp_path / "runs" / "1").stdout.split())
 
 
-def test_more_samples_need_more_sessions_where_a_closed_loop_has_a_duration(tmp_path: Path) -> None:
+def test_more_samples_need_more_sessions_with_a_duration(tmp_path: Path) -> None:
     """All sessions were released: a longer --duration alone would change nothing."""
     with FakeServerProcess() as server:
         words = ("-n", 12, "-c", 4, "--input-len", 16, "--output-len", 4, "--duration", 30, "--lag-limit-ms", 10_000)

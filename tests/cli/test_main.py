@@ -114,7 +114,7 @@ def test_a_closed_output_pipe_does_not_exit_with_the_code_of_a_regression() -> N
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), TypeError("a bug")])
-def test_an_internal_error_prints_its_traceback_and_not_the_code_of_a_regression(
+def test_an_internal_error_prints_its_traceback_with_exit_code_4(
     cli: CliRunner, command: Callable[[BaseException], None], error: Exception
 ) -> None:
     command(error)

@@ -95,7 +95,7 @@ def test_answers_from_a_fallback_model_are_counted_and_warned_of() -> None:
     assert said.startswith("4 of 8 answers did not come from 'big' alone, as asked for: 4 from 'small'")
 
 
-def test_a_server_that_always_names_another_model_is_told_apart_from_a_mixture() -> None:
+def test_a_server_that_always_names_another_model_is_no_mixture() -> None:
     with server(("big-2026-01",)) as (url, _):
         done = run(url)
     (said,) = [text for text in map(str, done.about_server) if "answer" in text]

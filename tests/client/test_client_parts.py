@@ -183,7 +183,7 @@ def test_requests_of_a_lost_node_are_recorded_once_with_their_own_class() -> Non
     assert any("was lost (gone)" in reason for reason in senders.findings(100.0).invalid)
 
 
-def test_in_a_closed_loop_what_a_lost_node_had_released_is_what_it_reported() -> None:
+def test_in_a_closed_loop_a_lost_node_had_released_what_it_reported() -> None:
     senders = sending(plan_of(10, concurrency=4))
     lost = senders.sending[0]  # sessions 0, 2, 4, 6, 8
     lost.released, lost.lost_ns = 2, 1

@@ -84,7 +84,7 @@ def run(*faults: str) -> Any:
         return drive(server.url, made, ClientOptions(workers=1))
 
 
-def test_a_server_that_has_seen_the_prompts_is_told_apart_from_one_that_has_not() -> None:
+def test_a_server_that_has_seen_the_prompts_is_recognised() -> None:
     warm = run("cached:share=0.5")
     assert warm.facts["prefix_hit_rate"] == pytest.approx(0.5, abs=0.02)
     assert warm.facts["prefix_hit_source"] == "usage"

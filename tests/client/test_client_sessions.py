@@ -69,7 +69,7 @@ def test_sub_requests_are_open_at_the_same_time_and_are_joined(workers: int) -> 
 
 
 @pytest.mark.parametrize("output_tokens", [(5, 5, 60), (5, 60, 5)])
-def test_a_closed_loop_releases_the_next_session_when_the_last_parallel_request_ended(
+def test_a_closed_loop_waits_for_the_last_parallel_request(
     output_tokens: tuple[int, ...],
 ) -> None:
     plan = with_columns(
@@ -137,7 +137,7 @@ def test_an_aborted_request_closes_its_connection_so_that_the_server_stops() -> 
     assert outcomes == {"disconnected"}
 
 
-def test_only_a_request_that_may_be_hung_up_on_asks_for_usage_with_every_message() -> None:
+def test_only_requests_that_may_hang_up_ask_for_usage_per_message() -> None:
     turn = Turn(0, "r", 0, 5, 6, 0, None, None)
     bodies = RequestBodies("m", ClientOptions())
     asked = [json.loads(bodies.build(turn, may_hang_up=may))["stream_options"] for may in (False, True)]

@@ -42,7 +42,7 @@ def test_without_thinking_there_is_no_time_to_the_answer() -> None:
     assert measure(RequestColumns.of(result.requests)).ttfat.count == 0
 
 
-def test_an_output_that_ends_in_its_thinking_has_no_answer_and_meets_no_limit_on_it() -> None:
+def test_an_output_without_an_answer_misses_a_limit_on_ttfat() -> None:
     with FakeServerProcess(replace(QUICK, thinking_tokens=50)) as server:
         result = run(server.url, plan_of(3, output_tokens=10), endpoint="chat")
     columns = RequestColumns.of(result.requests)

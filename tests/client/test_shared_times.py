@@ -51,7 +51,7 @@ def test_tpot_of_several_tokens_per_message_leaves_out_the_first_message(message
 
 
 @pytest.mark.parametrize("reported", [True, False])
-def test_the_tokens_of_the_first_message_are_those_the_server_counts_or_its_text_shows(reported: bool) -> None:
+def test_tokens_of_the_first_message_are_counted_or_follow_from_its_text(reported: bool) -> None:
     """One token, then four per message, as with speculative decoding."""
 
     async def answer(asked: Asked) -> None:
@@ -81,7 +81,7 @@ def test_messages_that_a_proxy_delivers_in_bursts_share_their_time() -> None:
     assert column(done, "bundled_tokens") == [True] * 3
 
 
-def test_an_answer_that_comes_all_at_once_has_no_tpot_and_meets_no_limit_on_it() -> None:
+def test_an_answer_at_one_time_has_no_tpot_and_misses_its_limit() -> None:
     async def answer(asked: Asked) -> None:
         await asked.send(EVENTS + chunk(event(said("a " * 40, "length")) + event(counted(40))) + END)
 

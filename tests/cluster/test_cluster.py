@@ -169,7 +169,7 @@ def _pool_ttft_s(topology: str, dispatch: str, rate: float) -> tuple[float, floa
 
 @pytest.mark.parametrize("topology", ["dp=1", "dp=4", "tp=1,dp=4,ep=4"])
 @pytest.mark.parametrize("load", [0.03, 0.2, 0.5, 0.8, 0.95])
-def test_staggered_dispatch_to_a_prefill_pool_is_never_worse_than_immediate(topology: str, load: float) -> None:
+def test_staggered_dispatch_to_a_prefill_pool_is_no_worse_than_immediate(topology: str, load: float) -> None:
     units = 1 if topology == "dp=1" else 4
     rate = load * units * 2048 / (0.03 + 0.2048) / 980
     immediate = [_pool_ttft_s(topology, name, rate) for name in ("round-robin", "least-outstanding")]
@@ -178,12 +178,12 @@ def test_staggered_dispatch_to_a_prefill_pool_is_never_worse_than_immediate(topo
     assert p99_s <= min(p99 for _, p99 in immediate) * 1.3
 
 
-def test_alone_and_under_a_light_load_staggered_dispatch_is_immediate_dispatch() -> None:
+def test_staggered_dispatch_is_immediate_under_a_light_load() -> None:
     for topology in ("dp=1", "tp=1,dp=4,ep=4"):
         assert _pool_ttft_s(topology, "sbs", 0.02) == _pool_ttft_s(topology, "least-outstanding", 0.02)
 
 
-def test_a_pool_that_is_asked_for_first_tokens_only_is_staggered_from_the_start() -> None:
+def test_a_pool_for_first_tokens_only_is_staggered_from_the_start() -> None:
     arrivals = [0.0, 0.01, 0.02, 0.03]
     held = run("dp=1", plan([(1500, 1)] * 4, arrivals), "sbs")
     at_once = run("dp=1", plan([(1500, 2)] * 4, arrivals), "sbs")  # whole engines, taken to generate
@@ -325,7 +325,7 @@ def test_replicas_coast_between_arrivals(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(filled) < steps / 4
 
 
-def test_pools_keep_the_arrival_as_intended_time_where_a_cap_holds_sessions_back() -> None:
+def test_pools_keep_the_arrival_as_intended_time_under_a_cap() -> None:
     requests = replace(plan([(50, 5)] * 6, [i * 0.01 for i in range(6)]), max_concurrency=1)
     result = run(pools(1, 1), requests)
     assert ns(result, "intended_ns").tolist() == [i * 10 * MS for i in range(6)]

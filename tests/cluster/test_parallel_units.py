@@ -42,7 +42,7 @@ def first_step_s(model: str, topology: str, device: str = "h200") -> float:
     return float(row["end_ns"] - row["start_ns"]) / 1e9
 
 
-def test_a_model_read_from_a_config_file_is_divided_like_the_same_model_by_name(tmp_path: Path) -> None:
+def test_a_model_from_a_config_file_is_divided_like_the_bundled_one(tmp_path: Path) -> None:
     path = config_file(tmp_path)
     alone, shared = first_step_s(path, "dp=1"), first_step_s(path, "tp=2")
     assert shared < 0.8 * alone
@@ -117,7 +117,7 @@ def test_collectives_that_were_not_measured_are_a_formula_and_said() -> None:
 
 
 @pytest.mark.parametrize("gpus", [4, 8])
-def test_the_formula_is_not_below_what_was_measured_with_fewer_gpus_or_over_a_faster_link(gpus: int) -> None:
+def test_the_link_formula_is_not_faster_than_measured_easier_cases(gpus: int) -> None:
     profile, tokens = find_profile("rtx-pro-6000"), np.array([1.0, 64.0, 512.0, 513.0, 8192.0])
     slow = Collectives(profile, "pcie", gpus)
     for times in (Collectives.all_reduce_s, Collectives.all_gather_s, Collectives.reduce_scatter_s):
@@ -128,7 +128,7 @@ def test_the_formula_is_not_below_what_was_measured_with_fewer_gpus_or_over_a_fa
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_collectives_measured_on_another_device_stand_for_a_devices_own_and_are_said(gpus: int) -> None:
+def test_borrowed_collectives_are_named(gpus: int) -> None:
     own, lent = (Collectives(find_profile(name), "pcie", gpus) for name in ("rtx-4090", "l40s"))
     sizes = np.array([1.0, 64.0, 2048.0])
     for times in (Collectives.all_reduce_s, Collectives.all_gather_s, Collectives.reduce_scatter_s):
@@ -140,7 +140,7 @@ def test_collectives_measured_on_another_device_stand_for_a_devices_own_and_are_
     assert own.provenance.endswith(" of l40s")
 
 
-def test_a_device_file_without_a_link_is_refused_where_something_crosses_one(tmp_path: Path) -> None:
+def test_a_device_file_without_a_link_is_refused_where_gpus_share(tmp_path: Path) -> None:
     text = (DATA / "profiles" / "h100.toml").read_text()
     path = tmp_path / "mine.toml"
     path.write_text(text[: text.index("[links.")])
@@ -157,7 +157,7 @@ def test_pipeline_parallelism_is_refused_with_the_reason() -> None:
         parse_topology("tp=2,pp=2")
 
 
-def test_a_pass_of_units_that_share_experts_computes_them_for_the_tokens_of_all() -> None:
+def test_shared_experts_compute_the_tokens_of_all_units() -> None:
     """Attention and dense part of the largest unit, then its share of the experts for the tokens of all units."""
     cost = load_device("h200", "qwen3-30b-a3b", parallel=Parallel(dp=2, ep=2)).cost
     assert isinstance(cost, PassCost)
@@ -167,7 +167,7 @@ def test_a_pass_of_units_that_share_experts_computes_them_for_the_tokens_of_all(
     assert cost.pass_s([decode, StepShape((), 8, 8 * 512, 8)], 2) == cost.pass_s([decode, decode], 2)
 
 
-def test_units_that_share_experts_are_slower_than_replicas_that_do_not_under_equal_load() -> None:
+def test_shared_experts_are_slower_than_replicas_at_equal_load() -> None:
     """Over two RTX PRO 6000 a published run of dp=2 with experts shared is slower per token than two replicas."""
     requests = plan([(512, 32)] * 32, [0.0] * 32)
     on = load_device("rtx-pro-6000", "qwen3-30b-a3b")

@@ -149,7 +149,7 @@ def test_a_decode_pool_has_the_one_policy_that_there_is(tmp_path: Path) -> None:
     ("in_file", "asked_for", "used"),
     [(None, None, DECODE_UTILIZATION), (None, 0.4, 0.4), (0.8, 0.4, 0.8), (0.8, None, 0.8)],
 )
-def test_a_pool_has_the_share_of_memory_that_its_file_or_the_command_states(
+def test_a_pool_has_the_memory_share_of_its_file_or_the_command(
     in_file: float | None, asked_for: float | None, used: float
 ) -> None:
     device = load_device("rtx-pro-6000", "qwen3-8b", gpu_memory_utilization=asked_for)

@@ -40,7 +40,7 @@ def test_the_two_published_capacities_differ_by_a_tail_only() -> None:
     assert tails["RTX PRO 6000"] == pytest.approx(39.5, abs=4.0)
 
 
-def test_below_its_capacity_a_gpu_carries_what_arrives_and_beyond_it_no_more() -> None:
+def test_a_gpu_carries_its_capacity_and_no_more() -> None:
     row = ROWS["H200"]
     device = served(row)
     light, full, beyond = (rate_figures(row, device, rate, 0) for rate in (0.45, 2.5, 5.0))

@@ -152,7 +152,7 @@ def test_a_doubtful_constant_of_the_host_is_a_caveat_where_it_decides(
         ({"3.35e12": "2.0e12", 'name = "h100"': 'name = "mine"'}, ""),  # a roofline by its own numbers
     ],
 )
-def test_a_device_file_with_a_bundled_name_says_which_numbers_it_does_not_use(
+def test_a_device_file_with_a_bundled_name_says_its_unused_numbers(
     tmp_path: Path, changes: dict[str, str], said: str
 ) -> None:
     text = (DATA / "profiles" / "h100.toml").read_text(encoding="utf-8")
@@ -255,7 +255,7 @@ def test_unfitted_constants_and_scaled_attention_are_warned_of(tmp_path: Path) -
     assert any("attention of 18 query and 6 KV heads" in text for text in load_device("h200", str(odd)).warnings)
 
 
-def test_every_profile_loads_and_so_does_the_profile_it_takes_mixed_costs_from() -> None:
+def test_every_profile_loads_with_its_mixed_costs() -> None:
     for name in list_devices():
         profile = find_profile(name)
         assert profile.name == name

@@ -144,14 +144,14 @@ def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> N
     assert mixed["request_id"] == ordered["request_id"]
 
 
-def test_thresholds_have_a_floor_only_where_the_sources_or_a_fitted_row_say_so() -> None:
+def test_thresholds_have_a_floor_only_where_sources_say_so() -> None:
     floored = {(case.name, case.scheduler) for case in table3() if "theta_min=0.7" in case.protocol.policy}
     assert floored == {
         ("c=512", "eb"), ("c=2048", "eb"), ("distribution_shift", "eb"), ("distribution_shift", "ebplus"),
     }  # fmt: skip
 
 
-def test_published_coefficients_come_with_their_mixed_cost_and_the_profile_margin() -> None:
+def test_published_coefficients_have_a_mixed_cost_and_a_margin() -> None:
     rtx = published_calibration(find_profile("rtx-pro-6000"), find_model("qwen3-8b"))
     h200 = published_calibration(find_profile("h200"), find_model("qwen3-8b"))
     assert rtx is not None
@@ -182,7 +182,7 @@ def shortened(case: Case, requests: int) -> Case:
 
 def test_warm_up_requests_are_those_of_the_scripts() -> None:
     wanted = {"table 3": {100}, "table 2 and figure 5": {20}, "figure 3": {100}, "table 13": {20}}
-    wanted |= {"table 17": {20}, "table 19": {0}, "table 20": {0}, "silicon": {0}}
+    wanted |= {"table 17": {20}, "table 19": {0}, "table 20": {0}, "silicon": {0}, "servers": {0}}
     wanted |= {"gpustack": {0}, "gpustack with fused sampler": {0}, "figure 4": {100}, "table 6": {0}}
     wanted |= {GROUP: {0, 20, 100}}  # as the tables that it repeats
     found: dict[str, set[int]] = {}

@@ -60,7 +60,7 @@ def test_every_row_is_repeated_but_the_pipeline_and_static_scales() -> None:
     assert not any(case.fitted for case in cases)
 
 
-def test_the_server_has_the_defaults_of_its_version_and_the_arguments_of_its_row() -> None:
+def test_a_gpustack_server_has_its_versions_defaults_and_its_arguments() -> None:
     for case in gpustack():
         for run in case_runs(case, 0):
             options = run.server
@@ -118,7 +118,7 @@ def test_the_rtx_4090_on_which_nothing_is_fitted_stays_within_9_percent() -> Non
     assert max(found) < 0.09
 
 
-def test_long_prompts_on_the_a100_on_which_nothing_is_fitted_stay_within_11_percent() -> None:
+def test_long_prompts_on_the_a100_stay_within_11_percent() -> None:
     chosen = [case for case in gpustack() if case.device == "a100" and case.name.startswith(LONG)]
     found = errors(chosen, "requests_per_s")
     assert len(found) == 9

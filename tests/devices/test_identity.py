@@ -126,7 +126,7 @@ def test_runs_of_one_name_and_other_content_do_not_compare(tmp_path: Path) -> No
         assert f"No winner: these runs differ in {name.removesuffix('s')}" in shown
 
 
-def test_a_cell_is_keyed_by_the_model_in_the_folder_and_the_measured_step_times(tmp_path: Path) -> None:
+def test_a_cell_is_keyed_by_model_folder_and_measured_step_times(tmp_path: Path) -> None:
     folder = Path(model(tmp_path / "m"))
     (tmp_path / "costs.json").write_text("{}")
     file = device(tmp_path / "d.toml", more='[measured]\nm = "costs.json"\n')
@@ -156,7 +156,7 @@ def test_a_number_of_a_device_file_that_is_not_used_is_said(tmp_path: Path, more
     assert bool(unused) == any("not used" in text for text in found)
 
 
-def test_a_run_of_an_own_device_does_not_stand_for_the_bundled_one_of_its_name(tmp_path: Path) -> None:
+def test_a_run_of_an_own_device_is_not_the_bundled_devices(tmp_path: Path) -> None:
     own = Path(device(tmp_path / "d.toml", 2.4e12))
     own.write_text(own.read_text().replace('name = "ours"', 'name = "h200"'))
     for name, given in (("own", str(own)), ("bundled", "h200")):

@@ -75,7 +75,7 @@ def test_a_server_that_reports_tokens_has_the_blocks_of_them(tmp_path: Path) -> 
     assert device.kv_layout.tokens_of(blocks) == device.kv_capacity_tokens
 
 
-def test_long_requests_run_that_would_not_fit_with_all_tokens_in_all_layers(tmp_path: Path) -> None:
+def test_long_requests_fit_where_layers_keep_a_window(tmp_path: Path) -> None:
     """Six times as many tokens: a sixth of the layers keeps them."""
     device = device_of(tmp_path, utilization=0.12)
     assert device.geometry is not None

@@ -120,7 +120,7 @@ def test_cache_aware_allocation_counts_only_what_is_not_cached() -> None:
     st.lists(st.integers(1, 10**5), max_size=12),
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10**6)), min_size=1, max_size=9),
 )
-def test_decode_allocation_masks_outliers_and_takes_the_least_batch_then_kv(
+def test_decode_allocation_skips_outliers_and_takes_the_least_loaded(
     lengths: list[int], loads: list[tuple[int, int]]
 ) -> None:
     state = [list(load) for load in loads]

@@ -42,7 +42,7 @@ def test_power_of_two_is_balanced_and_seeded() -> None:
     assert counts.max() - counts.min() <= 8
 
 
-def test_prefix_affine_returns_to_the_instance_with_the_prefix_unless_the_load_is_unbalanced() -> None:
+def test_prefix_affine_follows_the_prefix_unless_load_is_unbalanced() -> None:
     fleet = Fleet([1, 1, 1])
     dispatcher = make_dispatcher(parse_dispatch("prefix-affine:slack=4"), fleet, chunk_tokens=100)
     prefix = (11, 12, 13)

@@ -168,7 +168,7 @@ def many_come(sbs: StaggeredDispatcher) -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_under_load_an_idle_instance_waits_for_the_interval_unless_all_are_idle(ended: bool) -> None:
+def test_an_idle_instance_waits_for_the_interval_unless_all_are_idle(ended: bool) -> None:
     sbs = staggered(2, bypass=True)
     many_come(sbs)
     for key in range(8):
@@ -217,7 +217,7 @@ def test_aged_requests_are_not_overtaken_for_ever(aged: int | None, served: bool
     assert (Order(0, 0) in sent) is served
 
 
-def test_a_topology_change_changes_the_interval_and_frees_returning_instances() -> None:
+def test_a_topology_change_changes_the_dispatch_interval() -> None:
     sbs = staggered(2)
     sbs.arrive(request(0), 0)
     assert sbs.poll(0) == [Order(0, 0)]

@@ -60,3 +60,8 @@ def test_source_files_that_a_page_names_exist(page: Path) -> None:
     if page.name == "CONTRIBUTING.md":
         named -= {path for path in named if path in page.read_text(encoding="utf-8").split("+++ b/", 1)[-1]}
     assert not [path for path in sorted(named) if not any((base / path).exists() for base in bases)]
+
+
+def test_a_test_has_a_name_of_at_most_70_characters() -> None:
+    names = re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")))
+    assert [name for name in names if len(name) > 70] == []

@@ -99,7 +99,7 @@ def test_a_model_without_geometry_runs_where_no_costs_are_needed(monkeypatch: py
         local_hardware([parse_policy("ebplus")], EngineOptions(), model="somebody/a-new-model")
 
 
-def test_a_model_that_a_profile_cannot_describe_runs_where_no_costs_are_needed(
+def test_a_model_without_a_profile_runs_where_no_costs_are_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))

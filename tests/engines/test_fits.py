@@ -39,7 +39,7 @@ def test_known_memory_and_lengths_are_checked() -> None:
         check_fits(PLAN, unknown_device("CPU", "a-model"), EngineOptions(max_model_len=100))
 
 
-def test_without_a_limit_of_its_own_a_server_takes_as_many_tokens_as_the_model_has_positions() -> None:
+def test_a_server_without_a_limit_takes_as_many_tokens_as_positions() -> None:
     plan = build_plan("balanced", seed=0, num_prompts=5, input_len=33_000, output_len=100)
     device = load_device("h200", "mistral-7b")
     assert device.geometry is not None

@@ -48,7 +48,7 @@ def test_a_name_is_fetched_and_needs_nothing() -> None:
     assert random_weight_options("Qwen/Qwen3-8B") == ()
 
 
-def test_a_run_on_a_folder_without_weights_is_refused_with_the_options_that_help(folder: Path) -> None:
+def test_a_folder_without_weights_is_refused_with_the_options_that_help(folder: Path) -> None:
     engine = VllmEngine(model=str(folder / "config.json"), vllm_options=("--dtype", "float32"))
     with pytest.raises(UsageError, match=r"no weights and no tokenizer.*-- --dtype float32 --load-format dummy"):
         engine.serving(parse_policy("v1"), None, EngineOptions(), None, "unknown")

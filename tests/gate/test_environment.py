@@ -39,7 +39,7 @@ def test_the_emulated_engine_names_its_vllm(tmp_path: Path) -> None:
     assert environment_of(Run.load(tmp_path / "run").manifest)["vllm"] == engine_versions("emulated")["vllm"]
 
 
-def test_several_engines_are_another_environment_and_one_engine_is_as_before(measured: Path) -> None:
+def test_several_engines_are_another_environment(measured: Path) -> None:
     manifest = Run.load(measured / "v1" / "v1-seed0").manifest
     alone = environment_of(manifest)
     assert "topology" not in alone["options"]

@@ -51,7 +51,7 @@ def test_a_run_on_both_sides_is_refused(measured: Path, tmp_path: Path) -> None:
     assert (done.exit_code, f"{one} is on both sides: a run never" in done.stderr) == (2, True)
 
 
-def test_sides_that_store_in_one_directory_are_refused_before_they_are_measured(tmp_path: Path) -> None:
+def test_sides_that_store_in_one_directory_are_refused_before_measuring(tmp_path: Path) -> None:
     commands = ("--baseline-command", "no-such-program {out}", "--candidate-command", "no-such-program {out}")
     done = invoke("gate", tmp_path / "a", tmp_path / "b" / ".." / "a", *commands)
     assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])

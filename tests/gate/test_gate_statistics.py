@@ -111,9 +111,7 @@ def test_nothing_is_detectable_with_too_few_pairs() -> None:
 
 
 @pytest.mark.parametrize(("spread", "margin"), [(0.02, 0.03), (0.05, 0.03)])
-def test_equal_sides_pass_with_probability_four_fifths_after_the_predicted_number_of_pairs(
-    spread: float, margin: float
-) -> None:
+def test_equal_sides_pass_in_four_of_five_after_the_predicted_pairs(spread: float, margin: float) -> None:
     pairs = pairs_to_pass(spread, margin)
     assert pairs is not None
     losses = np.random.default_rng(5).normal(0.0, spread, (4_000, pairs))

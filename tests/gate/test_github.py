@@ -154,7 +154,7 @@ def test_examples_gate_the_users_code_with_a_fixed_ebbench(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_that_was_only_copied_fails_first_and_names_its_variable(path: Path, tmp_path: Path) -> None:
+def test_a_copied_example_fails_first_and_names_its_variable(path: Path, tmp_path: Path) -> None:
     """No address in it looks real and fails: the one that is missing is asked for before any checkout."""
     document = yaml.safe_load(path.read_text())
     assert document["env"]["EBBENCH_REPOSITORY"] == ""

@@ -75,7 +75,7 @@ def order(dispatcher: Ordered, queue: DispatchQueue, unit: int | None) -> None:
     queue.end_forward(PASS)
 
 
-def test_a_request_cancelled_in_the_iteration_that_assigned_it_leaves_its_unit() -> None:
+def test_a_request_cancelled_when_it_is_assigned_leaves_its_unit() -> None:
     async def play() -> list[tuple[str, int]]:
         dispatcher, queue, task = await waiting_request()
         order(dispatcher, queue, 3)
@@ -103,7 +103,7 @@ def test_an_order_for_a_withdrawn_request_leaves_its_unit_free(
     assert asyncio.run(play()) == [("arrive", 0), ("withdraw", 0), *further]
 
 
-def test_a_request_that_the_dispatcher_refuses_is_refused_with_a_time_to_retry() -> None:
+def test_a_request_that_the_dispatcher_refuses_gets_a_retry_time() -> None:
     async def play() -> RefusedError:
         dispatcher, queue, task = await waiting_request()
         order(dispatcher, queue, None)
@@ -153,7 +153,7 @@ def with_relay(play: Callable[[Relay, Ordered, GatewayMetrics], Any]) -> None:
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_within_its_body_is_not_answered_and_never_queued() -> None:
+def test_a_client_that_leaves_within_its_body_is_never_queued() -> None:
     async def play(relay: Relay, dispatcher: Ordered, metrics: GatewayMetrics) -> None:
         client = Client({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
         await relay(SCOPE, client.receive, client.send)
@@ -183,7 +183,7 @@ def test_only_a_request_whose_client_left_counts_as_abandoned(leaves: bool) -> N
     with_relay(play)
 
 
-def test_signals_of_every_rank_reach_the_gateway_and_other_messages_are_skipped(tmp_path: Path) -> None:
+def test_signals_of_every_rank_reach_the_gateway(tmp_path: Path) -> None:
     zmq = pytest.importorskip("zmq")
     endpoints = tuple(f"ipc://{tmp_path}/{name}" for name in "ab")
     first, second = Signal(0, 1, 500, 2, 30, 40, True, False), Signal(1, 7, 900, 3, 50, 60, False, True)

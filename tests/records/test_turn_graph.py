@@ -45,7 +45,7 @@ def test_a_turn_that_waits_for_no_earlier_one_is_refused(wrong: list[int]) -> No
         turn_graph(table([None, wrong, None]))
 
 
-def test_the_hash_of_a_plan_covers_its_extra_columns_and_ignores_their_absence() -> None:
+def test_the_hash_of_a_plan_covers_its_extra_columns() -> None:
     bare = plan([(5, 3)] * 3, turns=3, concurrency=1)
     assert bare.table.schema.equals(PLAN)
     some = [replace(bare, table=table([None, None, None], pause_ns=[0, pause, 0])) for pause in (1, 2)]

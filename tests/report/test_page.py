@@ -349,9 +349,7 @@ def test_a_legend_has_as_many_columns_as_its_names_leave_room_for() -> None:
     assert pixels_a_name("v1", "eb") < pixels_a_name("v1", "cadence:every=16") < 240
 
 
-def test_each_load_and_environment_has_its_table_its_verdict_and_its_curves(
-    browser_page: BrowserPage, tmp_path: Path
-) -> None:
+def test_each_load_and_environment_has_its_own_table_and_verdict(browser_page: BrowserPage, tmp_path: Path) -> None:
     for rate in (2, 4):
         done = invoke(
             "run", "balanced", "--source", "profile", "-n", "30", "--request-rate", rate, "--input-len", "32",

@@ -37,7 +37,7 @@ def test_a_difference_too_small_to_matter_has_no_winner_however_sure_it_is() -> 
     assert verdict_sentence(found, other).startswith("No winner: -0.1 %")
 
 
-def test_policies_that_do_the_same_are_not_to_be_repeated_and_cases_are_named(tmp_path: Path) -> None:
+def test_no_repeats_are_advised_for_equal_policies(tmp_path: Path) -> None:
     for rate, other in ((16, "v0"), (4, "ebplus")):
         sides = ("-p", "v1", "-p", other)
         output_of(*RUN, "-n", 60, "--request-rate", rate, *sides, "--repeats", 2, "-o", tmp_path / str(rate))
@@ -65,7 +65,7 @@ def test_every_policy_is_told_from_the_baseline_on_its_own(tmp_path: Path) -> No
     assert "ebplus tokens/s 0.0 %" not in compared
 
 
-def test_a_policy_that_chance_may_explain_is_named_beside_one_that_does_the_same(tmp_path: Path) -> None:
+def test_equal_and_undecided_policies_are_named_apart(tmp_path: Path) -> None:
     sides = ("-p", "v1", "-p", "v0", "-p", "ebplus")
     shown = output_of(*RUN, "-n", 60, "-c", 16, *sides, "--repeats", 2, "-o", tmp_path / "runs")
     assert "v1 and ebplus have the same figures" in shown

@@ -221,7 +221,7 @@ def test_s10_prefix_cache_is_used_by_follow_up_turns_only_when_on(policy: str, c
     assert by_turn == ({0: {0}, 1: {48}, 2: {112}} if caching else {0: {0}, 1: {0}, 2: {0}})
 
 
-def test_under_overload_a_late_request_is_served_before_all_the_punctual_ones_that_keep_coming() -> None:
+def test_under_overload_late_requests_are_served_in_the_end() -> None:
     """A closed loop that replaces every ended request by a new one, which is punctual: those at the start grow old."""
     lengths = [(64, 16)] * 3000
     options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=512, block_size=16, num_kv_blocks=400)

@@ -80,7 +80,7 @@ def test_a_token_budget_below_the_decodes_leaves_the_last_ones_out() -> None:
     assert step.tokens.tolist() == [1, 1]
 
 
-def test_a_scheduler_chunks_prompts_by_its_budget_and_hands_out_tokens_when_a_step_ends() -> None:
+def test_a_scheduler_chunks_prompts_by_its_token_budget() -> None:
     made, heard = scheduler([(40, 2), (10, 1)]), Heard()
     made.listeners.append(heard)
     for row in (0, 1):
@@ -111,7 +111,7 @@ def test_a_decode_step_keeps_no_array_of_its_own() -> None:
     assert [array for array in arrays if len(array) and not any(np.shares_memory(array, one) for one in shared)] == []
 
 
-def test_blocks_of_finished_requests_stay_taken_where_they_are_still_to_be_transferred() -> None:
+def test_blocks_of_finished_requests_stay_taken_until_transferred() -> None:
     made = scheduler([(20, 1)], keep_finished=True)
     made.add(0)
     made.take_arrivals(0)
@@ -146,7 +146,7 @@ def test_a_device_runs_one_step_after_the_other() -> None:
     assert timer.run(50 * MS, 0.01) == (50 * MS, 60 * MS)
 
 
-def test_units_in_lockstep_take_as_long_as_the_slowest_and_idle_ones_make_no_step() -> None:
+def test_units_in_lockstep_take_as_long_as_the_slowest() -> None:
     state = RequestState(plan([(3, 1), (7, 1)], concurrency=8))
     limits = SchedulerLimits(4, 32, 16, 0, async_scheduling=False)
     units = [Unit.of(i, Scheduler(state, limits, CountingKv(state, 10, caching=False)), None) for i in range(3)]
@@ -163,7 +163,7 @@ def test_units_in_lockstep_take_as_long_as_the_slowest_and_idle_ones_make_no_ste
     assert np.array_equal(state.token_ns, [70 * MS, 70 * MS])
 
 
-def test_each_phase_of_a_closed_loop_releases_its_sessions_at_its_concurrency() -> None:
+def test_each_phase_of_a_closed_loop_has_its_concurrency() -> None:
     phases = [ClosedPhase("a", 1, 1), ClosedPhase("b", 3, 1), ClosedPhase("c", 2, 2)]
     releases = Releases(plan([(5, 3)] * 6, phases=phases))
     assert releases.start() == [0]

@@ -105,7 +105,7 @@ def rows(step: Step) -> list[int]:
     return found
 
 
-def test_a_prefill_step_sets_decodes_aside_and_a_decode_step_sets_prompts_aside() -> None:
+def test_a_step_sets_requests_of_the_other_phase_aside() -> None:
     policy = Scripted(PREFILL, PREFILL, DECODE, PREFILL, MIXED)
     table = Table(policy, [(40, 9), (60, 9), (8, 9)], budget=48)
     table.add(0, 1)
@@ -162,7 +162,7 @@ def test_a_prefill_step_without_room_and_without_decodes_stays_empty() -> None:
     assert len(policy.blocked) == 1
 
 
-def test_the_next_view_counts_the_preempted_of_this_step_and_the_one_after_it_none() -> None:
+def test_preemptions_are_counted_in_the_next_view_only() -> None:
     policy = Scripted(PREFILL, *[DECODE] * 4)
     table = Table(policy, [(15, 30), (15, 30)], blocks=2)
     table.add(0, 1)
@@ -189,7 +189,7 @@ def test_a_policy_is_told_of_prompts_resumptions_and_answers() -> None:
     ]  # fmt: skip
 
 
-def test_a_decision_that_ends_a_run_of_decode_steps_is_the_next_steps_and_is_not_asked_for_again() -> None:
+def test_a_decision_that_ends_coasting_is_used_for_the_next_step() -> None:
     policy = Scripted(PREFILL, DECODE, PREFILL)
     table = Table(policy, [(8, 9), (8, 9)])
     table.add(0)
@@ -211,7 +211,7 @@ def test_a_mixed_decision_lets_decodes_run_on_unless_a_request_could_join() -> N
 
 
 @pytest.mark.parametrize("orders", [True, False])
-def test_the_policy_orders_those_that_were_never_admitted_and_the_preempted_stay_in_front(orders: bool) -> None:
+def test_the_policy_orders_new_requests_behind_the_preempted(orders: bool) -> None:
     policy = Scripted(*[DECODE] * 2, orders_queue=orders)
     table = Table(policy, [(50, 2), (9, 2), (30, 2), (20, 2)])
     table.add(0)

@@ -17,9 +17,7 @@ from vllm_eb.policy import parse_policy
 
 
 @given(worlds(), st.integers(1, 12), st.integers(1, 400))
-def test_every_request_ends_or_is_refused_and_refused_ones_are_never_scheduled(
-    world: World, requests: int, tokens: int
-) -> None:
+def test_every_request_ends_or_is_refused(world: World, requests: int, tokens: int) -> None:
     options = replace(world.options, max_num_queued_reqs=requests, max_num_queued_tokens=tokens)
     result = replace(world, options=options).run()
     rows = result.requests.to_pylist()

@@ -17,7 +17,7 @@ PHASES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, m
 
 
 @given(PHASES, st.integers(0, 8), st.lists(st.integers(1, 4), min_size=1, max_size=30))
-def test_requests_that_end_together_release_what_they_release_one_after_the_other(
+def test_requests_that_end_together_release_one_after_the_other(
     phases: list[tuple[int, int]], warmup: int, sizes: list[int]
 ) -> None:
     closed = [ClosedPhase(str(place), sessions, most) for place, (sessions, most) in enumerate(phases)]

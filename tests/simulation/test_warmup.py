@@ -57,7 +57,7 @@ def test_a_policy_knows_its_threshold_when_the_plan_begins() -> None:
     assert first["samples"] >= 25
 
 
-def test_warmup_requests_have_the_lengths_of_the_plan_and_content_of_their_own() -> None:
+def test_warmup_has_the_lengths_of_the_plan_and_other_content() -> None:
     plan = worlds.plan(LENGTHS, concurrency=20)
     rows = with_warmup(plan, len(plan) + 3).table.to_pylist()
     own, warm = rows[: len(plan)], rows[len(plan) :]

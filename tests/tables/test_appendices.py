@@ -122,7 +122,7 @@ def test_published_mixed_costs_curve_the_other_way_than_step_times(store: RunSto
     assert kernels["RTX PRO 6000"] < kernels["H200"] < 0
 
 
-def test_table_12_tests_every_workload_and_says_that_profiles_prove_nothing(store: RunStore) -> None:
+def test_table_12_says_that_profiles_prove_nothing(store: RunStore) -> None:
     document = TABLE12.document(PaperOptions(num_prompts=400), store)
     assert [row[0] for row in document.sections[0].rows] == ["ShareGPT", "NuminaMath", "WildChat"]
     assert any("shows nothing about the data sets" in note for note in document.notes)

@@ -184,7 +184,7 @@ def test_tables_are_made_by_one_command(name: str, extra: tuple[str, ...], rows:
     assert "runs have not been made" not in done.output
 
 
-def test_further_policies_stand_beside_the_published_ones_on_ranks_in_lockstep(tmp_path: Path) -> None:
+def test_table_20_shows_further_policies_beside_the_published(tmp_path: Path) -> None:
     """``-p`` adds a column per policy with its change against v1, and says which is best in each setting."""
     words = ["tables", "table20", "--device", "h200", "-n", "24", "--workers", "1", "-q", "--runs", str(tmp_path)]
     done = CliRunner().invoke(app, [*words, "--run", "-p", "delayer", "-p", "ebplus", "-f", "csv"])

@@ -15,7 +15,7 @@ MEANS = {"prefill-heavy": (1024, 128), "balanced": (512, 512), "decode-heavy": (
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_prompts_have_one_length_and_outputs_lie_within_a_quarter_of_their_mean(mix: str) -> None:
+def test_prompts_have_one_length_and_outputs_vary_by_a_quarter(mix: str) -> None:
     prompt, output = MEANS[mix]
     (cell,) = protocol_cells(four_gpus(FOUR["v1_dp4"], "h200", mix, 128), "h200", "qwen3-8b")
     requests = plan_of(cell).table
@@ -31,7 +31,7 @@ def test_two_gpus_serve_as_many_requests_as_the_script(concurrency: int, request
     assert two_gpus(TWO["v1_dp2"], "h200", concurrency).plan["num_prompts"] == requests
 
 
-def test_servers_have_the_defaults_of_vllm_and_pools_a_fifth_of_their_memory_for_transfers() -> None:
+def test_disaggregated_servers_have_the_defaults_of_vllm() -> None:
     ranks, pools = (four_gpus(FOUR[name], "h200", "balanced", 128) for name in ("v1_dp4", "2p2d"))
     assert (ranks.max_num_batched_tokens, ranks.max_num_seqs, ranks.warmup) == (8192, 1024, 0)
     assert (pools.max_num_batched_tokens, pools.max_num_seqs) == (40_960, 1024)
@@ -56,7 +56,7 @@ def test_ebplus_has_a_fixed_threshold_and_the_margin_of_the_published_runs(
 
 
 @pytest.mark.parametrize("mix", ["prefill-heavy", "balanced"])
-def test_marginal_on_ranks_in_lockstep_serves_prompts_of_one_length_faster_than_v1(mix: str) -> None:
+def test_marginal_in_lockstep_is_faster_than_v1_on_equal_prompts(mix: str) -> None:
     """Prompts of 512 and 1,024 tokens end with its steps of 1,024, so that none is half computed between them."""
     rates = []
     for policy in ("v1", "marginal"):

@@ -105,7 +105,7 @@ def test_each_step_of_bursts_is_filled_exactly(
 
 
 @pytest.mark.parametrize(("centre", "places"), [(0.15, {0}), (0.5, {1, 2}), (0.85, {3})])
-def test_steps_of_one_length_differ_in_how_much_of_it_one_gap_takes_and_where(centre: float, places: set[int]) -> None:
+def test_steps_of_one_length_differ_in_their_longest_gap(centre: float, places: set[int]) -> None:
     """Of two steps one has a pause and three short gaps, the other four middling gaps."""
     steps = np.array([[0.0, 0.1, 0.1, 3.8], [1.0, 1.0, 1.0, 1.0]])
     roots = np.sqrt(steps).mean(axis=1)

@@ -81,9 +81,7 @@ def test_step_times_are_measured_on_the_processors_of_the_servers(
 
 
 @pytest.mark.parametrize("cpu", [True, False])
-def test_servers_start_as_their_steps_were_measured_and_the_client_runs_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool
-) -> None:
+def test_servers_start_as_their_steps_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool) -> None:
     usable, before = os.sched_getaffinity(0), os.environ.get(ONE_PROCESS)
     chosen = frozenset([max(usable)])
     seen: list[object] = []

@@ -128,7 +128,7 @@ def test_errors_and_their_uncertainty_are_those_of_the_docstring() -> None:
     assert [error.uncertainty for error in mine] == pytest.approx(expected, rel=0.01)
 
 
-def test_degrees_of_freedom_are_those_of_all_settings_unless_rounds_are_slow_together() -> None:
+def test_degrees_of_freedom_fall_where_rounds_are_slow_together() -> None:
     apart = [{0: 0.01, 1: -0.01, 2: 0.0}, {0: -0.01, 1: 0.01, 2: 0.0}, {0: 0.0, 1: 0.0, 2: 0.0}]
     assert error_freedom(apart) == 6
     together = [{0: 0.01, 1: -0.02, 2: 0.03} for _ in range(8)]
@@ -151,7 +151,7 @@ def test_intervals_cover_errors_of_a_machine_that_is_slow_for_whole_rounds(round
     assert np.mean(covered) > 0.92
 
 
-def test_errors_of_rounds_that_are_slow_together_are_known_no_better_than_one_settings() -> None:
+def test_rounds_slow_together_count_as_one_measurement() -> None:
     slow = {0: 1.0, 1: 1.06, 2: 0.97}
     made = [
         replace(one, measured={key: float(value or 0) * slow[one.round] for key, value in one.measured.items()})

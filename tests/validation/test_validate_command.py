@@ -183,9 +183,7 @@ def test_slowness_is_the_median_ratio_of_the_same_steps() -> None:
     assert replace(first, grid_s=(0.01, 0.02)).slowness(first) is None
 
 
-def test_later_rounds_are_not_begun_where_their_step_times_and_a_server_take_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_that_would_take_too_long_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a real vLLM, whose parts are replaced by an engine in virtual time that takes hours by its own account."""
     steps = measure_step_times
     asked = question()
@@ -306,7 +304,7 @@ def test_more_rounds_continue_a_validation_and_fewer_are_refused(tmp_path: Path)
     assert "3 rounds; --rounds 2 is fewer" in fewer.stderr
 
 
-def test_rounds_that_did_not_fit_the_time_are_not_added_by_the_same_command() -> None:
+def test_the_same_command_does_not_add_rounds_that_did_not_fit() -> None:
     cut = MeasuringSchedule(2, (9,), (8.0,), asked_rounds=3)
     assert cut.with_rounds(3) == cut
     assert cut.with_rounds(5) == MeasuringSchedule(4, (9,), (8.0,), asked_rounds=5)

@@ -43,9 +43,7 @@ def answers_of_one_token(
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("policy", [one for one in (*POLICIES, "eb") if one != "stock"])
-def test_answers_of_one_token_leave_no_step_empty_and_end_as_fast_as_under_stock(
-    policy: str, asynchronous: bool
-) -> None:
+def test_answers_of_one_token_leave_no_step_empty(policy: str, asynchronous: bool) -> None:
     assert answers_of_one_token(policy, asynchronous=asynchronous) == answers_of_one_token(
         "stock", asynchronous=asynchronous
     )
@@ -65,7 +63,7 @@ def test_answers_of_one_token_need_no_kv_kept_free_for_them(policy: str, asynchr
 
 
 @pytest.mark.parametrize("policy", PHASED)
-def test_a_prompt_is_scheduled_while_the_only_other_request_is_being_computed(policy: str) -> None:
+def test_a_prompt_is_scheduled_while_another_request_is_computed(policy: str) -> None:
     """Two steps in flight without asynchronous scheduling: the first request has no token to continue with."""
     engine = Engine(policy, asynchronous=False)
     engine.add("first", 30, 5)

@@ -148,7 +148,7 @@ def test_marginal_is_equal_where_prompts_are_cheapest_in_small_steps() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_marginal_is_equal_where_a_refill_of_answers_of_one_length_goes_on_mixed(asynchronous: bool) -> None:
+def test_marginal_is_equal_on_answers_of_one_length(asynchronous: bool) -> None:
     cell = simulated(
         "balanced", "v1", "h200", "qwen3-8b", 64, 4096, length_distribution="fixed", input_len=512, output_len=24,
         num_prompts=96, max_concurrency=32,

@@ -48,7 +48,7 @@ def grammar_pending(engine: Engine) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_grammar_being_compiled_delays_no_other_request_and_is_served_once_ready(policy: str) -> None:
+def test_a_grammar_being_compiled_delays_no_other_request(policy: str) -> None:
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
     engine = Engine(policy)

@@ -29,9 +29,7 @@ def served(every: int, arrivals: list[int], slots: int) -> Iterator[tuple[bool, 
 
 
 @given(every=st.integers(1, 12), arrivals=st.lists(st.integers(0, 2), max_size=60))
-def test_with_free_slots_steps_with_prompts_are_the_interval_apart_and_no_prompt_waits_longer(
-    every: int, arrivals: list[int]
-) -> None:
+def test_with_free_slots_prompts_come_once_per_interval(every: int, arrivals: list[int]) -> None:
     steps = list(served(every, arrivals, slots=1000))
     with_prompts = [number for number, (held, waiting) in enumerate(steps) if waiting and not held]
     assert all(later - earlier >= every for earlier, later in pairwise(with_prompts))

@@ -115,7 +115,7 @@ def test_the_approximation_is_prop_3_1_in_discrete_time(c: int, alpha: float, ra
 
 @given(st.integers(100, 600), st.floats(1e-3, 5e-3), st.floats(0.5, 5.0))
 @settings(deadline=None, max_examples=20)
-def test_at_large_batches_the_approximation_promises_nearly_the_exact_optimum(c: int, a: float, ratio: float) -> None:
+def test_the_approximation_is_nearly_optimal_at_large_batches(c: int, a: float, ratio: float) -> None:
     model = DeferredModel(c, a, c_p=ratio, c_d=1.0)
     exact, rough = exact_chain(model), approximate_chain(model)
     assert exact.throughput[rough.best_k - 1] >= 0.995 * exact.throughput[exact.best_k - 1]

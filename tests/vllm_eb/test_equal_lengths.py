@@ -58,7 +58,7 @@ def second_step(policy: str = "marginal", mixed_s_per_seq: float = 1e-6, ranks: 
     return made.decide(View(0.5, 1, 8, 0, 56, 8400)._replace(**changes)).phase  # type: ignore[arg-type]
 
 
-def test_a_refill_of_the_whole_batch_goes_on_beside_the_answers_that_it_began() -> None:
+def test_a_refill_of_the_whole_batch_goes_on_beside_its_answers() -> None:
     assert second_step() == "mixed"
 
 

@@ -170,7 +170,7 @@ def test_the_censored_mean_is_right_from_early_on_to_the_drain(draw: Draw) -> No
             assert published.mean < 0.6 * MEAN
 
 
-def test_censored_is_unbiased_on_long_geometric_outputs_where_the_published_one_is_not() -> None:
+def test_the_censored_estimator_is_unbiased_on_long_geometric_outputs() -> None:
     """True hazard 1/1024. The published window holds short outputs after the start and long ones in the drain."""
     runs = [list(closed_loop(geometric, seed)) for seed in range(8)]
 

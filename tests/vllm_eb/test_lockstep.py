@@ -30,9 +30,7 @@ def way(made: JointRefill, pass_number: int, *, decoding: int = 60, seqs: int = 
 
 
 @given(st.integers(1, 12), st.lists(st.booleans(), max_size=300))
-def test_the_count_of_passes_meets_every_multiple_whatever_passes_the_rank_missed(
-    interval: int, called: list[bool]
-) -> None:
+def test_the_pass_count_is_right_after_missed_passes(interval: int, called: list[bool]) -> None:
     """vLLM does not call the scheduler of a rank that has nothing to do, and says only which passes are multiples."""
     count, correct = PassCount(interval), False
     for number, here in enumerate(called):
@@ -98,7 +96,7 @@ def test_a_mixed_refill_goes_on_until_its_prompts_are_computed(seqs: int, prompt
     assert taken == min(math.ceil(seqs * prompt_tokens / 1024), made.plan.period)
 
 
-def test_a_rank_beside_none_pays_for_its_own_prompts_and_one_of_many_for_the_longest() -> None:
+def test_a_pass_lasts_as_long_as_the_rank_with_most_prompts() -> None:
     """With a cost of one second per prompt: the mean of a Poisson count, and of the largest of several."""
     assert rule(ranks=1)._largest_s(2.5, float) == pytest.approx(2.5, rel=0.02)
     found = [rule(ranks=ranks)._largest_s(0.5, float) for ranks in (1, 2, 4, 8, 16)]

@@ -95,7 +95,7 @@ def test_prompts_below_the_fixed_cost_of_a_prefill_do_not_hasten_a_refill() -> N
         assert steps * wasted_a_step_s >= 20e-3 * (1 - 1e-9)
 
 
-def test_marginal_mixes_at_once_where_a_mixed_step_is_cheap_and_waits_where_it_is_dear() -> None:
+def test_marginal_mixes_where_a_mixed_step_is_cheap_and_waits_elsewhere() -> None:
     kind = replace(LINEAR, mixed_a=5e-5, mixed_b=0.0)
     dear = replace(LINEAR, mixed_a=6e-5, mixed_b=2e-4)
     for refill in (Refill(1, 512.0), Refill(1, 512.0, queued=True, hazard=0.01)):
@@ -120,7 +120,7 @@ def test_ways_are_compared_at_their_best_not_at_what_happens_to_be_idle() -> Non
     assert queued.way == "prefill"
 
 
-def test_with_nothing_to_refill_it_decodes_and_with_nothing_decoding_it_prefills() -> None:
+def test_marginal_decodes_without_prompts_and_prefills_without_decodes() -> None:
     rule = MarginalRefill(LINEAR, may_mix=True)
     assert way(rule, 5, Refill(0, 100.0), 10.0) == "decode"
     assert way(rule, 0, Refill(1, 1.0)) == "prefill"
@@ -256,7 +256,7 @@ def test_one_wave_of_preemptions_counts_once() -> None:
     assert again.decide(state).n_limit == made.decide(state).n_limit
 
 
-def test_what_running_answers_lack_is_counted_and_not_guessed_from_the_last_prompts() -> None:
+def test_tokens_of_running_answers_are_counted_not_guessed() -> None:
     """The shortest prompts first: the last ones admitted are the longest, and most running ones are shorter."""
     made, _ = young_batch("marginal:mix=off,order=shortest")
     for prompt in (*[10] * 30, *[400] * 10):
@@ -300,7 +300,7 @@ def test_without_targets_a_young_batch_fills_all_slots() -> None:
         ("tpot=1", 7.0, 70, 78),
     ],
 )
-def test_a_first_token_that_is_nearly_late_lets_in_as_many_more_as_answers_can_pause(
+def test_a_nearly_late_first_token_admits_what_answers_can_spare(
     targets: str, wait_s: float, least: int, most: int
 ) -> None:
     made, young = young_batch(f"marginal:mix=off,{targets}")
@@ -311,7 +311,7 @@ def test_a_first_token_that_is_nearly_late_lets_in_as_many_more_as_answers_can_p
     alpha_d=st.floats(0, 0.1), beta_d=st.floats(0, 1e-3), beta_p=st.floats(1e-6, 1e-3),
     active=st.integers(1, 2000), prompt=st.floats(1, 10_000),
 )  # fmt: skip
-def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_much_cheaper(
+def test_a_sequence_pays_for_its_second_prefill_with_cheaper_tokens(
     alpha_d: float, beta_d: float, beta_p: float, active: int, prompt: float
 ) -> None:
     """With linear costs one more sequence saves alpha_d / n per token, whatever its own cost."""
@@ -328,7 +328,7 @@ def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_mu
     steps=st.one_of(st.just(math.inf), st.floats(0, 1e6)), active=st.integers(1, 2000),
     free=st.integers(0, 1_000_000), prompt=st.floats(1, 10_000),
 )  # fmt: skip
-def test_admitted_prompts_fit_the_memory_until_they_have_paid_for_themselves(
+def test_admitted_prompts_fit_until_they_have_paid_for_themselves(
     steps: float, active: int, free: int, prompt: float
 ) -> None:
     more = prompts_that_stay(PAYBACK_FACTOR * steps, active=active, free_tokens=free, prompt_tokens=prompt)
@@ -375,7 +375,7 @@ def test_with_a_target_out_of_reach_the_batch_is_not_bounded_by_it() -> None:
     )
 
 
-def test_a_burst_of_long_answers_is_admitted_whole_where_decodes_alone_meet_the_target() -> None:
+def test_a_burst_of_long_answers_is_admitted_where_targets_allow() -> None:
     calibration = Calibration(LINEAR.alpha_p, LINEAR.beta_p, LINEAR.alpha_d, LINEAR.beta_d)
     seqs, context = 300, 512 + 50
     target_s = 1.3 * calibration.costs.decode_s(seqs, context) / TPOT_SHARE

@@ -86,7 +86,7 @@ def test_slot_tokens_match_a_simulated_batch(theta: float) -> None:
     assert np.mean(held) == pytest.approx(slot_tokens(mu_l, p0, theta), rel=0.02)
 
 
-def test_a_batch_that_does_not_fit_is_zero_and_values_out_of_range_are_named() -> None:
+def test_a_batch_that_does_not_fit_is_zero() -> None:
     assert memory_safe_batch(10, 5000, 0.01, 0.5) == 0
     assert memory_safe_batch(10, 5000, 0.01, 0.5, form="paper") == 0
     for arguments, named in [

@@ -22,9 +22,7 @@ def costs_with(per_token_s: list[float]) -> CostGrid:
 
 
 @given(COSTS_PER_TOKEN, st.integers(512, 20000))
-def test_a_size_is_used_where_prompts_cost_less_per_token_than_in_a_full_step(
-    per_token_s: list[float], most: int
-) -> None:
+def test_the_prompt_step_is_smaller_where_tokens_then_cost_less(per_token_s: list[float], most: int) -> None:
     costs = costs_with(per_token_s)
     full = costs.prefill_s(most) / most
     fit = [costs.prefill_s(size) / size for size in SIZES if size < most]
@@ -47,9 +45,7 @@ def test_even_steps_are_never_dearer_than_full_ones_and_fit_the_budget(
 
 
 @given(COSTS_PER_TOKEN, st.integers(1025, 20000), st.floats(1, 100_000))
-def test_the_budgets_of_a_refill_hold_its_tokens_and_the_last_step_has_no_bound(
-    per_token_s: list[float], most: int, tokens: float
-) -> None:
+def test_the_budgets_of_a_refill_hold_its_tokens(per_token_s: list[float], most: int, tokens: float) -> None:
     steps = PromptSteps(costs_with(per_token_s), most)
     if steps.cheapest is None:
         return

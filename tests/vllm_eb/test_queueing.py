@@ -84,12 +84,12 @@ def test_requests_that_can_all_be_in_time_keep_their_order() -> None:
     assert ordered([0.5, 3.0, 1.0], [900, 100, 500]) == [1, 2, 0]
 
 
-def test_the_longest_is_given_up_where_not_all_can_be_in_time_and_goes_before_those_too_late() -> None:
+def test_the_longest_prompt_is_given_up_first_and_served_before_late_ones() -> None:
     # Four seconds each, and nine for the first: with it, one of them is in time; without it, two are.
     assert ordered([1.0, 1.0, 1.0, 12.0], [9_000, 4_000, 4_000, 100]) == [1, 2, 0, 3]
 
 
-def test_the_wait_of_the_oldest_punctual_request_is_told_until_the_next_ordering() -> None:
+def test_the_wait_of_the_oldest_punctual_request_is_reported() -> None:
     queue = PunctualQueue(10.0)
     assert queue.due(0.0)
     queue.order(100.0, [70.0, 96.0, 98.0], [100, 100, 100], WORK)

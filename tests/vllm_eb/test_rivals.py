@@ -89,7 +89,7 @@ def test_ppas_caps_prompts_while_two_of_them_are_computed_beside_decodes(
 # SGLang's delayer
 
 
-def test_a_prefill_waits_until_as_many_slots_are_free_as_the_last_prefills_filled() -> None:
+def test_the_delayer_waits_for_as_many_slots_as_recent_prefills_filled() -> None:
     made = controller("delayer:passes=0")
     assert made.decide(VIEW._replace(decoding=0, waiting=60)).phase == "prefill"
     admit(made, 60)
@@ -114,7 +114,7 @@ def test_a_prefill_waits_for_a_bounded_number_of_steps() -> None:
     assert phases == ["decode"] * 4 + ["prefill"]
 
 
-def test_the_first_form_starves_waiting_requests_and_the_present_one_does_not() -> None:
+def test_sglangs_first_watermark_starves_requests_and_the_default_not() -> None:
     """After one large batch the first form holds back every smaller prefill for as long as something runs."""
     longest = {}
     for form in ("lifetime", "window"):

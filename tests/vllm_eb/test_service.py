@@ -34,7 +34,7 @@ def test_a_tpot_target_bounds_the_batch_just_enough() -> None:
     seqs=st.integers(1, 2000), target_s=st.floats(1e-3, 1.0), mu_l=st.floats(1, 10_000), mu_o=st.floats(1, 10_000),
     cached=st.floats(0, 1),
 )  # fmt: skip
-def test_tokens_and_the_longest_pause_together_take_the_planned_share_of_the_target(
+def test_tokens_and_the_longest_pause_take_the_planned_share_of_the_target(
     seqs: int, target_s: float, mu_l: float, mu_o: float, cached: float
 ) -> None:
     lengths = {"mu_l": mu_l, "mu_new": max(mu_l * cached, 1.0), "mu_o": mu_o}
@@ -53,9 +53,7 @@ def test_long_answers_are_recognised_before_the_first_has_ended() -> None:
 
 
 @pytest.mark.parametrize(("prior_tokens", "steps", "expected"), [(100, 10, 400), (100, 50, 400), (20, 50, 100)])
-def test_a_full_start_does_not_make_answers_long_before_the_first_unbiased_estimate(
-    prior_tokens: float, steps: int, expected: float
-) -> None:
+def test_a_full_start_does_not_make_the_mean_answer_too_long(prior_tokens: float, steps: int, expected: float) -> None:
     """A thousand begin at once: at most four times the assumed mean, or twice the oldest answer."""
     length = AnswerLength(prior_tokens, window=500, product_limit=True)
     for _ in range(steps):
@@ -124,7 +122,7 @@ def closed_loop(length: AnswerLength, seqs: int, steps: int, *, update_every: in
     return means
 
 
-def test_tokens_of_running_answers_are_counted_and_read_anew_with_every_update() -> None:
+def test_tokens_of_running_answers_are_read_again_at_every_update() -> None:
     length = AnswerLength(prior_tokens=100, window=500, product_limit=True)
     for _ in range(30):
         length.decoded(4)
@@ -136,7 +134,7 @@ def test_tokens_of_running_answers_are_counted_and_read_anew_with_every_update()
     assert length.running_tokens == 0
 
 
-def test_after_a_full_start_the_product_limit_mean_comes_nearer_to_the_true_one_sooner() -> None:
+def test_the_product_limit_mean_is_sooner_near_the_true_mean() -> None:
     """Tokens per ended answer counts all tokens of the start, when hardly an answer has ended."""
     cautious = closed_loop(AnswerLength(100, 500, product_limit=False), 1000, 600)[7:]
     unbiased = closed_loop(AnswerLength(100, 500, product_limit=True), 1000, 600)[7:]
@@ -144,7 +142,7 @@ def test_after_a_full_start_the_product_limit_mean_comes_nearer_to_the_true_one_
     assert min(unbiased) > 0.9 * 256
 
 
-def test_the_mean_is_the_product_limit_mean_once_all_answers_have_had_time_to_end() -> None:
+def test_the_mean_answer_is_the_product_limit_mean_in_the_end() -> None:
     means = closed_loop(AnswerLength(100, 500, product_limit=True), 200, 2000)
     assert all(0.9 * 256 < mean < 1.35 * 256 for mean in means[10:])
 
@@ -159,7 +157,7 @@ def debt_after(steps: list[tuple[float, bool]], *, reachable: bool = True, decod
     return debt
 
 
-def test_prompts_wait_while_answers_are_behind_their_target_and_come_again_when_they_have_caught_up() -> None:
+def test_prompts_wait_while_answers_are_behind_their_target() -> None:
     behind = [(1.0, False)]
     assert debt_after(behind).exceeded
     assert debt_after([*behind, *[(0.05, True)] * 5]).exceeded
@@ -169,7 +167,7 @@ def test_prompts_wait_while_answers_are_behind_their_target_and_come_again_when_
     assert debt_after([(0.05, True)] * 1000 + behind).exceeded
 
 
-def test_prompts_do_not_wait_for_unreachable_targets_or_targets_missed_long_ago() -> None:
+def test_prompts_do_not_wait_for_unreachable_or_long_missed_targets() -> None:
     assert not debt_after([(1.0, False)] * 9, reachable=False).exceeded
     assert not debt_after([(1.0, False)] * 9, decoding=0).exceeded
     most_s = DEBT_FORGOTTEN * 200 * 0.1

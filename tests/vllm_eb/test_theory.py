@@ -81,7 +81,7 @@ def test_theta0_depends_on_the_ratio_alone(p0: float, alpha_p: float, alpha_d: f
     assert base_threshold(p0 * scale, alpha_p / scale, alpha_d) == pytest.approx(reference, rel=1e-12)
 
 
-def test_theta0_is_a_square_root_near_zero_and_vanishes_with_the_prefill_overhead() -> None:
+def test_theta0_is_a_square_root_near_zero() -> None:
     assert base_threshold(1.0, 1e-20, 1.0) == pytest.approx(math.sqrt(2e-20), rel=1e-9)
     assert base_threshold(0.01, 0.0, 0.01) == 0.0
 
@@ -190,7 +190,7 @@ def test_the_crossover_is_the_difference_of_the_two_throughputs(
     assert not sides.eb_wins(sides.advantage + 1e-6)
 
 
-def test_the_crossover_without_a_measured_mixed_cost_compares_fixed_costs_only() -> None:
+def test_the_crossover_without_mixed_costs_compares_fixed_costs_only() -> None:
     bare = Calibration(RTX.alpha_p, RTX.beta_p, RTX.alpha_d, RTX.beta_d)
     sides = crossover(bare, mu_l=105, mu_o=280, n_obs=512, theta0=0.05)
     assert (sides.lhs, sides.beta_mb) == (0.0, None)

@@ -36,7 +36,7 @@ def test_profiles_reproduce_the_published_statistics(name: str) -> None:
     assert inputs.mean() == pytest.approx(float(published["input_mean"]), rel=0.02)
 
 
-def test_wildchat_profile_has_the_published_turns_and_cuts_the_published_answers() -> None:
+def test_wildchat_profile_has_the_published_turns_and_answers() -> None:
     profile = load_workload("wildchat").profile
     assert profile.turns is not None
     rounds = draw_rounds(profile.turns, substream(1, "t"), MANY)

@@ -81,7 +81,7 @@ def test_searches_take_a_log(log: str, words: tuple[str, ...]) -> None:
     assert "no column with prompt tokens" in CliRunner().invoke(app, [command, log, *options]).output
 
 
-def test_a_plan_for_a_log_of_fewer_requests_than_a_batch_holds_has_a_deployment(log: str) -> None:
+def test_a_plan_for_a_log_smaller_than_a_batch_has_a_deployment(log: str) -> None:
     """It is read again until the batch of 1,024 is full, so its saturated rate is known."""
     load = "--goodput ttft:4000 tpot:200 --request-rate 4 --policy v1 --device h200 --tp 1 --model qwen3-8b"
     said = call("plan", log, *COLUMNS, *load.split())

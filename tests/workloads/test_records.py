@@ -97,7 +97,7 @@ def test_numinamath_asks_to_think_step_by_step(data: Path) -> None:
         assert output == min(4000, tokens(row["solution"]))
 
 
-def test_wildchat_replays_conversations_of_six_to_twelve_rounds_with_history(data: Path) -> None:
+def test_wildchat_replays_conversations_of_six_to_twelve_rounds(data: Path) -> None:
     records = [row for row in rows(data / FILES["wildchat"]) if row["turn"] >= 6]
     plan = plan_of(data, "wildchat")
     table = plan.table.to_pylist()

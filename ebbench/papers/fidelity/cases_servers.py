@@ -1,8 +1,8 @@
-"""Published measurements of several GPUs, of FP8 and of Gemma, as cases."""
+"""Published measurements of vLLM servers, of several GPUs and of Gemma, as cases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import nan
 
 from ebbench.config.topology import parse_topology
@@ -11,11 +11,13 @@ from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Publi
 from ebbench.papers.protocols import Protocol, real_protocol
 from ebbench.resources import REFERENCE
 
+SERVERS = "servers/vllm.csv"
+GROUP = "servers"
 SILICON = "silicon/vllm_dense.csv"
-SILICON_DEVICES = {"h100_sxm": "h100", "h200_sxm": "h200"}
-SILICON_MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-70B": "llama-3.1-70b"}
-SILICON_FITTED = ("h100", "qwen3-32b", "4", "1024")  # the points on which the host constants of the H100 are fitted
+SILICON_FITTED = ("4", "1024")  # the points on which the host constants of the H100 are fitted
 SILICON_BUDGET, SILICON_SEQS = 8192, 256  # vLLM's defaults for a server on these GPUs; the engine arguments are unknown
+DEFAULT_SEQS = 1024  # vLLM's default for a server on these GPUs, where a source sets none
+EVEN = 50.0  # burstiness of a client that sends at nearly equal gaps
 ROUNDS = 4  # requests per slot
 TTFT_NOTE = "TTFT is defined differently by source"
 NUMINAMATH_NOTE = "answers of 4,000 tokens contradict the published TPOT and N; their length was not published"
@@ -30,38 +32,97 @@ _METRICS = {  # the reference tables' name of a figure: our name, and the factor
 
 def server_cases() -> list[Case]:
     """All cases of this module."""
-    return [*silicon(), *table17(), *table19(), *table20()]
+    return [*measured_servers(), *silicon(), *table17(), *table19(), *table20()]
+
+
+def measured_servers() -> Iterator[Case]:
+    """vLLM servers with the arguments of their runs (``reports/reference/servers``): InferenceX, inference-perf and
+    LLMServingSim.
+
+    Closed loops have the client's concurrency, open loops its rate and, as connections, its limit; three runs repeat
+    recorded requests. Settings were fixed before the first run of ours by the source's own arguments.
+    """
+    for row in reference_rows(SERVERS):
+        single = row["topology"] == "tp=1"
+        topology = None if single else parse_topology(row["topology"])
+        seqs = int(row["max_num_seqs"] or DEFAULT_SEQS)
+        yield Case(
+            _server_name(row), row["gpu"], row["model"], "v1",
+            Protocol("v1", _server_plan(row), seqs, int(row["max_num_batched_tokens"]), warmup=0, topology=topology),
+            tuple(_server_figures(row)), group=GROUP,
+            quantization="fp8" if row["precision"] == "fp8" else None, kv_cache_dtype=row["kv_cache_dtype"] or "auto",
+            async_scheduling=row["async_scheduling"] == "yes", vllm_version=row["vllm"],
+            gpu_memory_utilization=float(row["gpu_memory_utilization"]),
+        )  # fmt: skip
+
+
+def _server_name(row: Mapping[str, str]) -> str:
+    lengths = f"{row['input_tokens']} in, {row['output_tokens']} out" if row["input_tokens"] else "300 of ShareGPT"
+    load = f"{row['requests_per_s']}/s" if row["requests_per_s"] else f"c={row['concurrency']}"
+    limit = f", N={row['max_num_seqs']}" if row["requests_per_s"] else ""
+    shared = ", shared prefix" if row["cache_hit_rate"] else ""
+    return (
+        f"{row['topology']}, {lengths}, {load}{limit}{shared}"
+        if row["input_tokens"]
+        else f"{row['topology']}, {lengths}"
+    )
+
+
+def _server_plan(row: Mapping[str, str]) -> dict[str, str | int | float]:
+    if not row["input_tokens"]:
+        log = f"log:{REFERENCE}servers/rtxpro6000-{row['model']}.csv"
+        return {"workload": log, "scenario": "trace", "time_unit": "s"}
+    load: dict[str, str | int | float] = {
+        "num_prompts": int(row["prompts"]), "max_concurrency": int(row["concurrency"]),
+    }  # fmt: skip
+    if row["spread"]:
+        return {
+            "workload": f"{REFERENCE}workloads/inferencex-{row['input_tokens']}-{row['output_tokens']}.toml",
+            **load,
+        }
+    shared = {"cache_hit_rate": float(row["cache_hit_rate"])} if row["cache_hit_rate"] else {}
+    return {
+        "workload": "balanced", "input_len": int(row["input_tokens"]), "output_len": int(row["output_tokens"]),
+        "length_distribution": "fixed", "scenario": "gamma", "burstiness": EVEN,
+        "request_rate": float(row["requests_per_s"]), **load, **shared,
+    }  # fmt: skip
+
+
+def _server_figures(row: Mapping[str, str]) -> Iterator[Published]:
+    source = row["source"]
+    yield Published("tpot_mean_ms", float(row["tpot_mean_ms"]), source)
+    yield Published("ttft_mean_s", float(row["ttft_mean_ms"]) / 1e3, source)
+    if row["output_tokens_per_s"]:
+        yield Published("output_tokens_per_s", float(row["output_tokens_per_s"]), source)
 
 
 def silicon() -> Iterator[Case]:
-    """vLLM servers on 1 to 8 GPUs: Qwen3-32B in 16 bits, Llama-3.1-70B in FP8 (aiconfigurator-core's sample).
+    """Qwen3-32B in 16 bits on 2 to 8 H100 (aiconfigurator-core's sample).
 
-    Left out: 24 FP8 points of Qwen3-32B and Llama-3.1-8B. At their concurrency and latencies the prompts alone would
-    take longer than the run (for Llama-3.1-8B on one H200 95,000 prompt tokens/s, 1.5 of 2.0 PFLOP/s, in addition to
-    decoding), so they are not closed loops of one engine.
+    Left out: the rows of Llama-3.1-70B in FP8, which are InferenceX's runs (:func:`measured_servers`), and 24 FP8
+    points of Qwen3-32B and Llama-3.1-8B. At their concurrency and latencies the prompts alone would take longer than
+    the run (for Llama-3.1-8B on one H200 95,000 prompt tokens/s, 1.5 of 2.0 PFLOP/s, in addition to decoding), so they
+    are not closed loops of one engine.
     """
     for row in reference_rows(SILICON):
-        if row["model"] not in SILICON_MODELS or (row["precision"] == "fp8") != (row["model"].endswith("70B")):
+        if row["model"] != "Qwen/Qwen3-32B" or row["precision"] == "fp8":
             continue
-        device, model, tp = SILICON_DEVICES[row["gpu"]], SILICON_MODELS[row["model"]], row["tp"]
-        inputs, outputs, concurrency = row["input_tokens"], row["output_tokens"], int(row["concurrency"])
-        fp8 = row["precision"] == "fp8"
-        source = f"silicon, {'FP8' if fp8 else '16 bits'}, tp={tp}"
-        fitted = (device, model, tp, inputs) == SILICON_FITTED
+        tp, inputs, outputs = row["tp"], row["input_tokens"], row["output_tokens"]
+        concurrency = int(row["concurrency"])
+        source = f"silicon, 16 bits, tp={tp}"
         plan: dict[str, str | int] = {
             "workload": f"{REFERENCE}workloads/silicon-{inputs}-{outputs}.toml",
             "num_prompts": max(ROUNDS * concurrency, 32),
             "max_concurrency": concurrency,
         }
         yield Case(
-            f"{inputs} in, {outputs} out, c={concurrency}", device, model, "v1",
+            f"{inputs} in, {outputs} out, c={concurrency}", "h100", "qwen3-32b", "v1",
             Protocol("v1", plan, SILICON_SEQS, SILICON_BUDGET, warmup=0, topology=parse_topology(f"tp={tp}")),
             (
                 Published("tpot_mean_ms", float(row["tpot_ms"]), source),
                 Published("ttft_mean_s", float(row["ttft_ms"]) / 1e3, source, False, TTFT_NOTE),
             ),
-            fitted=fitted, group="silicon", quantization="fp8" if fp8 else None,
-            vllm_version="0.12",
+            fitted=(tp, inputs) == SILICON_FITTED, group="silicon", vllm_version="0.12",
         )  # fmt: skip
 
 

@@ -128,14 +128,42 @@ PAGES = (
     ),
     Page(
         "silicon",
-        "Tensor-parallel and FP8 servers of aiconfigurator-core's sample",
+        "Tensor-parallel servers of aiconfigurator-core's sample",
         ("silicon",),
-        "Qwen3-32B in 16 bits and Llama-3.1-70B in FP8 on one to eight H100 or H200, vLLM 0.12 "
-        "(`silicon_sample.csv`). The engine arguments are unknown, and TTFT is defined differently by source: TPOT "
-        "counts.",
+        "Qwen3-32B in 16 bits on two to eight H100, vLLM 0.12 (`silicon_sample.csv`). The engine arguments are "
+        "unknown, and TTFT is defined differently by source: TPOT counts. The sample's Llama-3.1-70B in FP8 are runs "
+        "of [InferenceX](inferencex.md) and stand there, with their settings.",
         "The H100's times per step and per sequence on 15 points: Qwen3-32B, tp = 4, 1,024 tokens in.",
         "host of the H100",
         notes="silicon",
+    ),
+    Page(
+        "inferencex",
+        "InferenceX: 70B, gpt-oss and MiniMax on H100, H200 and B200",
+        ("InferenceX",),
+        "Closed loops of 4 to 256 requests on vLLM 0.10 to 0.22, tensor and expert parallel, every second published "
+        "run (SemiAnalysisAI, reports/reference/servers/).",
+        seen="Its H100 and H200 runs of Llama-3.3-70B had been part of the silicon sample, with wrong settings. "
+        "Settings were committed with the figures of the model as it was; what was changed afterwards stands in the "
+        "notes.",
+        notes="servers",
+    ),
+    Page(
+        "inference-perf",
+        "inference-perf: Llama-3.1-8B on one H100 from idle to overload",
+        ("inference-perf",),
+        "1 to 254 requests/s of 203 tokens in and 64 out over 440 connections, vLLM 0.11, with and without a common "
+        "prefix (kubernetes-sigs/inference-perf, KubeCon NA 2025; reports/reference/servers/).",
+        seen="Settings were committed with the figures of the model as it was; the notes have them.",
+        notes="servers",
+    ),
+    Page(
+        "llmservingsim",
+        "LLMServingSim: three runs on RTX PRO 6000",
+        ("LLMServingSim",),
+        "300 ShareGPT requests at their recorded times on vLLM 0.19: one GPU, two with tp = 2, two with expert "
+        "parallelism (casys-kaist/LLMServingSim, reports/reference/servers/).",
+        seen="Held out: repeated with the source's arguments; nothing was changed.",
     ),
     Page(
         "table-17",

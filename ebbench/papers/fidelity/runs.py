@@ -95,6 +95,7 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run
         "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
         "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl,
         "vllm_version": case.vllm_version, "api_server": case.api_server,
+        "gpu_memory_utilization": case.gpu_memory_utilization,
     }  # fmt: skip
     return tuple(run.changed(**changes) for run in runs)
 
@@ -135,6 +136,7 @@ def _mean(values: Sequence[float]) -> float:
 _KEYS = {
     "tokens_per_s": ("total_token_throughput", 1.0),
     "requests_per_s": ("request_throughput", 1.0),
+    "output_tokens_per_s": ("output_throughput", 1.0),
     "ttft_mean_s": ("mean_ttft_ms", 1e-3),
     "tpot_mean_ms": ("mean_tpot_ms", 1.0),
     "itl_mean_ms": ("mean_itl_ms", 1.0),
