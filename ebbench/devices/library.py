@@ -28,6 +28,16 @@ Array = npt.NDArray[np.float64]
 
 NAME, VERSION = "aiconfigurator-core", "0.12.0"
 LABEL = f"{NAME} {VERSION}"
+SYSTEMS = {
+    "rtx-pro-6000": "rtx_pro_6000_server",
+    "l40s": "l40s",
+    "h100": "h100_sxm",
+    "h200": "h200_sxm",
+    "b200": "b200_sxm",
+    "b300": "b300_sxm",
+    "a100": "a100_sxm",
+}
+"""Our names of GPUs, and the library's."""
 VLLM, VLLM_OF = "0.24.0", {"a100_sxm": "0.14.0"}
 """vLLM under which kernels were measured, and where it was another."""
 SHARDING = "power_law_1.01"
@@ -75,7 +85,7 @@ def warnings(notes: Sequence[Note], device: str) -> tuple[str, ...]:
 
 def hint(profile: DeviceProfile) -> tuple[str, ...]:
     """How to get measured times, where the library has this GPU and is not installed."""
-    if not profile.library_system or installed():
+    if profile.name not in SYSTEMS or installed():
         return ()
     return (f"{NAME} may have what was not measured here: {EXTRAS['tables'].command}",)
 
@@ -298,9 +308,9 @@ def _kernel(
     profile: DeviceProfile, ops: list[dict[str, Any]], *, prompt: bool = False, derived: bool = False
 ) -> Kernel | None:
     """The kernels ``ops``, one after the other, by the best measurements there are; None if there are none."""
-    if not profile.library_system or not installed():
+    if profile.name not in SYSTEMS or not installed():
         return None
-    system, described = profile.library_system, json.dumps(ops)
+    system, described = SYSTEMS[profile.name], json.dumps(ops)
     for mode, shared in _MODES if derived else _MODES[::2]:
         engine = _engine(system, mode, shared)
         if engine is None:

@@ -43,7 +43,6 @@ class DeviceProfile:
     measured collectives over the link of the same name stand for its own. ``mixed_note``: what stands for the attention
     of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device;
     ``mixed_leaning``: which batches it makes look better than they may be, and by how much where that is known.
-    ``library_system``: its name in aiconfigurator-core (:mod:`ebbench.devices.library`), "" if that does not have it.
     """
 
     name: str
@@ -67,7 +66,6 @@ class DeviceProfile:
     links: Mapping[str, Link] = field(default_factory=dict)
     gemm_factor: float = 1.0
     short_name: str = ""
-    library_system: str = ""
 
 
 def list_devices() -> tuple[str, ...]:

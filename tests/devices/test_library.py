@@ -33,11 +33,6 @@ def estimates(device: Device) -> list[str]:
     return [text for text in device.warnings if "roofline" in text]
 
 
-@pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "installed", lambda: False)
-
-
 def test_latent_attention_and_its_experts_are_measured_ones(tmp_path: Path) -> None:
     device = load(tmp_path, DEEPSEEK | BLOCKS, parallel=Parallel(tp=8))
     assert estimates(device) == []
