@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mixers import Mixer
+from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.extras import EXTRAS
 

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ebbench.devices import library
-from ebbench.devices.attention import AttentionTables
 from ebbench.devices.base import StepShape
 from ebbench.devices.collectives import GRAPH_TOKENS
-from ebbench.devices.estimated import KINDS_IN_WORDS, estimated_surfaces, not_measured
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import select, source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.surfaces import has_joint_tables, library_surfaces, surfaces
-from ebbench.spec.host import HostCosts
+from ebbench.devices.surfaces import (
+    KINDS_IN_WORDS,
+    AttentionTables,
+    estimated_surfaces,
+    has_joint_tables,
+    library_surfaces,
+    not_measured,
+    surfaces,
+)
+from ebbench.spec.server import HostCosts
 
 # Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
 # times published for Qwen3-4B in eager mode (9.8 ms for 36 layers; eb-vllm, cost_model/linear_model).
