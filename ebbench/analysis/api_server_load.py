@@ -7,7 +7,7 @@ from typing import Any
 
 from ebbench.analysis.metrics import Metrics
 from ebbench.devices.apiserver import find_api_server
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions
 
 CODE = "api-server"
@@ -42,19 +42,14 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
     """A warning if ``needed`` processes are too many for those that vLLM starts, which were not simulated."""
     if needed < BUSY * processes:
         return None
-    return RunWarning(
-        CODE,
-        f"These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
-        f"({find_api_server(DEFAULT_CLASS).token_us:g} us per token); vLLM starts {processes}. They are left out here: "
-        "a real server answers later, or fewer requests.",
-        f"Add --api-server {DEFAULT_CLASS}, with --api-server-count for several processes.",
-    )
+    token_us = find_api_server(DEFAULT_CLASS).token_us
+    return warning(CODE, needed=needed, processes=processes, token_us=token_us, api_server=DEFAULT_CLASS)
 
 
-def runs_again(warning: RunWarning) -> str:
-    """The line that says that all runs are made again with the API server whose absence ``warning`` reports."""
+def runs_again(busy: RunWarning) -> str:
+    """The line that says that all runs are made again with the API server whose absence ``busy`` reports."""
     return (
-        f"{warning.message} Everything is simulated again with --api-server {DEFAULT_CLASS} (more processes: "
+        f"{busy.sentence} Everything is simulated again with --api-server {DEFAULT_CLASS} (more processes: "
         "--api-server-count; none: --api-server off)."
     )
 
@@ -82,8 +77,4 @@ def _limit(busy: float, processes: int) -> RunWarning | None:
     """A warning if the API servers are busy for too large a share of the time. ``processes``: of each engine."""
     if busy < LIMITING:
         return None
-    return RunWarning(
-        "api-server-limit",
-        f"vLLM's API server is busy for {100 * busy:.0f} % of the time: it limits this run, rather than the GPU.",
-        f"vLLM starts more processes with --api-server-count {processes + 1}, which is simulated with the same option.",
-    )
+    return warning("api-server-limit", busy=busy, processes=processes)

@@ -36,9 +36,9 @@ from ebbench.analysis.metrics import (
     slo_from_limits,
 )
 from ebbench.analysis.steady import steady_windows
-from ebbench.records.manifest import RunWarning
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
+from ebbench.records.warnings import RunWarning
 
 # The clients that sent a run's requests: machines, where there were several, and connections.
 

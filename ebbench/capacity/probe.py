@@ -23,8 +23,9 @@ from ebbench.analysis.steady import Window, completed_sessions_per_s, session_en
 from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.estimate import Floats, MetCounts, Probe
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.records.manifest import KV_CACHE, PhaseFact
+from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
+from ebbench.records.warnings import KV_CACHE
 
 BATCHES = 20
 """Parts of a run from which its dispersion is estimated."""

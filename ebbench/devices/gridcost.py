@@ -10,8 +10,7 @@ import numpy as np
 from ebbench.devices.base import StepShape
 from ebbench.errors import InputFileError
 from ebbench.foreign.opening import read_text
-from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
-from vllm_eb.costs import CostGrid
+from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, calibration_from_json
 
 
 @dataclass(frozen=True)

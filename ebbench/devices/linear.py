@@ -14,8 +14,7 @@ from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DATA, DeviceProfile, identity_given
 from ebbench.errors import UsageError
-from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
-from vllm_eb.costs import CostGrid
+from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCost
 
 SOURCE = "weifang231/eb-vllm (Apache-2.0), calibration of Zhang et al., ICML 2026"
 # The authors calibrated both releases of the same Llama weights.

@@ -15,11 +15,11 @@ from ebbench.config.topology import TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import OFF, EngineOptions
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
+from vllm_eb.refills import LONGEST_PERIOD
 
 
 def check_counts(**counts: int | float | None) -> None:
@@ -147,21 +147,9 @@ def changed_settings(options: EngineOptions) -> list[str]:
 
 def stated_limits(options: EngineOptions) -> list[RunWarning]:
     """A warning if B or N were given for a server that already runs with its own."""
-    given = [
-        f"{option_name(name)} {getattr(options, name):,}"
-        for name in _STATED
-        if getattr(options, name) != getattr(EngineOptions, name)
-    ]
-    if not given:
-        return []
-    return [
-        RunWarning(
-            "stated-limits",
-            f"{' and '.join(given)} changed nothing: the server runs already, with limits of its own that it does not "
-            "report.",
-            "Start the server with them.",
-        )
-    ]
+    given = {name: getattr(options, name) for name in _STATED}
+    given = {name: value for name, value in given.items() if value != getattr(EngineOptions, name)}
+    return [warning("stated-limits", given=given)] if given else []
 
 
 IMAGES_AS_TOKENS = (

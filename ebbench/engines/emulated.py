@@ -48,7 +48,7 @@ from ebbench.simulation.releases import (
 from ebbench.simulation.scheduler import HangUps, cut_at_hang_ups, with_hang_ups
 from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints, RequestState
 from ebbench.simulation.step import Step, StepLog
-from ebbench.simulation.tables import decisions_table, requests_table, with_failures
+from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.spec.server import EngineOptions
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
@@ -519,7 +519,7 @@ class _EmulatedRun:
         return EngineResult(
             requests=requests,
             steps=steps_after(self._log, self._beginning, ids, self._blocks, by_time=False),
-            decisions=decisions_table(records_after([(0, record) for record in records], self._beginning)),
+            decisions=table_of_records(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
             warnings=notes_of(self._plan),
         )

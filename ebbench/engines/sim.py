@@ -51,12 +51,12 @@ from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_pr
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
-from ebbench.simulation.tables import decisions_table, requests_table, with_failures
+from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec
+from vllm_eb.refills import LONGEST_PERIOD
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -431,7 +431,7 @@ class _Simulation:
             requests=requests,
             steps=steps,
             step_parts=parts,
-            decisions=decisions_table(records_after(records, self._beginning)),
+            decisions=table_of_records(records_after(records, self._beginning)),
             interrupted=interrupted,
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts={} if topology is None else self._facts(topology),

@@ -8,16 +8,16 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS
+from ebbench.records.schema import EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, decisions_table
 from ebbench.simulation.api_server import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from vllm_eb.decisions import Record
+from vllm_eb.strategy import Record
 
 _SLOTS_AT_ONCE = 1 << 16  # temporary arrays of 512 KiB, whose memory is used again; larger ones take new pages
 
 
-def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
-    """DECISIONS, one row per record."""
+def table_of_records(records: Sequence[tuple[int, Record]]) -> pa.Table:
+    """DECISIONS, one row per record with its instance."""
     rows = [
         {
             "time_ns": round(record.time_s * 1e9),
@@ -31,7 +31,7 @@ def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
         | record.values
         for instance, record in records
     ]
-    return pa.Table.from_pylist(rows, schema=DECISIONS)
+    return decisions_table(rows)
 
 
 def requests_table(plan: Plan, state: RequestState) -> pa.Table:

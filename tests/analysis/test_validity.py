@@ -150,7 +150,7 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
     def remedy(name: str, plan: Plan) -> str:
         warnings = store(tmp_path / name, plan, run_made(plan)).manifest.warnings
         [warning] = [one for one in warnings if one.code == "few-requests"]
-        return warning.remedy
+        return warning.way_out
 
     single = plan_of(30)
     assert remedy("single", single) == "Use --num-prompts 662 or more."

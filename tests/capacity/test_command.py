@@ -61,7 +61,7 @@ def test_a_killed_search_goes_on_and_ends_with_the_same_answer(tmp_path: Path) -
     whole = answer(tmp_path / "whole")
     stopped = answer(tmp_path / "killed", "--max-probes", "4")
     assert stopped["probes"] == 4
-    assert "--max-probes" in str(stopped["stopped"])
+    assert stopped["stopped"] == {"code": "max_probes", "values": {"probes": 4}}
     last = Path(stopped["run_dirs"][-1])  # type: ignore[index]
     (last / "manifest.json").unlink()  # killed before the run was finished
     kept = {run: (Path(run) / "manifest.json").stat().st_mtime_ns for run in stopped["run_dirs"][:-1]}  # type: ignore[index]
@@ -97,7 +97,7 @@ def test_each_policy_gets_a_share_of_the_time(tmp_path: Path, monkeypatch: pytes
     done = capacity(tmp_path / "search", "--policy", "eb", "--max-time", "20", "--json", "--precision", "0.001")
     assert done.exit_code == 0, done.output
     first, second = json.loads(done.stdout)
-    assert "--max-time 20" in first["stopped"]
+    assert (first["stopped"]["code"], first["stopped"]["values"]["limit_s"]) == ("max_time", 20)
     assert second["probes"] > 0
 
 

@@ -26,13 +26,13 @@ from ebbench.records.manifest import (
     LIMITS,
     SCHEMA_VERSION,
     Manifest,
-    RunWarning,
     decode_manifest,
     encode_manifest,
     plan_hash,
 )
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
 from ebbench.untrusted import visible
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
@@ -57,7 +57,7 @@ def manifest() -> Manifest:
         engine="sim",
         device="made-gpu",
         model="made-model",
-        warnings=(RunWarning("w", "So it is.", "Do that."),),
+        warnings=(RunWarning("w", message="So it is.", remedy="Do that."),),
     )
 
 
@@ -265,7 +265,10 @@ def test_a_manifest_with_an_added_field_still_reads(tmp_path: Path) -> None:
 SHOWN = st.text().map(visible)  # of what a manifest holds, the characters that a terminal would obey are made visible
 
 
-@given(st.builds(RunWarning, SHOWN, SHOWN, SHOWN), SHOWN, st.integers(0, 2**60))
+VALUES = st.dictionaries(SHOWN, SHOWN | st.integers(0, 2**40) | st.booleans() | st.none())
+
+
+@given(st.builds(RunWarning, SHOWN, VALUES, SHOWN, SHOWN), SHOWN, st.integers(0, 2**60))
 def test_manifests_round_trip(warning: RunWarning, name: str, seed: int) -> None:
     made = msgspec.structs.replace(manifest(), warnings=(warning,), policy=name, seed=seed, facts={name: [seed]})
     assert decode_manifest(encode_manifest(made), Path("m")) == made

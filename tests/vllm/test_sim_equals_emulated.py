@@ -23,7 +23,7 @@ from tests.vllm.emulation import (
     with_further_limits,
 )
 from vllm_eb.policy import least_seqs, parse_policy
-from vllm_eb.prompt_steps import cheapest_size
+from vllm_eb.refills import cheapest_size
 
 pytestmark = pytest.mark.vllm
 
@@ -159,7 +159,7 @@ def test_marginal_is_equal_on_answers_of_one_length(asynchronous: bool) -> None:
     )
     sim, emulated = run_sim(plan, "marginal", gpu, options), run_emulated(plan, "marginal", gpu, options)
     assert differences(sim, emulated) == []
-    assert "prompts cost less beside decodes" in sim.decisions["reason"].to_pylist()
+    assert "mixed_costs_less" in sim.decisions["reason"].to_pylist()
 
 
 @pytest.mark.parametrize("order", ["fcfs", "shortest"])

@@ -12,9 +12,9 @@ from scipy.optimize import brentq
 
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
-from vllm_eb.modes import ModeSelector
+from vllm_eb.policies.ebplus import ModeSelector
 from vllm_eb.policy import parse_policy
+from vllm_eb.strategy import View
 from vllm_eb.theory import crossover
 
 MEANS: dict[str, Any] = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
@@ -124,8 +124,6 @@ def test_the_policy_passes_its_bound_on(least: int, mode: str) -> None:
 
 def test_too_many_active_sequences_asked_for_is_said_before_the_run() -> None:
     spec = parse_policy("ebplus:min_active=300")
-    warning = spec.load_warning(256, 1024)
-    assert warning is not None
-    assert "256" in warning[1]
-    assert spec.load_warning(512, 1024) is None
-    assert spec.load_warning(0, 1024) is None  # an open loop: as many as there are slots
+    assert spec.load_doubt(256, 1024) == ("never-active-enough", {"active": 256, "min_active": 300})
+    assert spec.load_doubt(512, 1024) is None
+    assert spec.load_doubt(0, 1024) is None  # an open loop: as many as there are slots
