@@ -150,9 +150,9 @@ def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin
     return product, sample.origin
 
 
-def experts(profile: DeviceProfile, model: ModelGeometry, tp: int, ep: int) -> Curve | None:
-    """Fused experts of one layer on one GPU, by the tokens of all GPUs. What was not measured in this shape is derived
-    from other shapes measured under the same vLLM, before rows of another are taken."""
+def experts(profile: DeviceProfile, model: ModelGeometry, tp: int, ep: int, *, derived: bool) -> Curve | None:
+    """Fused experts of one layer on one GPU, by the tokens of all GPUs. With ``derived``, what was not measured in this
+    shape is derived from other shapes measured under the same vLLM, before rows of another vLLM are taken."""
     described = {
         "hidden_size": model.expert_hidden or model.hidden, "inter_size": model.expert_intermediate,
         "topk": model.experts_per_token, "num_experts": model.experts, "moe_tp_size": tp, "moe_ep_size": ep,
@@ -160,7 +160,7 @@ def experts(profile: DeviceProfile, model: ModelGeometry, tp: int, ep: int) -> C
         "moe_backend": None, "enable_eplb": False, "is_context": False,
     }  # fmt: skip
     types = EXPERTS.get(model.dtype_of_experts, ())
-    kernel = _of_types(profile, types, lambda name: [_op("Moe", described | {"quant_mode": name})], derived=True)
+    kernel = _of_types(profile, types, lambda name: [_op("Moe", described | {"quant_mode": name})], derived=derived)
     if kernel is None:
         return None
     times = [kernel.seconds(count) for count in TOKENS]

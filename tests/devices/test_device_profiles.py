@@ -170,7 +170,7 @@ def test_a_device_file_with_a_bundled_name_says_its_unused_numbers(
 
 @pytest.mark.parametrize(
     ("device", "options", "decodes", "prompts"),
-    [("h200", {}, True, True), ("h200", {"eager": True}, False, True), ("b200", {}, False, True)],
+    [("h200", {}, True, True), ("h200", {"eager": True}, False, True), ("b200", {}, True, True)],
 )
 def test_steps_of_prompts_that_are_slower_than_16_bits_are_named_too(
     device: str, options: dict[str, bool], decodes: bool, prompts: bool
