@@ -54,9 +54,9 @@ def expert_times(
     """(token counts, seconds) of one GPU's experts by the tokens of all GPUs, warnings, what the library gave.
 
     With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
-    Sources in order of preference: the table of this shape and division; the library's (of a type without any table,
-    derived from other shapes, too); the table of one GPU, divided except for its fixed part; the nearest measured shape,
-    scaled; the roofline of the experts used.
+    Sources in order of preference: the table of this shape and division; the library's (derived from other shapes of a
+    type without any table); the table of one GPU, divided except for its fixed part; that of the nearest shape, scaled;
+    the roofline of the experts used.
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
     matrices = round(model.expert_params / (model.hidden * model.expert_intermediate))
