@@ -172,7 +172,8 @@ class ModelGeometry:
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
     others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
     WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest sequence in tokens that its config.json
-    allows, 0: not known. ``note``: what is simplified.
+    allows, 0: not known. ``mtp_layers``: modules that predict further tokens, which only speculative decoding uses.
+    ``note``: what is simplified.
     """
 
     name: str
@@ -207,6 +208,7 @@ class ModelGeometry:
     expert_dtype: str = ""
     kv_dtype: str = "bfloat16"
     positions: int = 0
+    mtp_layers: int = 0
     note: str = ""
 
     @property
@@ -267,6 +269,15 @@ class ModelGeometry:
     def mlp_layers(self) -> int:
         """Layers with an MLP or with experts."""
         return self.layers - self.bare_layers
+
+    def with_drafter(self, layers: int) -> ModelGeometry:
+        """The model with ``layers`` more, each like its last one, as a drafter has them."""
+        own = self.own_mixers
+        return replace(
+            self,
+            layers=self.layers + layers,
+            own_mixers=(replace(own[0], layers=own[0].layers + layers), *own[1:]) if own else (),
+        )
 
     def without_experts(self) -> ModelGeometry:
         """The dense layers of a mixture, as a model of their own with all its layers."""

@@ -155,6 +155,16 @@ class AttentionTables:
         decode = self.decode.at2(seqs, context)
         return total if total > decode else decode
 
+    def verify_s(self, seqs: int, kv_tokens: int) -> float:
+        """Time (s) of one layer's attention where every decode has several queries.
+
+        A model: the kernel is that of mixed batches, and a decode's queries share the tile that one query has there.
+        """
+        context = kv_tokens / seqs
+        if self.window and context > self.window:
+            context = float(self.window)
+        return max(self.increment.at4(0, 0, seqs, context), self.decode.at2(seqs, context))
+
     def single_token_step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: int) -> float:
         """Time (s) of one layer's attention in a step in which some prompts' chunks have one token.
 

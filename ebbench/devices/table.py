@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ebbench.devices import library
-from ebbench.devices.base import StepShape
+from ebbench.devices.base import Drafter, StepShape
 from ebbench.devices.collectives import GRAPH_TOKENS
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import select, source
@@ -38,7 +38,7 @@ class TableCost:
     ``dense_s`` is indexed by tokens, ``head_s`` by sampled sequences. ``launch_s``: least time to launch a step's
     kernels (eager mode); 0 with CUDA graphs. ``overlap``: asynchronous scheduling; the host prepares the next step
     while the GPU works, so its time counts only if it is longer. ``experts_s``, by the tokens of all units: only for a
-    unit of an engine whose units share experts.
+    unit of an engine whose units share experts. ``drafter``: of a server with speculative decoding.
     """
 
     dense_s: list[float]
@@ -48,10 +48,11 @@ class TableCost:
     overlap: bool
     launch_s: float = 0.0
     experts_s: list[float] | None = None
+    drafter: Drafter | None = None
 
     def step_s(self, shape: StepShape) -> float:
         """Time (s) from one step to the next: host and GPU one after the other, or overlapped."""
-        prefill, seqs, _, _ = shape  # reading one field of a NamedTuple takes as long as unpacking all
+        prefill, seqs, _, _, _ = shape  # reading one field of a NamedTuple takes as long as unpacking all
         host = self.host.step_s + self.host.sequence_s * (seqs + len(prefill))
         gpu = self.gpu_s(shape)
         if self.experts_s is not None:
@@ -88,22 +89,37 @@ class TableCost:
 
     def gpu_s(self, shape: StepShape) -> float:
         """Time (s) of GPU work only, without experts that several units share."""
-        prefill, seqs, kv_tokens, sampled = shape
-        tokens, single = seqs, False
+        prefill, seqs, kv_tokens, sampled, drafts = shape
+        tokens, single = seqs + drafts, False
         for chunk, _ in prefill:
             tokens += chunk
             if chunk == 1:
                 single = True
-        total = self.dense_s[tokens if tokens < MAX_TOKENS else MAX_TOKENS]
-        total += self.head_s[sampled if sampled < MAX_SAMPLED else MAX_SAMPLED]
-        for layers, tables in self.attention:
-            time_s = tables.single_token_step_s if single else tables.step_s
-            total += layers * time_s(prefill, seqs, kv_tokens)
-        return total
+        dense = self.dense_s[tokens if tokens < MAX_TOKENS else MAX_TOKENS]
+        total = dense + self.head_s[sampled + drafts if sampled + drafts < MAX_SAMPLED else MAX_SAMPLED]
+        if drafts and not prefill:
+            for layers, tables in self.attention:
+                total += layers * tables.verify_s(seqs, kv_tokens)
+        else:
+            for layers, tables in self.attention:
+                time_s = tables.single_token_step_s if single else tables.step_s
+                total += layers * time_s(prefill, seqs, kv_tokens)
+        return total if self.drafter is None else total + self._drafting_s(self.drafter, shape, dense)
+
+    def _drafting_s(self, drafter: Drafter, shape: StepShape, dense_s: float) -> float:
+        """Time (s) of drafting the tokens of the next step, one after the other."""
+        prefill, seqs, kv_tokens, _, drafts = shape
+        rows = min(seqs + len(prefill), MAX_SAMPLED)
+        _, tables = self.attention[0]
+        head = drafter.head_share * self.head_s[rows]
+        first = tables.step_s(prefill, seqs, kv_tokens) if prefill or not drafts else tables.verify_s(seqs, kv_tokens)
+        further = tables.decode.at2(seqs, kv_tokens / seqs) if seqs else 0.0
+        layer = drafter.layer_share * self.dense_s[rows] + drafter.layers * further + head
+        return drafter.layer_share * dense_s + drafter.layers * first + head + (drafter.passes - 1) * layer
 
 
 def _tokens(shape: StepShape) -> int:
-    return shape.decode_seqs + sum(chunk for chunk, _ in shape.prefill)
+    return shape.decode_seqs + shape.draft_tokens + sum(chunk for chunk, _ in shape.prefill)
 
 
 class TableBuilt(NamedTuple):
