@@ -1,6 +1,6 @@
 """Caveats of a measurement as data, and the only place that puts them in words.
 
-A warning is stored as a code and the values it rests on, so that runs can be grouped by it; :func:`str` of it gives
+A warning is stored as a code and the values it rests on, so that runs can be grouped by it; ``str`` of it gives
 the sentence that is shown. Runs stored by earlier versions have the sentence itself, which is shown as it is.
 """
 
