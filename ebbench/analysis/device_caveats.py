@@ -23,19 +23,23 @@ from ebbench.spec.server import HostCosts
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
+MATTERS_TO_FIRST_TOKENS = 0.1
+"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True)
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use.
+    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
+    ``ttft_ms``: mean time to first token, 0 without any.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
     longest_tokens: int
     mean_tokens: float
     kv_peak: float
+    ttft_ms: float = 0.0
 
 
 def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
@@ -54,7 +58,9 @@ def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
             kinds[phase] = float(spent[rows].sum()) / whole, shape
     used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
     longest = int((inputs + outputs).max()) if len(inputs) else 0
-    return Batches(kinds, longest, mean, float(used.max(initial=0.0)))
+    waited = (requests.first_token - requests.intended)[requests.ok]
+    ttft_ns = float(waited.mean()) if len(waited) else 0.0
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -77,6 +83,9 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
         for text in of_device.unfitted_host(request, cost.host):
             yield text, _sized_host(text, cost, batches, request.parallel.tp)
     if isinstance(cost, TableCost):
+        for text in of_device.short_first_tokens(profile):
+            share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
+            yield text, f"{text}: {100 * share:.0f} % of this run's mean" if share > MATTERS_TO_FIRST_TOKENS else ""
         for text in of_device.unmeasured_mixing(profile):
             share = batches.steps.get("mixed", (0.0, None))[0]
             leaning = f"; {profile.mixed_leaning}" if profile.mixed_leaning else ""
