@@ -49,7 +49,6 @@ def caveats(
         found += unfitted_host(request, host)
     if isinstance(cost, TableCost):
         found += (
-            *short_first_tokens(profile),
             *unmeasured_mixing(profile),
             *doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
@@ -139,16 +138,6 @@ def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
     """The fields that differ from their defaults."""
     defaults = {one.name: one for one in fields(DeviceProfile)}
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
-
-
-def short_first_tokens(profile: DeviceProfile) -> tuple[str, ...]:
-    """That times to first token lack what requests take in front of the engine, where servers have shown how long."""
-    if not profile.front_end_ms:
-        return ()
-    return (
-        f"times to first token are too short: on measured servers requests took about {profile.front_end_ms:g} ms "
-        "(8 to 20) in front of the engine, which is not modelled",
-    )
 
 
 def unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:
