@@ -320,7 +320,8 @@ def _device(manifest: Manifest) -> str:
     Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
     """
     machine = manifest.facts.get("server_machine") if manifest.device == UNKNOWN_DEVICE else None
-    apart = machine or manifest.facts.get("device_profile")
+    facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
+    apart = ", ".join(filter(None, facts))
     return f"{manifest.device} ({apart})" if apart else manifest.device
 
 

@@ -358,7 +358,11 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
             Product(hidden, values * value_dim, BY_ROWS),
         ),
         others=convolved * kernel,
-    )
+        sizes=(
+            ("num_k_heads", keys), ("head_k_dim", key_dim), ("num_v_heads", values), ("head_v_dim", value_dim),
+            ("d_conv", kernel),
+        ),
+    )  # fmt: skip
 
 
 def kimi_delta(v: ConfigValues, layers: int) -> Mixer:

@@ -260,13 +260,15 @@ def _comparable(model: ModelGeometry) -> ModelGeometry:
 
 def _content(model: ModelGeometry) -> ModelGeometry:
     """The model without its names and what no figure depends on."""
-    return replace(model, name="", hf_id="", note="", positions=0)
+    return replace(model, name="", hf_id="", note="", positions=0, mtp_layers=0)
 
 
 def _shape(model: ModelGeometry) -> str:
     types = {*model.weight_dtypes, model.kv_dtype} - {"bfloat16"}
+    content = asdict(_content(model))
+    del content["mtp_layers"]  # only speculative decoding depends on it, which a run's settings name
     shown = [f"{model.layers} layers of {model.hidden:,}", f"{model.params / 1e9:.2f}B parameters", *sorted(types)]
-    return f"{', '.join(shown)}; {_digest(asdict(_content(model)))}"
+    return f"{', '.join(shown)}; {_digest(content)}"
 
 
 def _profile(profile: DeviceProfile, request: DeviceRequest) -> str:

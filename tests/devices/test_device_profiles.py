@@ -69,7 +69,7 @@ def test_a_share_of_memory_that_is_none_is_refused(share: float) -> None:
         load_device("h200", "qwen3-8b", gpu_memory_utilization=share)
 
 
-def test_unknown_names() -> None:
+def test_unknown_devices_and_cost_models_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'h200'"):
         load_device("h2000", "qwen3-8b")
     with pytest.raises(UnknownNameError, match="cost model"):
