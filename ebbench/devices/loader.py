@@ -56,7 +56,7 @@ class Built(NamedTuple):
 
     @property
     def identity(self) -> tuple[tuple[str, str], ...]:
-        """That for a manifest."""
+        """The kernel library as a manifest's fact; empty for the packaged tables."""
         return (("kernel_library", self.library),) if self.library else ()
 
 
