@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 LEAST_ADDRESS_SPACE_MIB = 768
-"""With less, importing numpy can loop for ever: OpenBLAS asks for memory until it gets some."""
+"""With less, importing numpy can loop endlessly: OpenBLAS asks for memory until it gets some."""
 
 
 def run() -> None:
@@ -45,7 +45,7 @@ def _refuse_small_limit() -> None:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """End at once: nothing has been done, and what is half imported may fail as it is cleaned up.
+    """Exit without cleanup: nothing has been done yet, and half-imported modules could fail in it.
 
     Python's own exit code for an error would be 1, which is the gate's for a regression.
     """

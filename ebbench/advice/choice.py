@@ -9,9 +9,12 @@ from ebbench.advice.results import PolicyScore
 from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.statistics import PairedInterval, paired_t
 from ebbench.render.numbers import change, listed
-from vllm_eb.policy import policy_class
 
 BASELINE = "v1"
+SIMPLEST_FIRST = (
+    BASELINE, "cadence", "ppas", "batchwait", "slochunk", "ebplus", "marginal", "eb", "v0", "delayer", "deferred",
+)  # fmt: skip
+"""Kinds of policies by how much they depart from vLLM's own scheduling; all others depart more."""
 
 
 def own_budget(policy: str) -> int | None:
@@ -131,7 +134,7 @@ def _with_gains(scores: Sequence[PolicyScore], over: PolicyScore) -> str:
 
 
 def _some(scores: Sequence[PolicyScore], text: Callable[[PolicyScore], str]) -> str:
-    """The best candidate of each policy, of many policies some, and the number of the others."""
+    """The best candidate of each policy, at most MOST_NAMED of them, and how many others there are."""
     best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
     left = len(best) - MOST_NAMED
     shown = best if left < 2 else best[:MOST_NAMED]
@@ -149,7 +152,7 @@ def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:
 
 
 def _is_equal(gain: PairedInterval) -> bool:
-    """Whether the gain surely is no more than TIE; of one seed, whether what it shows is."""
+    """Whether the gain is at most TIE: its whole interval, or with one seed the measured gain."""
     known = math.isfinite(gain.high)
     return max(-gain.low, gain.high) <= TIE if known else abs(gain.mean) <= TIE
 
@@ -184,4 +187,6 @@ def _simplest(scores: Sequence[PolicyScore]) -> PolicyScore:
 
 def _rank(one: PolicyScore) -> tuple[int, bool, bool]:
     """Sort key: departure from vLLM's default behaviour, then without settings, then at the reference budget first."""
-    return policy_class(one.policy.partition(":")[0]).departure, ":" in one.policy, not one.at_reference
+    kind = one.policy.partition(":")[0]
+    place = SIMPLEST_FIRST.index(kind) if kind in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+    return place, ":" in one.policy, not one.at_reference

@@ -1,4 +1,4 @@
-"""Latencies, throughput, goodput and attainment of a set of requests.
+"""Latencies with percentiles, throughput, limits, goodput and attainment of a set of requests.
 
 Definitions (all times from a monotonic clock, in ns from the start of the run):
 
@@ -249,6 +249,7 @@ class Metrics:
     abandoned_output_tokens: int = 0
     ttfat: Distribution = field(default=Distribution(0))
     thinking_tokens: int = 0
+    mean_acceptance_length: float | None = None
 
     @property
     def tokens_per_s_per_user(self) -> float | None:

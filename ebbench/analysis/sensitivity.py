@@ -19,9 +19,9 @@ from ebbench.analysis.statistics import tukey_reach
 
 # The noise between seeds of several treatments, and which differences go beyond it.
 #
-# Every treatment (a policy with its configuration) ran the same plans, one per seed. What a treatment and a seed do
-# to the logarithm of a figure is taken out; what is left is the noise, pooled over all treatments, so that two seeds
-# of a grid of eight have seven degrees of freedom.
+# Every treatment (a policy with its configuration) ran the same plans, one per seed. The noise
+# is the residual of a figure's logarithm without the effects of treatment and seed, pooled over all treatments: two
+# seeds of a grid of eight have seven degrees of freedom.
 
 T = TypeVar("T", bound=Hashable)
 ALPHA = 0.05

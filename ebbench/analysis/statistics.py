@@ -1,4 +1,4 @@
-"""Paired statistics for few pairs: exact sign-flip test, paired t interval, Holm, minimum detectable effect.
+"""Paired statistics for few pairs: exact and sequential tests, t intervals, Holm, minimum detectable effect.
 
 A pair is one restart (or one seed) of each side. Its *loss* is the log of the factor by which the candidate is worse.
 All tests are one-sided: is the loss above zero?
@@ -19,7 +19,7 @@ from ebbench.extras import need
 
 # Paired statistics that remain valid if they are evaluated after every pair.
 #
-# A fixed-n test (`statistics.py`) is exact for one evaluation at n pairs. Testing after every pair and stopping at
+# A fixed-n test is exact for one evaluation at n pairs. Testing after every pair and stopping at
 # the first p below 5 % is wrong far more often than in 5 % of cases. Here the evidence against "the loss is symmetric
 # about a value of at most `bound`" is an e-process, a product whose expectation does not grow while that is true::
 #

@@ -70,7 +70,7 @@ def sized(
             deployments = choose(chosen, prices, pool, work.reached)
             busy = api_servers_left_out(deployments, tasks[0])
             if busy is not None and api_server_if_busy and not served:
-                raise ApiServerBusyError(msgspec.structs.replace(busy, message=f"Per replica: {busy.message}"))
+                raise ApiServerBusyError(msgspec.structs.replace(busy, message=f"Per replica: {busy.sentence}"))
             return deployments, chosen
 
         return again_if_busy(attempt, partial(messages.say, quiet=quiet))

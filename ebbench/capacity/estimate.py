@@ -289,10 +289,10 @@ def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
 
 
 def supported(search: SearchSettings, found: Estimate, used: Sequence[Probe], short: Sequence[Probe]) -> Estimate:
-    """The estimate as far as probes bear it: a load without a fit is one that was carried, not one between the probes.
+    """The estimate that the probes support: without a fit, a load that was carried, never one between two probes.
 
-    ``short``: probes that were too short to be ``used``. Such runs overstate the share within the limits, so what
-    clearly missed them there misses them in longer runs, too.
+    ``short``: probes that were too short to be ``used``. Such runs overstate the share within the limits, so a load
+    that clearly missed them there also misses them in longer runs.
     """
     if found.capacity is None:
         return found

@@ -287,7 +287,7 @@ def _exit_code(call: Callable[[], Any]) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is left of the output nowhere, if it cannot be written: Python tries again as it ends."""
+    """Redirect output that cannot be written to /dev/null: Python would try again at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -300,7 +300,7 @@ def _exit_code_of(error: Exception, *, interrupted: bool) -> int:
 
     ``interrupted``: after a signal, which libraries turn into errors of their own where it ends their import.
     """
-    from vllm_eb.errors import GivenValueError
+    from vllm_eb.settings import GivenValueError
 
     if isinstance(error, GivenValueError):
         return _complain(str(error), 2)

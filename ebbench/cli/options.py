@@ -31,7 +31,7 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
 
 
 def given_options(context: typer.Context, options: Iterable[str]) -> list[str]:
-    """Those of ``options`` (parameter names) that are on the command line, as the user writes them."""
+    """The ``options`` (parameter names) that are on the command line, as the user writes them."""
     names = {param.name: _shown(param) for param in context.command.params}
     sources = {option: context.get_parameter_source(option) for option in options}
     return [names[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"]
@@ -126,7 +126,8 @@ def _parameters(group: type) -> list[inspect.Parameter]:
 
 
 class OptionSource(Protocol):
-    """Marks a command's parameter, a dictionary made of several options; ``context`` must be one, too."""
+    """Marks a command's parameter, a dictionary made of several options; the command also needs a parameter
+    ``context``."""
 
     def parameters(self) -> list[inspect.Parameter]:
         """One parameter per option."""

@@ -37,7 +37,8 @@ __all__ = [
 
 
 def default_policies(engine: str, topology: TopologySpec | None = None) -> tuple[str, ...]:
-    """Policies to run by default; where prefill is apart from decode there is nothing to decide."""
+    """Policies to run by default; v1 alone on a server, which has its own, and for separate pools, with nothing to
+    decide."""
     alone = is_server(engine) or (topology is not None and topology.disaggregated)
     return ("v1",) if alone else ("v1", "ebplus")
 
@@ -108,7 +109,7 @@ Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parall
 
 
 DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
-"""Of commands that run on any engine, where a run's own defaults are of the simulator."""
+"""Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
 
 
 OF_A_SERVER = (

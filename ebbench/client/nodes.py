@@ -1,4 +1,4 @@
-"""The client machines of a Ray cluster: which are used, and calls to them that end in every case."""
+"""The client machines of a Ray cluster: choice, calls that always end, clock offsets, and sending one plan from all."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class Sending:
         return self.done is None and not self.lost_ns
 
     def alignment_error_ns(self) -> int | None:
-        """See :mod:`ebbench.client.nodes`; None before the first measurement."""
+        """See :func:`alignment_error_ns`; None before the first measurement."""
         if self.before is None:
             return None
         return self.before.error_ns if self.after is None else alignment_error_ns(self.before, self.after)

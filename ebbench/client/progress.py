@@ -1,4 +1,4 @@
-"""Collects finished requests during a run, passes them on and reports progress."""
+"""Collects finished requests during a run, reports progress, and converts them to the requests table."""
 
 from __future__ import annotations
 

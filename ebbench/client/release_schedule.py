@@ -1,4 +1,4 @@
-"""Release schedule shared by all workers: which session starts next, and its intended start."""
+"""Release schedule shared by all workers: which session starts next and when, and the ramp-up."""
 
 from __future__ import annotations
 

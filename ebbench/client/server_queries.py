@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 
 def run_to_end(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of ``make()`` on an event loop of its own; raises what it raises."""
+    """The result of ``make()`` on an event loop of its own; its exceptions pass through."""
 
     def run() -> T:
         return uvloop.run(make())

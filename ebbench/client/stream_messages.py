@@ -290,7 +290,7 @@ def _text(value: Any) -> str | None:
 
 
 def is_finish_reason(reason: str | None) -> bool:
-    """Whether a server says why the answer ended, and not in some word that there is no reason yet."""
+    """Whether a finish reason says why the answer ended; some servers write words for "not finished"."""
     return bool(reason) and reason.strip().lower() not in _NO_REASON  # type: ignore[union-attr]
 
 

@@ -179,7 +179,7 @@ class _Counting:
 
 
 class Telemetry:
-    """What of both the options ask for. ``warnings``: known after the ``with`` block of :func:`telemetry`."""
+    """The parts that the options ask for. ``warnings``: known after the ``with`` block of :func:`telemetry`."""
 
     def __init__(self) -> None:
         self.sinks: list[Sink] = []

@@ -49,7 +49,7 @@ BodyOf = Callable[[Turn, Sequence[tuple[str, str]], bool], bytes]
 
 
 class Reports(Protocol):
-    """Takes the results of requests."""
+    """Receives the results of requests."""
 
     def ended(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> str:
         """Record a request that was sent; returns its status."""

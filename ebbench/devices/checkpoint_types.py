@@ -426,7 +426,7 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
 
 
 def _of_activations(config: Mapping[str, Any], types: CheckpointTypes) -> tuple[str, ...]:
-    """That FP8 weights meet activations of 16 bits (compressed-tensors without ``input_activations``)."""
+    """A note that FP8 weights meet activations of 16 bits (compressed-tensors without ``input_activations``)."""
     groups = config.get("config_groups")
     if _method(config) != "compressed-tensors" or not isinstance(groups, dict) or not types.mlp.startswith("fp8"):
         return ()

@@ -83,8 +83,8 @@ class Family:
 
 
 def every(number: int, *keys: str, first: bool = False, otherwise: str = WINDOW) -> Pattern:
-    """One layer in so many attends to everything, by the first of ``keys`` that is given: the last of each group, or
-    the first."""
+    """One layer per group attends to everything, its last or its ``first``. The group's size is the first of ``keys``
+    that is given, else ``number``."""
 
     def pattern(v: ConfigValues, layers: int) -> Kinds:
         stated = v.number(*keys, default=0) if keys else 0

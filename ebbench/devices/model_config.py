@@ -67,7 +67,7 @@ def _values(raw: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str, Any
 
 
 def _problem(key: str, value: Any) -> str:
-    """What a value should be instead; empty if it can be what it is."""
+    """What a value should be instead; empty if it is valid."""
     if key in _OBJECTS:
         return "" if isinstance(value, dict) else "an object"
     if key in _LISTS:
@@ -252,7 +252,7 @@ def _unnested(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number_of_layers(v: ConfigValues) -> int:
-    """Stated, or as many as the kinds listed (Nemotron-H)."""
+    """The stated number of layers, else the number of kinds listed (Nemotron-H)."""
     listed = v.get("hybrid_override_pattern", "layers_block_type")
     known = len(listed) if isinstance(listed, str | list) and listed else None
     return v.number("num_hidden_layers", default=known)
@@ -289,14 +289,14 @@ def _pattern(v: ConfigValues, family: Family, layers: int) -> Sequence[str]:
 
 
 def _windowed(v: ConfigValues, kinds: list[str]) -> list[str]:
-    """Without windows that are switched off, or as long as the longest sequence."""
+    """The kinds of layers, with full attention where a window is switched off or as long as the longest sequence."""
     window, longest = v.get("sliding_window", "sliding_window_size", "attention_window_size"), positions_of_values(v)
     unused = v.get("use_sliding_window") is False or not isinstance(window, int) or window <= 0 or 0 < longest <= window
     return [FULL if kind == WINDOW and unused else kind for kind in kinds]
 
 
 def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> list[_Layer]:
-    """Every layer with what it has of its own."""
+    """Every layer with its own settings."""
     shared = v.number("num_kv_shared_layers", default=0)
     heads = v.per_layer("num_attention_heads_per_layer", layers)
     index = v.per_layer("indexer_types", layers)
@@ -324,13 +324,13 @@ def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer])
     for layer, count in counts.items():
         own = [rule(v.overlaid(dict(layer.further)), count) for rule in family.layers[layer.kind]]
         found[layer] = tuple(mixer for mixer in own if mixer is not None)
-    _read_in_vain(v, family, {layer.kind for layer in counts})
+    _read_absent_kinds(v, family, {layer.kind for layer in counts})
     if not any(mixer.heads and mixer.kind not in ("state", "index") for own in found.values() for mixer in own):
         raise InputFileError(path, "has no layer with attention: a state-space model, which has no cost model here")
     return [found.get(layer, ()) for layer in plan]
 
 
-def _read_in_vain(v: ConfigValues, family: Family, present: set[str]) -> None:
+def _read_absent_kinds(v: ConfigValues, family: Family, present: set[str]) -> None:
     """Let the rules of kinds that this model has no layer of read their keys, which then are understood."""
     for kind, rules in family.layers.items():
         for rule in rules if kind not in present else ():
@@ -410,6 +410,7 @@ def _base(
         other_params=family.others(v) if family.others else 0,
         dtype_bytes=_dtype(path, raw),
         positions=positions_of(raw),
+        mtp_layers=v.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
     )
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
 

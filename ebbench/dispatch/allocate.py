@@ -1,4 +1,4 @@
-"""Algorithms 2 and 3 of Tian et al. 2025 (sections 4.2, 4.3): assign the requests of one batch to units."""
+"""Algorithms 1 to 3 of Tian et al. 2025 (sections 4.1 to 4.3): dispatch interval, and requests of a batch to units."""
 
 from __future__ import annotations
 

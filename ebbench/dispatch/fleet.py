@@ -1,4 +1,4 @@
-"""The global state matrix: the dispatcher's estimate of the state of every DP unit (section 4, figure 5)."""
+"""The dispatcher's estimate of the state of every DP unit (section 4, figure 5), cached prefixes included."""
 
 from __future__ import annotations
 

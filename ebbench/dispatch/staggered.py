@@ -166,7 +166,7 @@ class BatchBuilder:
         return self._settings.overdraw == "on"
 
     def _round_robin(self, available: dict[int, int]) -> list[Order]:
-        """Without Algorithm 2: in order of arrival to the units in turn, skipping units without capacity."""
+        """Assign without Algorithm 2: in order of arrival to the units in turn, skipping units without capacity."""
         orders: list[Order] = []
         while self._queue:
             open_units = [unit for unit, capacity in available.items() if capacity > 0]
@@ -237,7 +237,7 @@ class ContinuingInstances:
 
     @property
     def reaches_next_pass(self) -> bool:
-        """Whether a batch sent on a signal still reaches the pass that add then (no network delay)."""
+        """Whether a batch sent on a signal still reaches the pass that begins then (no network delay)."""
         return self._network_ns == 0
 
     def on_signal(self, instance: int, generates: bool, pass_ns: float, now_ns: int) -> None:
@@ -259,7 +259,7 @@ class ContinuingInstances:
         self._opens_ns.pop(instance, None)
 
     def end_of_instant(self) -> None:
-        """Without network delay a batch can be sent only at the time of the signal: remove all instances."""
+        """Remove all instances: without network delay a batch can be sent only at the time of the signal."""
         if self.reaches_next_pass:
             self._opens_ns.clear()
 
@@ -342,7 +342,7 @@ class StaggeredDispatcher:
             self.fleet.begin_pass(signal.instance, self.settings.chunk_tokens)
 
     def _next_pass_ns(self, instance: int) -> float:
-        """Expected duration (ns) of the pass that the instance add now, on its queued tokens."""
+        """Expected duration (ns) of the pass that the instance begins now, on its queued tokens."""
         queued = max(unit.queued_tokens for unit in self.fleet.instances[instance])
         tokens = min(self.settings.chunk_tokens, queued)
         known_ns = self._pass_time.duration_ns(tokens) if queued else None
@@ -508,7 +508,7 @@ class StaggeredDispatcher:
             self._allow_early_dispatch(instance, now_ns)
 
     def _allow_early_dispatch(self, instance: int, now_ns: int) -> None:
-        """Allow the next batch to be sent before the pass that add now ends: if a prompt takes several passes, or if
+        """Allow the next batch to be sent before the pass that begins now ends: if a prompt takes several passes, or if
         no other instance could take the waiting requests."""
         fullest, chunk = self._max_backlog_tokens(instance), self.settings.chunk_tokens
         pass_ns = self._pass_time.duration_ns(min(fullest, chunk))

@@ -1,4 +1,4 @@
-"""Settings of staggered dispatch."""
+"""Settings of staggered dispatch, and its check whether an instance is ready."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Checks:
 
 
 class Readiness:
-    """Tracks the instances that were sent a batch and have not on_signal since."""
+    """Tracks the instances that were sent a batch and have not signalled since."""
 
     def __init__(self, instances: int, checks: Checks) -> None:
         self._checks = checks
@@ -39,7 +39,7 @@ class Readiness:
         self._running.move_to_end(instance)
 
     def mark_free(self, instance: int) -> None:
-        """Mark the instance mark_free: a forward pass has ended (fast path), or it returned without requests."""
+        """Mark the instance free: a forward pass has ended (fast path), or it returned without requests."""
         self._signalled.add(instance)
         self._running.pop(instance, None)
 

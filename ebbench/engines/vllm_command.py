@@ -20,7 +20,7 @@ from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec, import_root
 
-# What the folder of a local model lacks, and the options of vLLM that do without.
+# What the folder of a local model lacks (weights, tokenizer), and the options of vLLM that work without it.
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json", "*.tiktoken")
@@ -49,7 +49,7 @@ def position_limit(folder: Path | None) -> int | None:
 
 
 def check_positions(model: str, needed_tokens: int) -> None:
-    """Raise UsageError for a local model that cannot hold sequences of so many tokens."""
+    """Raise UsageError for a local model with fewer positions than ``needed_tokens``."""
     limit = position_limit(model_folder(model))
     if limit is not None and limit < needed_tokens:
         raise UsageError(

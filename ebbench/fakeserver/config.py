@@ -100,7 +100,7 @@ class FakeConfig:
     output length if the request sets none. ``port`` 0 takes a free one. ``keep_ledger`` False saves memory in long
     runs. ``max_running``: number of responses generated at the same time; further requests wait in order of arrival,
     which gives the server a known capacity. ``ssl_certfile`` and ``ssl_keyfile`` (PEM) switch to https.
-    ``thinking_tokens``: a chat response begins with so many thinking tokens, in ``thinking_field`` of its deltas.
+    ``thinking_tokens``: a chat response begins with this many thinking tokens, in ``thinking_field`` of its deltas.
     ``further_models`` are served in addition to ``model``, with the same responses. ``metrics_lines`` are added to
     /metrics, in Prometheus' text form.
     """

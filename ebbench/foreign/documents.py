@@ -17,7 +17,7 @@ import msgspec
 
 from ebbench.errors import InputFileError
 from ebbench.foreign.opening import SETTINGS_BYTES, read_bytes, read_text
-from vllm_eb.errors import name_hint
+from vllm_eb.settings import name_hint
 
 DEPTH = 100
 """Most objects and lists within each other. Python's own limit depends on where a value is decoded."""
@@ -91,8 +91,8 @@ def too_deep(value: Any, most: int = DEPTH, values: float = math.inf) -> bool:
 def check_keys(text: bytes, value: Any) -> None:
     """Raise BadValueError if an object in ``text``, decoded as ``value``, has a key twice.
 
-    A key ends in ``":``. So where the text has as many of these as the decoded objects have keys, none is repeated, and
-    nothing else is looked at. A row with a nested object takes 0.5 us, a second pass through its JSON 4 us.
+    A key ends in ``":``. So if the text has as many of these as the decoded objects have keys, no key is repeated: the
+    fast path. A row with a nested object takes 0.5 us, a second pass through its JSON 4 us.
     """
     ends = text.count(b'":')
     spaced = text.count(b":") != ends and _WHITE_BEFORE_COLON.search(text) is not None

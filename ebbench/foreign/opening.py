@@ -1,4 +1,4 @@
-"""Opens regular files, unpacks gzip and yields lines, within limits."""
+"""Opens regular files, unpacks gzip, yields lines and reads CSV and Parquet, within limits."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def csv_rows(path: Path, text: IO[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def _bounded(path: Path, text: IO[str]) -> Iterator[str]:
-    """The lines of a text, of which none and no number of empty ones is beyond the limits."""
+    """The lines of a text. Raises InputFileError for a line that is too long, and for too many empty lines."""
     blank = 0
     for number, line in enumerate(iter(partial(text.readline, CELL_CHARACTERS + 1), ""), start=1):
         if len(line) > CELL_CHARACTERS:

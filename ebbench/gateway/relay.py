@@ -1,4 +1,4 @@
-"""Relays one request: waits for an upstream, sends the request, relays every byte of the response at once."""
+"""Relays one request: reads its body within limits, waits for an upstream, relays the response byte by byte."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LineBuffer:
 # Estimates a request's length and prefix for the dispatcher, without a tokenizer.
 
 BYTES_PER_TOKEN = 4.0
-"""Of English text. The servers count exactly; the dispatcher only compares requests with each other."""
+"""For English text. The servers count exactly; the dispatcher only compares requests with each other."""
 
 
 _MOST_BYTES = 1 << 23

@@ -201,7 +201,7 @@ async def _serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> 
         if not server.started:
             await gateway.close()
     if server.started:
-        # Only a signal ends it. uvicorn raises that signal again as SIGINT, in vain where a shell had SIGINT ignored.
+        # Only a signal ends it. uvicorn raises that signal again as SIGINT, which a shell may have set to be ignored.
         raise KeyboardInterrupt
 
 

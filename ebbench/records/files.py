@@ -115,7 +115,7 @@ def write_table(table: pa.Table, path: Path) -> None:
 
 
 def write_parts(parts: Iterable[pa.Table], path: Path) -> None:
-    """What :func:`write_table` does, of a table in parts; the file is the same."""
+    """As :func:`write_table`, for a table in parts; the file is the same."""
     _replace(path, lambda temporary: _write_parts(iter(parts), temporary))
 
 
@@ -125,7 +125,7 @@ def write_bytes(content: bytes, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """What :func:`write_bytes` does, of text in UTF-8, in a directory that is made if it does not exist."""
+    """As :func:`write_bytes`, for text in UTF-8; creates the directory if it does not exist."""
     write_with(path, lambda temporary: temporary.write_bytes(text.encode()) and None)
 
 
@@ -190,7 +190,7 @@ def read_stored_json(path: Path) -> Any:
 
 @contextmanager
 def stored(path: Path) -> Iterator[None]:
-    """What is wrong with a stored file is a DataError."""
+    """Inside, errors in a stored file's content are raised as DataError."""
     try:
         yield
     except InputFileError as error:

@@ -1,4 +1,4 @@
-"""The request plan: which requests are sent and when, independent of engine and policy."""
+"""The request plan: which requests are sent, when, and after which others; independent of engine and policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plan:
     ``phases`` not empty: closed loop. Empty: open loop, sessions start at ``arrival_ns``; ``max_concurrency`` may cap
     open sessions (a request above the cap waits; its intended start does not change). ``facts``: entries for the
     manifest (workload, scenario, seed, source and others). ``release_for_s``: a closed loop releases no session after
-    so many seconds; open sessions run to their end. ``cut_from``: the original plan, if this one holds only its
+    this many seconds; open sessions run to their end. ``cut_from``: the original plan, if this one holds only its
     released sessions.
     """
 

@@ -1,4 +1,4 @@
-"""Renders documents as rich tables, HTML and CSV. Markdown and LaTeX are in :mod:`ebbench.export`."""
+"""Renders documents as rich tables, HTML, CSV, Markdown and LaTeX."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def say(console: Console, line: str) -> None:
 def _bars(
     console: Console, describe: Callable[[], str], counts: Callable[[], tuple[int, int]], *, transient: bool
 ) -> Iterator[None]:
-    """A bar and a text that are asked for at every refresh, so that time goes on while nothing ends."""
+    """A bar and a text, computed at every refresh so that the time advances between completions."""
     bars = Bars(_Bar(counts), _Described(describe), console=console, transient=transient, refresh_per_second=8)
     bars.add_task("", total=None)
     with bars:

@@ -32,7 +32,6 @@ from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
     Manifest,
-    RunWarning,
     git_commit,
     phase_facts,
     plan_hash,
@@ -41,25 +40,30 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.runs.api_server import api_server_warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
+MATTERS_TO_FIRST_TOKENS = 0.1
+"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True)
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use.
+    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
+    ``ttft_ms``: mean time to first token, 0 without any.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
     longest_tokens: int
     mean_tokens: float
     kv_peak: float
+    ttft_ms: float = 0.0
 
 
 def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
@@ -78,7 +82,9 @@ def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
             kinds[phase] = float(spent[rows].sum()) / whole, shape
     used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
     longest = int((inputs + outputs).max()) if len(inputs) else 0
-    return Batches(kinds, longest, mean, float(used.max(initial=0.0)))
+    waited = (requests.first_token - requests.intended)[requests.ok]
+    ttft_ns = float(waited.mean()) if len(waited) else 0.0
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -92,6 +98,34 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> li
     return [said for text in warnings if (said := words.get(text, text))]
 
 
+def shown_by_servers(device: Device, batches: Batches) -> list[str]:
+    """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
+    profile = device.profile
+    if profile is None or not profile.front_end_ms:
+        return []
+    said = []
+    share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
+    if share > MATTERS_TO_FIRST_TOKENS:
+        said.append(
+            f"times to first token are too short: on measured servers with this GPU requests took about "
+            f"{profile.front_end_ms:g} ms (8 to 20) in front of the engine, which is not modelled: "
+            f"{100 * share:.0f} % of this run's mean"
+        )
+    spent, decodes = batches.steps.get("decode", (0.0, None))
+    mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
+    if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
+        said.append(
+            "decode steps of mixtures of experts are 10 to 27 % too fast with few sequences, against measured servers "
+            "with this GPU: router and choice of experts are not modelled"
+        )
+    return said
+
+
+FEW_SEQUENCES = 8
+"""Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
+GPUs, MiniMax)."""
+
+
 def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
     """Warnings that depend on the run, each with what is said of it; "" for nothing."""
     profile, request, model, cost = device.profile, device.request, device.geometry, device.cost
@@ -99,7 +133,7 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
         return
     if isinstance(cost, TableCost | RooflineCost):
         for text in of_device.unfitted_host(request, cost.host):
-            yield text, _sized_host(text, cost, batches)
+            yield text, _sized_host(text, cost, batches, request.parallel.tp)
     if isinstance(cost, TableCost):
         for text in of_device.unmeasured_mixing(profile):
             share = batches.steps.get("mixed", (0.0, None))[0]
@@ -112,9 +146,9 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
             yield text, text if _host_decides(cost, batches) else ""
 
 
-def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> str:
+def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches, tp: int) -> str:
     """What the constants that were fitted on other GPUs would change in the run's time; "" if too little."""
-    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts()]
+    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(tp)]
     least, most = min(changes), max(changes)
     if max(-least, most) < MATTERS:
         return ""
@@ -123,9 +157,10 @@ def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> 
     )
 
 
-def _fitted_hosts() -> list[HostCosts]:
+def _fitted_hosts(tp: int) -> list[HostCosts]:
     hosts = [find_profile(name).host.get("default") for name in list_devices()]
-    return [host for host in hosts if host is not None and host.fitted and not host.doubt]
+    found = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
+    return [host for host in found if not host.doubt]
 
 
 def _change(cost: TableCost | RooflineCost, other: TableCost | RooflineCost, batches: Batches) -> float:
@@ -421,18 +456,19 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
 
 
 def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[str], list[str]]:
-    """What the device and the engine, of its units, warn of, without what does not matter to this run.
+    """The warnings of the device, and of the engine about its units, that matter to this run.
 
     Measured times depend on the device's caveats only if the policy computes with its costs.
     """
     device = result.device or context.device
     if context.engine not in VIRTUAL_TIME:
         return (list(device.warnings) if context.policy.needs_costs else []), list(result.warnings)
-    return said_of_run(device, batches, device.warnings), said_of_run(device, batches, result.warnings)
+    of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches)]
+    return of_device, said_of_run(device, batches, result.warnings)
 
 
 def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
-    return [RunWarning(code, message) for message in messages]
+    return [RunWarning(code, message=message) for message in messages]
 
 
 _LONGER = 3.0
@@ -443,31 +479,16 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
     found = []
     needed = samples_needed(0.99)
     if 0 < metrics.completed < needed:
-        found.append(
-            RunWarning(
-                "few-requests",
-                f"{metrics.completed:,} completed requests are too few for p99, which takes {needed}: tables show "
-                f"{_instead(metrics.completed)}.",
-                _enough(plan, needed),
-            )
-        )
+        sound = [name for name, share in QUANTILES.items() if metrics.completed >= samples_needed(share)]
+        enough = _enough(plan, needed) | {"shown": sound[-1] if sound else ""}
+        p90_needs = samples_needed(QUANTILES["p90"])
+        found.append(warning("few-requests", completed=metrics.completed, p90_needs=p90_needs, **enough))
     if metrics.completed and metrics.steady is None:
-        found.append(
-            RunWarning(
-                "no-steady-window",
-                "The load never reached 95 % of its target, so there is no steady throughput.",
-                _longer(plan, 2 * _sessions(plan), " or a lower --max-concurrency" if plan.closed_loop else ""),
-            )
-        )
+        longer = _longer(plan, 2 * _sessions(plan))
+        found.append(warning("no-steady-window", closed_loop=plan.closed_loop, **longer))
     elif metrics.steady is not None and metrics.steady.share < 0.5:
-        found.append(
-            RunWarning(
-                "short-steady-window",
-                f"Only {100 * metrics.steady.share:.0f} % of the run is steady; warm-up and drain weigh on the "
-                "whole-run throughput.",
-                _longer(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan))),
-            )
-        )
+        longer = _longer(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan)))
+        found.append(warning("short-steady-window", share=metrics.steady.share, **longer))
     return found
 
 
@@ -476,19 +497,17 @@ def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
     single = int((columns.ok & (columns.sent_tokens < 2)).sum())
     if slo.tpot is None or single < 0.01 * columns.ok.sum() or not single:
         return []
-    counted = f"{single:,} of {int(columns.ok.sum()):,} answers have one token and so no TPOT"
-    return [RunWarning("one-token-answers", f"{counted}: they count as within tpot:{slo.tpot:g}.")]
+    return [warning("one-token-answers", single=single, answers=int(columns.ok.sum()), tpot_ms=slo.tpot)]
 
 
 def _sessions(plan: Plan) -> int:
     return int(pc.count_distinct(plan.table["session"]).as_py())
 
 
-def _longer(plan: Plan, sessions: int, otherwise: str = "") -> str:
-    """The option that gives a plan like this one so many sessions. ``otherwise``: what helps, too."""
-    if _texts_of_a_log(plan):
-        return f"A log of {sessions:,} sessions or more would help{otherwise}."
-    return f"Use --num-prompts {sessions} or more{otherwise}{_read_again(plan, sessions)}."
+def _longer(plan: Plan, sessions: int) -> dict[str, Any]:
+    """The option with which a plan like this one has that many sessions, and how many its log holds."""
+    option = "log" if _texts_of_a_log(plan) else "num_prompts"
+    return {"option": option, "asked": sessions, "log_sessions": plan.facts.get("log_sessions")}
 
 
 def _texts_of_a_log(plan: Plan) -> bool:
@@ -496,28 +515,14 @@ def _texts_of_a_log(plan: Plan) -> bool:
     return "log_sessions" in plan.facts and plan.table["prompt"].null_count < len(plan)
 
 
-def _read_again(plan: Plan, sessions: int) -> str:
-    have = plan.facts.get("log_sessions", sessions)
-    return f"; the log holds {have:,} and is then read again" if have < sessions else ""
-
-
-def _enough(plan: Plan, requests: int) -> str:
-    """The option that gives a plan like this one so many requests; --num-prompts counts conversations."""
-    if _texts_of_a_log(plan):
-        return f"p99 takes a log of {requests} requests or more."
+def _enough(plan: Plan, requests: int) -> dict[str, Any]:
+    """The option with which a plan like this one has that many requests; --num-prompts counts conversations."""
     duration_s, sessions = plan.facts.get("duration_s"), _sessions(plan)
-    asked = math.ceil(requests * sessions / len(plan))
+    asked = _longer(plan, math.ceil(requests * sessions / len(plan))) | {"needed": requests}
+    if asked["option"] == "log":
+        return asked
     if duration_s is not None and (plan.closed_loop or "log_sessions" in plan.facts):
-        return f"Use --num-prompts {asked} or more, and a --duration in which so many complete."
+        return asked | {"option": "both"}
     if duration_s is not None:
-        return f"Use --duration {math.ceil(requests * duration_s / len(plan))} or longer."
-    if sessions == len(plan):
-        return f"Use --num-prompts {asked} or more{_read_again(plan, asked)}."
-    per_session = f"that many conversations, {len(plan) / sessions:.1f} requests in each"
-    return f"Use --num-prompts {asked} or more: {per_session}{_read_again(plan, asked)}."
-
-
-def _instead(samples: int) -> str:
-    """The highest percentile for which so many samples suffice, in words."""
-    sound = [name for name, share in QUANTILES.items() if samples >= samples_needed(share)]
-    return f"{sound[-1]} instead" if sound else f"no percentile, since p90 takes {samples_needed(QUANTILES['p90'])}"
+        return asked | {"option": "duration", "asked": math.ceil(requests * duration_s / len(plan))}
+    return asked | {"per_session": len(plan) / sessions}

@@ -1,4 +1,4 @@
-"""vLLM v1's engine loop (0.32) in virtual time: when steps are scheduled, how long they take, and their results.
+"""vLLM v1's engine loop (0.32) in virtual time: what steps hold, when they are scheduled, how long they take.
 
 One loop drives one unit, or several units in lockstep: the units of a DP+EP instance exchange tokens in the expert
 layers, so they wait for each other in every layer, and a step lasts as long as its slowest unit (Tian et al. 2025,
@@ -28,7 +28,7 @@ from ebbench.simulation.scheduler import Scheduler, admissible, prompt_tokens
 from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step, StepSink
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, View
+from vllm_eb.strategy import Decision, View
 
 # What a scheduling step may hold: everything (v1), or what the policy decides.
 #

@@ -1,8 +1,8 @@
 """KV block accounting with vLLM's rules, in three implementations.
 
 ``CountingKv`` only counts free blocks; it is exact if no cached block can be hit. ``CachingKv`` tracks each block:
-content, references and position in the eviction queue. ``StreamKv`` (:mod:`ebbench.simulation.kv`) tracks how many
-blocks of each request or session are cached.
+content, references and position in the eviction queue. ``StreamKv`` tracks how many blocks of each request
+or session are cached.
 
 All three allocate blocks to requests (``KvBlocks``). The two that count also take blocks without an owner
 (``CountedKv``), which makes long decodes fast to simulate.
@@ -43,7 +43,7 @@ class KvBlocks(Protocol):
         ...
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Give each row so many new blocks, in order. The caller has checked that they are free."""
+        """Give each row its number of new blocks, in order. The caller has checked that they are free."""
         ...
 
     def publish(self, row: int, tokens: int) -> None:
@@ -231,7 +231,7 @@ class CachingKv:
         self._by_key[key] = others if len(others) > 1 else others[0]
 
     def _dropped(self, blocks: Sequence[int]) -> list[int]:
-        """Those of ``blocks`` without references."""
+        """The ``blocks`` without references."""
         references = self._references
         free = []
         for block in blocks:

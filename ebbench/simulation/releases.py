@@ -15,7 +15,7 @@ from ebbench.records.schema import PLAN
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import FigureLog, StepLog, StepParts
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Record
+from vllm_eb.strategy import Record
 
 _TIMES = ("intended_ns", "sent_ns", "scheduled_ns", "end_ns")
 _COUNTS = ("preemptions", "cached_tokens", "next_slot")
@@ -135,8 +135,8 @@ class Releases:
     Open loop: sessions start at their arrival time; a cap on open sessions makes later ones wait. A session is open
     until its last request has ended, also while it pauses.
 
-    ``warmup`` requests of one turn, in rows after the plan's (:mod:`ebbench.simulation.releases`), are sent first; the
-    plan begins when the last of them has ended.
+    ``warmup`` requests of one turn, in rows after the plan's, are sent first; the plan begins when the last of them has
+    ended.
     """
 
     def __init__(self, plan: Plan, warmup: int = 0) -> None:

@@ -29,7 +29,7 @@ from ebbench.workloads.options import PlanOptions, is_recorded
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Several instances; None where not given. A scenario file may contain a topology, too."""
+    """Several instances; None where not given. A scenario file may also contain a topology."""
 
     topology: TopologySpec | str | None = declare(
         None, "dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table.", CLUSTER, text=str

@@ -248,7 +248,7 @@ class _CellCounts:
         self.failed: list[Failed] = []
 
     def repeated(self, cells: int) -> None:
-        """So many cells run once more."""
+        """Count ``cells`` that run once more."""
         self._cells += cells
         self._todo += cells
 

@@ -148,7 +148,7 @@ class Report(Protocol):
 
 @contextmanager
 def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
-    """A bar on a terminal, else a line every 10 s, and one at the end of what took so long."""
+    """A bar on a terminal; elsewhere a line every 10 s, and a last one at the end of longer work."""
     with shown(console, Work("sweep", unit="cells"), quiet=quiet) as work:
 
         def report(progress: SweepProgress) -> None:
@@ -298,7 +298,7 @@ _UNITS = {
     "request_goodput": "goodput",
 }
 EQUAL = "equal"
-"""In place of a best configuration or a gain that noise explains."""
+"""Shown in place of a best configuration or a gain that noise explains."""
 
 
 def _figures(finding: Finding) -> list[str]:

@@ -1,4 +1,4 @@
-"""Arrival processes; all arrival times are computed before a run.
+"""Arrival processes and orders of bursty gaps; all arrival times are computed before a run.
 
 A process is a renewal process of mean rate one in *operational* time; a curve of relative rates maps operational time
 to seconds. Poisson, gamma and constant gaps can therefore be combined with any curve (steps, ramps, days).
@@ -102,7 +102,7 @@ def _with_longest(gaps: Floats, starts: Ints, sizes: Ints, total: Floats) -> Flo
     return found
 
 
-# Puts values into an order in which stretches of places have given figures; the values stay as they are.
+# Permutes values so that each stretch of consecutive places has a given mean, mean square root or centre.
 #
 # A mean alone does not say what a stretch is like: of a heavy-tailed quantity one value often makes the mean of
 # eight, and the others are as usual. The mean of the square roots says whether that is so: of two stretches with one
@@ -240,7 +240,7 @@ class _Corrected:
 
 
 def _normal(stretch: Int64s, held: Int64s, rng: np.random.Generator) -> Floats:
-    """Normal numbers in random order, of each stretch one in each of as many equal parts of the distribution."""
+    """Normal numbers: a stretch of n places gets one from each of n equal quantile ranges, in random order."""
     n = len(stretch)
     order = np.lexsort((rng.random(n), stretch))
     starts = np.cumsum(held) - held
@@ -261,7 +261,7 @@ def _mean_of(relative: Floats, held: Int64s, values: Floats) -> Floats:
 
 
 def _off(wanted: Floats, placed: Floats, stretch: Int64s, held: Int64s, close: float) -> Floats:
-    """By how much the mean of each stretch is too low; 0 where it is close, or where there are no places."""
+    """How much too low the mean of each stretch is; 0 where it is close, or where there are no places."""
     off: Floats = wanted - np.bincount(stretch, placed, len(wanted)) / np.maximum(held, 1)
     off[(np.abs(off) <= close) | (held == 0)] = 0.0
     return off

@@ -129,7 +129,7 @@ class StepTimes:
 class MeasuringSchedule(msgspec.Struct, frozen=True):
     """Size of the measurement: rounds, and per load the requests of a run and its predicted seconds.
 
-    ``asked_rounds``: rounds of the question that it was made for, which may be more than fit the time; 0: as many.
+    ``asked_rounds``: rounds of the question that it was made for, which may be more than fit the time; 0: the same.
     """
 
     rounds: int
@@ -138,7 +138,7 @@ class MeasuringSchedule(msgspec.Struct, frozen=True):
     asked_rounds: int = 0
 
     def with_rounds(self, asked: int) -> MeasuringSchedule:
-        """The schedule when so many rounds are asked for: as many more as the question has now."""
+        """The schedule with the rounds that ``asked`` adds to those asked for before; unchanged if none."""
         more = asked - (self.asked_rounds or self.rounds)
         return msgspec.structs.replace(self, rounds=self.rounds + more, asked_rounds=asked) if more > 0 else self
 

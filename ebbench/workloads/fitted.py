@@ -320,8 +320,8 @@ def _draw_lengths(
 
 
 def _ranges(tokens: Int32s, count: int, rng: np.random.Generator) -> Int64s:
-    """Index of a range of lengths for each request: ``count`` ranges, alike in the sum of their shares of the requests
-    and of the tokens, so that the few longest, too, are apart from the others."""
+    """Index of a range of lengths for each request: ``count`` ranges with equal sums of their shares of
+    requests and tokens, so that the few longest requests have ranges of their own."""
     rising = np.lexsort((rng.random(len(tokens)), tokens))
     share = np.arange(len(tokens)) / max(len(tokens), 1) + np.cumsum(tokens[rising]) / max(int(tokens.sum()), 1)
     found = np.empty(len(tokens), np.int64)

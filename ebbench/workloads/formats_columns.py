@@ -60,7 +60,7 @@ def nearest_columns(names: Sequence[str], role: str) -> str:
 
 
 def columns_like_times(log: LogFile, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
+    """The ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
     possible = [name for name in names if not _COUNTS.fullmatch(plain_name(name))]
     return [name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])]
 
@@ -94,7 +94,7 @@ def looks_like_values(names: Sequence[str]) -> bool:
     return 2 * numbers > len(names)
 
 
-# Turns with a delay in place of a time, as in AIPerf's sessions: they start so long after the turn before has ended.
+# Turns with a delay instead of a time, as in AIPerf's sessions: each starts that long after the turn before has ended.
 #
 # Such a turn's length is that of its new part, and its prompt holds the session so far. Its hash ids are of that part
 # too, so that they are no prefix and are not used.
@@ -236,7 +236,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
 
 
 def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
-    """Columns that look like times, as a clause for a message; empty if none does."""
+    """Columns that look like times, as a clause for a message; empty if there are none."""
     unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
     found = columns_like_times(log, unused)
     if not found:
@@ -265,7 +265,7 @@ def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str
 
 
 def holds_answers(names: Mapping[str, str], log: LogFile) -> bool:
-    """Whether the last of the messages is the answer, since no column has it."""
+    """Whether the last message is the answer, since no column holds it."""
     if {"output", "answer"} & names.keys():
         return False
     get = value_at(names.get("messages"))

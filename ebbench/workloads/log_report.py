@@ -28,7 +28,7 @@ _CLUSTERED, _BURSTY, _EVEN = 1.5, 1.2, 0.8
 
 
 def poisson_instead(workload: str, settings: Mapping[str, Any]) -> str:
-    """That arrivals are Poisson where the workload has its own, and how those differ; empty where it has none.
+    """A note that arrivals are Poisson where the workload has its own, and how those differ; empty where it has none.
 
     ``settings``: the other arguments of build_plan. Raises UsageError for a file that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Builds a Plan from PlanOptions, step by step."""
+"""Builds a Plan from PlanOptions: requests, arrivals, attachments, and the facts that describe it."""
 
 from __future__ import annotations
 
@@ -426,7 +426,7 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
 
 
 def _rate_scale(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec) -> float:
-    """Factor of a fitted workload's own rate, by which its lengths change faster, too."""
+    """Factor of a fitted workload's own rate; the drift of its lengths is as much faster."""
     own = None if workload.fitted is None else workload.fitted.scenario()
     if own == scenario and options.request_rate is not None:
         return options.request_rate / (own.phases[0].rate or 1.0)

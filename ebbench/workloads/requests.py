@@ -196,9 +196,9 @@ def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:
 
 
 def part_of(requests: Requests, sessions: int, first: int = 0) -> Requests:
-    """So many sessions from ``first`` on. What is more than there are comes again from the start, with new contents.
+    """The sessions from ``first`` on. Beyond the last one they repeat from the start, with new contents.
 
-    With arrival times, which ``repeated`` has not, there must be as many; they then count from those of ``first``.
+    Sessions with arrival times cannot repeat, so there must be enough of them; times then count from that of ``first``.
     """
     times = -(-(first + sessions) // requests.sessions)
     if times == 1 and sessions == requests.sessions:

@@ -132,7 +132,7 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     ``think``: from the end of an answer to the user's next turn. ``tool``: the same where the client runs a tool;
     ``tool_share`` of the turns after the first follow a tool call (all of them if ``think`` is not given), the others
-    follow ``think``. ``abandon``: after so long a client hangs up on an answer that is not complete. ``thinking``:
+    follow ``think``. ``abandon``: time after which a client hangs up on an incomplete answer. ``thinking``:
     tokens that each output begins with, before its answer; they stay in the history of later turns.
     """
 

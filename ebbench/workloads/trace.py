@@ -404,10 +404,10 @@ def sliced(requests: Requests, replay: Replay) -> Requests:
 
 
 def replayed(part: Requests, replay: Replay, rate: float | None = None, sessions: int = 0) -> Requests:
-    """Repeat a slice as the replay says, and until there are so many ``sessions``, and scale it in time.
+    """Repeat a slice as the replay says, and until there are ``sessions`` sessions, and scale it in time.
 
     Each repetition has new contents. ``rate``: sessions/s to which the starts of sessions are scaled; pauses within
-    sessions then stay as recorded, while the replay's speed scales them, too. Raises UsageError if there is no rate to
+    sessions then stay as recorded, while the replay's speed also scales them. Raises UsageError if there is no rate to
     scale.
     """
     times = part.arrival_s

@@ -150,7 +150,7 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
     def remedy(name: str, plan: Plan) -> str:
         warnings = store(tmp_path / name, plan, run_made(plan)).manifest.warnings
         [warning] = [one for one in warnings if one.code == "few-requests"]
-        return warning.remedy
+        return warning.way_out
 
     single = plan_of(30)
     assert remedy("single", single) == "Use --num-prompts 662 or more."
@@ -201,7 +201,7 @@ def test_phases_add_up_to_the_run(tmp_path: Path) -> None:
     assert phases[1].to_dict()["phase"] == "high"
 
 
-def test_means_over_repeats() -> None:
+def test_repeats_are_averaged_with_their_spread() -> None:
     base = {"seed": 1, "valid": True, "interrupted": False, "warnings": ["w"], "reasons": [], "duration": 2.0}
     base |= dict.fromkeys(
         ("planned", "completed", "failed", "timed_out", "cancelled", "never_sent", "total_input_tokens",

@@ -277,7 +277,7 @@ def measurements(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _asked(summary: Summary) -> tuple[str, int, str]:
-    """What a run of another measurement has in common with this one."""
+    """The key that runs of different measurements of one thing share: policy, seed and plan."""
     return summary.policy, summary.seed, summary.plan_hash
 
 

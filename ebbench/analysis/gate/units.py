@@ -22,8 +22,8 @@ from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.config.setting_strings import Setting, pairs_of, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
-from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.run import Run, find_runs
+from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE, RunWarning
 
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",
@@ -91,7 +91,7 @@ class GateUnit:
 
     @property
     def measurement(self) -> tuple[object, ...]:
-        """What tells one run from another wherever it is stored: no two of a plan and policy begin in one nanosecond.
+        """The identity of a run wherever it is stored: no two of one plan and policy begin in the same nanosecond.
 
         The directory does not: it may be copied, and a later run may have its name.
         """
@@ -107,7 +107,7 @@ class GateUnit:
 def load_units(paths: Sequence[Path]) -> list[GateUnit]:
     """:func:`units_of` of the runs among ``paths`` (run directories or directories of runs).
 
-    Raises DataError if there is no run, too.
+    Also raises DataError if there is no run.
     """
     units = units_of([Run.load(path) for path in find_runs(paths)])
     if not units:
@@ -138,7 +138,7 @@ def valid_units(runs: Sequence[Run]) -> tuple[list[GateUnit], list[Run]]:
 
 
 def _asked(run: Run) -> tuple[str, str]:
-    """What a run that is measured again has in common with the first one."""
+    """The key that a repeated run shares with the first one: policy and plan."""
     return run.manifest.policy, run.manifest.plan_hash
 
 

@@ -29,7 +29,7 @@ from ebbench.papers.published import DEFERRED_PAPER, rows
 from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
-from vllm_eb.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
+from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
 
 Row = Mapping[str, str]
 PREFILL_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

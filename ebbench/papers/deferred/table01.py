@@ -20,7 +20,7 @@ from ebbench.papers.published import DEFERRED_PAPER, rows
 from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
-from vllm_eb.deferred import DeferredModel, exact_chain
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
 
 MEAN_INPUT, MEAN_OUTPUT = 285, 201
 DISTRIBUTIONS: Mapping[str, str] = {

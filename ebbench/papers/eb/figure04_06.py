@@ -20,10 +20,9 @@ from ebbench.papers.published import (
 )
 from ebbench.papers.table import PaperFigure, PaperOptions, Published, figure
 from ebbench.render.figures import altair, values
-from ebbench.render.palette import BLACK
+from ebbench.render.palette import BLACK, policy_colours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
-from vllm_eb.policy import policy_class
 
 POLICIES = ("v0", "v1", "eb")
 _TITLES = {"v0": "v0", "v1": "v1", "eb": "EB(k*)"}
@@ -41,7 +40,7 @@ def _bars(
     """Bars of our results by policy, with a black tick for each published value."""
     alt = altair()
     names = [_TITLES[policy] for policy in POLICIES]
-    colours = [policy_class(policy).colour for policy in POLICIES]
+    colours = policy_colours(POLICIES)
     ours = [row for row in data if row["source"] == "ours" and row["value"] is not None]
     published = [row for row in data if row["source"] == "published" and row["value"] is not None]
     marks = ["published"] if published else []

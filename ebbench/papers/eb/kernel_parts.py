@@ -62,7 +62,7 @@ def _share_axis(alt: Any) -> Any:
 
 
 def _mixed_lines_and_pure_points(found: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """Lines over the mixed steps, and points for the pure ones, to which time does not lead over smoothly."""
+    """Lines over the mixed steps, and points for the pure ones, since time jumps between the two."""
     alt = altair()
     mixed = [row for row in found if 0.0 < row["r"] < 1.0]
     pure = [row for row in found if not 0.0 < row["r"] < 1.0]

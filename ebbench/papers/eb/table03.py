@@ -13,7 +13,7 @@ from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
 from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
-from vllm_eb.deferred import DeferredModel, exact_chain
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
 
 
 class Traffic(NamedTuple):

@@ -156,7 +156,7 @@ def kv_capacity(case: Case) -> int | str:
 
 
 def _refusal(case: Case, capacity: int | str) -> str:
-    """Why no simulated server can make this run; "" if one can."""
+    """Why no simulated server can execute this run; "" if one can."""
     if isinstance(capacity, str):
         return capacity
     plan = case.protocol.plan
