@@ -35,7 +35,7 @@ from ebbench.capacity.saturation import SESSIONS_PER_OPEN, completed_once_full, 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import Parallel
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import rank_notes, start_notes
 from ebbench.engines.sim import SimEngine

@@ -27,7 +27,7 @@ from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.traffic.spec import scenario_meant
 
 if TYPE_CHECKING:
-    from ebbench.advice.results import Advice, AdviceQuestion
+    from ebbench.advice.choice import Advice, AdviceQuestion
     from ebbench.advice.simulate import SearchResult
     from ebbench.runs.store import RunStore
     from ebbench.spec.run import RunSpec
@@ -168,7 +168,7 @@ def advise(
 
 def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings: Mapping[str, Any]) -> AdviceQuestion:
     from ebbench.advice.candidates import checked
-    from ebbench.advice.results import AdviceQuestion
+    from ebbench.advice.choice import AdviceQuestion
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.metrics import parse_slo
     from ebbench.cli.run_settings import check_counts, each_once, parse_policies

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.advice.choice import budget_share, choose, level_budgets, relative_gain
-from ebbench.advice.results import PolicyScore
+from ebbench.advice.choice import PolicyScore, budget_share, choose, level_budgets, relative_gain
 from ebbench.analysis.statistics import PairedInterval
 
 

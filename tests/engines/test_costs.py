@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.devices import load_device
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import Parallel
 from ebbench.engines import machine
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
