@@ -45,7 +45,7 @@ def _refuse_small_limit() -> None:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """End at once: nothing has been done, and what is half imported may fail as it is cleaned up.
+    """Exit without cleanup: nothing has been done yet, and half-imported modules could fail in it.
 
     Python's own exit code for an error would be 1, which is the gate's for a regression.
     """

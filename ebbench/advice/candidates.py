@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.advice.choice import BASELINE
-from ebbench.advice.results import AdviceQuestion
-from ebbench.advice.theory import ExpectedLoad
+from ebbench.advice.results import AdviceQuestion, ExpectedLoad
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.engines.setup import topology_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ebbench.advice.results import PolicyScore
-from ebbench.analysis.compare.policies import TIE
+from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.statistics import PairedInterval, paired_t
 from ebbench.render.numbers import change, listed
 from vllm_eb.policy import policy_class
@@ -131,7 +131,7 @@ def _with_gains(scores: Sequence[PolicyScore], over: PolicyScore) -> str:
 
 
 def _some(scores: Sequence[PolicyScore], text: Callable[[PolicyScore], str]) -> str:
-    """The best candidate of each policy, of many policies some, and the number of the others."""
+    """The best candidate of each policy, at most MOST_NAMED of them, and how many others there are."""
     best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
     left = len(best) - MOST_NAMED
     shown = best if left < 2 else best[:MOST_NAMED]
@@ -149,7 +149,7 @@ def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:
 
 
 def _is_equal(gain: PairedInterval) -> bool:
-    """Whether the gain surely is no more than TIE; of one seed, whether what it shows is."""
+    """Whether the gain is at most TIE: its whole interval, or with one seed the measured gain."""
     known = math.isfinite(gain.high)
     return max(-gain.low, gain.high) <= TIE if known else abs(gain.mean) <= TIE
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ebbench.advice.candidates import topology_asked
 from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
-from ebbench.analysis.compare.policies import TIE
+from ebbench.analysis.compare.cases import TIE
 from ebbench.config.setting_strings import option_name
 from ebbench.engines.checks import rank_notes
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate, sentence
@@ -292,7 +292,7 @@ def limits_of_it(advice: Advice) -> list[str]:
 
 
 def _of_device(question: AdviceQuestion) -> dict[str, Any]:
-    """The server's settings that `ebbench devices show` has, too: of one engine, without experts of others."""
+    """The server's settings that `ebbench devices show` also takes: those of one engine, without shared experts."""
     topology = topology_asked(question)
     tp = topology.pools[0].tp if topology else 1
     left_out = ("api_server", "topology", *(() if tp > 1 else ("link",)))

@@ -52,7 +52,7 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
 
 
 def runs_again(warning: RunWarning) -> str:
-    """What a command says that now makes all its runs again, with the API server that ``warning`` misses."""
+    """The line that says that all runs are made again with the API server whose absence ``warning`` reports."""
     return (
         f"{warning.message} Everything is simulated again with --api-server {DEFAULT_CLASS} (more processes: "
         "--api-server-count; none: --api-server off)."

@@ -16,18 +16,18 @@ _NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.,]\d)")
 
 
 def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
-    """What a run's device estimates, simplifies or leaves out, among the warnings of the run.
+    """The warnings of a run that are about its device: what it estimates, simplifies or leaves out.
 
-    A simulated engine speaks for its devices, too: the units of another pool, images, a server that would not start. A
-    real one speaks about its client and this one run; what it says of the server, such as answers of another model and
-    prompts that it had cached, holds for every figure. So does what a full KV cache cost on either.
+    All warnings of a simulated engine count as its device's (units of another pool, images, a server that would not
+    start). Of a real engine those about the server count, such as answers of another model and cached prompts, and not
+    those about its client and this one run. What a full KV cache cost counts on both.
     """
     codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", WARM_CACHE, OTHER_MODEL}
     return tuple(str(warning) for warning in warnings if warning.code in codes | {KV_CACHE})
 
 
 def told_once(said: Sequence[Iterable[str]], owner: Owner) -> list[str]:
-    """The caveats of runs, each once, after what ``owner`` says of the runs that have it.
+    """The caveats of runs, each once, preceded by ``owner``'s name for the runs that have it.
 
     Caveats that differ only in numbers are merged, with the range of each number.
     """

@@ -14,17 +14,15 @@ import pyarrow.compute as pc
 from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run
-from ebbench.analysis.distribution import QUANTILES, samples_needed
 from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
-from ebbench.analysis.metrics import Metrics, latency_columns, measure
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
 from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
-from ebbench.engines.versions import engine_versions
+from ebbench.engines.machine import engine_versions
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
@@ -219,7 +217,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
 
 
 def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[str], list[str]]:
-    """What the device and the engine, of its units, warn of, without what does not matter to this run.
+    """The warnings of the device, and of the engine about its units, that matter to this run.
 
     Measured times depend on the device's caveats only if the policy computes with its costs.
     """
@@ -283,7 +281,7 @@ def _sessions(plan: Plan) -> int:
 
 
 def _longer(plan: Plan, sessions: int, otherwise: str = "") -> str:
-    """The option that gives a plan like this one so many sessions. ``otherwise``: what helps, too."""
+    """The option with which a plan like this one has that many sessions. ``otherwise``: a further remedy."""
     if _texts_of_a_log(plan):
         return f"A log of {sessions:,} sessions or more would help{otherwise}."
     return f"Use --num-prompts {sessions} or more{otherwise}{_read_again(plan, sessions)}."
@@ -300,7 +298,7 @@ def _read_again(plan: Plan, sessions: int) -> str:
 
 
 def _enough(plan: Plan, requests: int) -> str:
-    """The option that gives a plan like this one so many requests; --num-prompts counts conversations."""
+    """The option with which a plan like this one has that many requests; --num-prompts counts conversations."""
     if _texts_of_a_log(plan):
         return f"p99 takes a log of {requests} requests or more."
     duration_s, sessions = plan.facts.get("duration_s"), _sessions(plan)
@@ -316,6 +314,6 @@ def _enough(plan: Plan, requests: int) -> str:
 
 
 def _instead(samples: int) -> str:
-    """The highest percentile for which so many samples suffice, in words."""
+    """The highest percentile that this many samples support, in words."""
     sound = [name for name, share in QUANTILES.items() if samples >= samples_needed(share)]
     return f"{sound[-1]} instead" if sound else f"no percentile, since p90 takes {samples_needed(QUANTILES['p90'])}"

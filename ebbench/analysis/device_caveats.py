@@ -19,7 +19,7 @@ from ebbench.devices.base import Device, StepShape
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.table import TableCost
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""

@@ -4,11 +4,276 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ebbench.analysis.load import LoadFacts
 from ebbench.errors import UnknownNameError
-from ebbench.records.manifest import Manifest
+from ebbench.records.manifest import Manifest, PhaseFact
+from ebbench.spec.server import OFF
+from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
+
+# The load of a run (number and rate of sessions) and its machine (GPUs and scheduler limits).
+
+_ONE_DEVICE = frozenset({"sim", "emulated"})
+"""Engines that run on one GPU unless the manifest says otherwise."""
+
+
+@dataclass(frozen=True)
+class LoadFacts:
+    """Number and rate of sessions. Rates in sessions/s; None if not applicable or not recorded.
+
+    ``phases``: steps of a closed loop. ``max_concurrency``: its only level, or the cap of an open loop. ``rates``:
+    rates of an open loop's phases by name, if the scenario sets them. ``lengths``: prompt and output lengths as the
+    workload describes them. ``replayed``: times and lengths come from a trace, independent of the seed.
+    ``sessions_by_seed``: the number of sessions depends on the seed. ``duration_s``: time during which sessions were
+    released. ``trace``: how a trace's times were read, with rate and duration, in words. ``trace_rate``: its requests/s
+    at the replayed speed. ``single_requests``: every session is one request.
+    """
+
+    sessions: int
+    request_rate: float | None = None
+    saturation_rate: float | None = None
+    burstiness: float | None = None
+    speed: float | None = None
+    ramp_up_s: float | None = None
+    max_concurrency: int | None = None
+    phases: tuple[PhaseFact, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
+    lengths: str = ""
+    replayed: bool = False
+    sessions_by_seed: bool = False
+    duration_s: float | None = None
+    trace: str = ""
+    trace_rate: float | None = None
+    single_requests: bool = False
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether requests arrive at fixed times, independent of the completion of earlier ones."""
+        return not self.phases
+
+    def parts(self) -> dict[str, str]:
+        """The load in words, by part; parts that do not apply are left out."""
+        sessions = f"{self.sessions:,} {'request' if self.single_requests else 'session'}{'s' * (self.sessions != 1)}"
+        found = {"sessions": sessions}
+        if self.duration_s is not None:
+            if self.phases:
+                found["sessions"] = f"at most {sessions}"
+            found["duration"] = f"released for {self.duration_s:g} s"
+        if len(self.phases) > 1:
+            steps = " then ".join(f"{one.sessions:,} at {one.max_concurrency:,}" for one in self.phases)
+            found["concurrency"] = f"concurrency by phase: {steps}"
+        elif self.max_concurrency is not None:
+            what = "concurrency" if self.phases else "concurrency cap"
+            found["concurrency"] = f"{what} {self.max_concurrency:,}"
+        if self.request_rate is not None:
+            found["rate"] = f"rate {self.request_rate:g}/s"
+        elif self.rates:
+            found["rate"] = f"rate {' then '.join(f'{rate:g}/s' for _, rate in self.rates)}"
+        named = {
+            "saturation rate": self.saturation_rate,
+            "burstiness": self.burstiness,
+            "speed": None if self.speed == 1 else self.speed,
+        }
+        found |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
+        if self.ramp_up_s:
+            found["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+        return found
+
+    def conditions(self) -> dict[str, str]:
+        """The parts in which runs must agree to be averaged, and the lengths."""
+        parts = self.parts()
+        if self.sessions_by_seed:
+            del parts["sessions"]
+        return parts | {"lengths": self.lengths}
+
+    def __str__(self) -> str:
+        return ", ".join(self.parts().values())
+
+
+def load_of_run(manifest: Manifest) -> LoadFacts:
+    """The load recorded in a manifest."""
+    facts = manifest.facts
+    levels = {phase.max_concurrency for phase in manifest.phases}
+    rates: Mapping[str, Any] = facts.get("phase_rates") or {}
+    return LoadFacts(
+        sessions=sum(phase.sessions for phase in manifest.phases)
+        or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
+        request_rate=_number(facts.get("request_rate")),
+        saturation_rate=_number(facts.get("saturation_rate")),
+        burstiness=_number(facts.get("burstiness")),
+        speed=_number(facts.get("speed")),
+        ramp_up_s=_number(facts.get("ramp_up_s")),
+        max_concurrency=next(iter(levels)) if len(levels) == 1 else manifest.max_concurrency,
+        phases=manifest.phases,
+        rates=tuple((name, float(rate)) for name, rate in rates.items()),
+        lengths=_lengths(facts),
+        replayed=facts.get("loop") == "trace",
+        sessions_by_seed=bool(facts.get("sessions_by_seed")),
+        duration_s=_number(facts.get("duration_s")),
+        trace=time_note(facts),
+        trace_rate=_trace_rate(facts),
+        single_requests=facts.get("requests") == facts.get("sessions", 0),
+    )
+
+
+def _trace_rate(facts: Mapping[str, Any]) -> float | None:
+    """Requests/s of a replayed trace; None without a trace, or if all requests have the same time."""
+    rate = _number(facts.get("trace_requests_per_s"))
+    return None if rate is None else rate * (_number(facts.get("speed")) or 1.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Number of GPUs, how they are connected, and the scheduler's limits; None if not recorded.
+
+    ``max_num_batched_tokens`` is B and ``max_num_seqs`` is N, per engine. ``link`` connects the GPUs of one engine.
+    ``types``: data types of weights and KV cache that differ from the model's own.
+    ``api_server``: class of the simulated API server; empty without. ``further``: other limits that were set, in words.
+    ``reported``: what a server that ebbench did not start says of its settings, in words. ``policy_known``: False for
+    such a server if it does not report its policy. ``cache_kept``: nothing emptied its prefix cache before the run.
+    """
+
+    gpus: int | None = None
+    topology: str = ""
+    dispatch: str = ""
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    link: str = ""
+    types: str = ""
+    api_server: str = ""
+    further: str = ""
+    reported: str = ""
+    policy_known: bool = True
+    cache_kept: bool = False
+
+    def limits(self) -> str:
+        """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
+        found = []
+        if self.max_num_batched_tokens is not None:
+            found.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
+        if self.max_num_seqs is not None:
+            found.append(f"N = {self.max_num_seqs:,} sequences")
+        if self.further:
+            found.append(self.further)
+        return ", ".join(found)
+
+    def __str__(self) -> str:
+        count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
+        topology = f"{self.topology} over {self.link}" if self.link else self.topology
+        return ", ".join(part for part in (count, topology, self.types, self.dispatch, self._api_server()) if part)
+
+    def _api_server(self) -> str:
+        return f"API server {self.api_server}" if self.api_server else ""
+
+
+def flat_load(load: LoadFacts, machine: Machine, policy: str) -> dict[str, Any]:
+    """Load, machine and the policy's settings as flat values for JSON and SQL; None if not recorded."""
+    return {
+        "load": str(load),
+        "sessions": load.sessions,
+        "request_rate": load.request_rate if load.request_rate is not None else load.trace_rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+        "gpus": machine.gpus,
+        "topology": machine.topology or None,
+        "dispatch": machine.dispatch or None,
+        "api_server": machine.api_server or None,
+        "max_num_batched_tokens": machine.max_num_batched_tokens,
+        "max_num_seqs": machine.max_num_seqs,
+        "policy_settings": policy_settings(policy),
+    }
+
+
+def policy_settings(policy: str) -> dict[str, Any] | None:
+    """The settings in force under a policy, with defaults; None for a name that is only a label."""
+    try:
+        spec = parse_policy(policy)
+    except PolicyError:
+        return None
+    return {name: getattr(spec, name) for name in settings_in_effect(spec)}
+
+
+def machine_of_run(manifest: Manifest) -> Machine:
+    """The machine recorded in a manifest. A server that ebbench did not start has unknown limits."""
+    facts, options = manifest.facts, manifest.options
+    gpus = facts.get("gpus") or facts.get("replicas") or (1 if manifest.engine in _ONE_DEVICE else None)
+    foreign = manifest.engine == "endpoint"
+    reports = (facts.get("server_reports") or {}) if foreign else {}
+    return Machine(
+        gpus=None if gpus is None else int(gpus),
+        topology=str(facts.get("topology") or (f"dp={facts['replicas']}" if "replicas" in facts else "")),
+        dispatch=str(facts.get("dispatch") or ""),
+        max_num_batched_tokens=options.get("max_num_batched_tokens"),
+        max_num_seqs=options.get("max_num_seqs"),
+        link=str(facts.get("link") or ""),
+        types=_types(options),
+        api_server=_api_server(options),
+        further=_further_limits(options),
+        reported=_reported(reports),
+        policy_known=not foreign or bool(reports.get("policy")),
+        cache_kept=facts.get("prefix_cache_reset") is False and reports.get("enable_prefix_caching") is not False,
+    )
+
+
+def _reported(settings: Mapping[str, Any]) -> str:
+    """``policy eb, 1,024 KV blocks, blocks of 16 tokens, prefix caching on``; only what the server says."""
+    words = {
+        "policy": "policy {}",
+        "num_kv_blocks": "{:,} KV blocks",
+        "kv_cache_tokens": "{:,} KV tokens",
+        "block_size": "blocks of {:,} tokens",
+        "kv_cache_dtype": "KV cache type {}",
+        "gpu_memory_utilization": "{:.0%} of the GPU memory",
+    }
+    found = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
+    if "enable_prefix_caching" in settings:
+        found.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
+    return ", ".join(found)
+
+
+def _further_limits(options: Mapping[str, Any]) -> str:
+    """``at most 64 running, refuses above 16,384 queued prompt tokens``; only what was asked for."""
+    words = {
+        "max_num_active_seqs": "at most {:,} running",
+        "long_prefill_token_threshold": "{:,} tokens of one prompt per step",
+        "max_num_queued_reqs": "at most {:,} open requests",
+        "max_num_queued_tokens": "refuses from {:,} queued prompt tokens on",
+    }
+    found = [text.format(int(options[name])) for name, text in words.items() if options.get(name)]
+    if options.get("long_prefill_token_threshold_adaptive"):
+        found.append("adaptive")
+    if options.get("scheduler_reserve_full_isl") is False:
+        found.append("admits by the first chunk")
+    if options.get("gpu_memory_utilization"):
+        found.append(f"{options['gpu_memory_utilization']:.0%} of the GPU memory")
+    if options.get("vllm_version"):
+        found.append(f"KV cache of vLLM {options['vllm_version']}")
+    return ", ".join(found)
+
+
+def _types(options: Mapping[str, Any]) -> str:
+    """``weights in fp8, KV cache in fp8``; only what was asked for."""
+    kv = options.get("kv_cache_dtype") or "auto"
+    asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
+    return ", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype)
+
+
+def _api_server(options: Mapping[str, Any]) -> str:
+    """``datacenter x 2``: the class and, where given, how many processes; empty where it is off or not recorded."""
+    name, count = options.get("api_server") or OFF, options.get("api_server_count")
+    return "" if name == OFF else f"{name} x {count}" if count else str(name)
+
+
+def _lengths(facts: Mapping[str, Any]) -> str:
+    ways = {"input_lengths": "in", "output_lengths": "out"}
+    return ", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
 
 ENVIRONMENT = (
     "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options",
@@ -148,3 +413,22 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
         if name not in ENVIRONMENT:
             raise UnknownNameError("environment key", name, ENVIRONMENT)
     return tuple(names)
+
+
+def time_note(facts: Mapping[str, Any]) -> str:
+    """How a replayed trace's times were read, with its rate and duration; empty without a replay."""
+    unit = facts.get("time_unit")
+    if unit is None:
+        return ""
+    from ebbench.workloads.trace_times import NAMES, short_number
+
+    rate = facts["trace_requests_per_s"]
+    what = f"{facts['trace_requests']:,} requests over {short_number(facts['trace_span_s'])} s"
+    rated = f", {short_number(rate)} per second" if rate is not None else ""
+    speed = facts.get("speed", 1.0)
+    scaled = "" if speed == 1.0 else f"; replayed {speed:.4g} times as fast"
+    name = Path(str(facts["source"]).removeprefix("file:")).name
+    named = ", ".join(f"{role} = {column}" for role, column in facts.get("columns", {}).items())
+    columns = f"; columns: {named}" if named else ""
+    reason = facts["time_unit_reason"]
+    return f"trace {name}: {what}{rated}; its times are read as {NAMES[unit]} ({reason}){scaled}{columns}"

@@ -56,7 +56,7 @@ class KvPressure:
 
     @property
     def warnings(self) -> tuple[RunWarning, ...]:
-        """What it cost, with the ways out; empty if that was little."""
+        """What a full KV cache cost, with remedies; empty if that was little."""
         if not self.matters:
             return ()
         parts = []
@@ -138,7 +138,7 @@ def _repeated_tokens(steps: Mapping[str, npt.NDArray[np.int64]], requests: pa.Ta
 
 
 def kv_pressure_by_metrics(metrics: pa.Table, requests: int, slots: int | None) -> KvPressure | None:
-    """By a server's own metrics during a run of so many requests; None without its KV cache among them."""
+    """The costs by a server's own metrics during a run; None if they do not include its KV cache."""
     series = _series(metrics)
     usage = [values for name, values in series if _USAGE.search(name)]
     preempted = [values for name, values in series if _PREEMPTIONS.search(name)]

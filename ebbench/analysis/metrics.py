@@ -1,4 +1,4 @@
-"""Latencies, throughput, goodput and attainment of a set of requests.
+"""Latencies with percentiles, throughput, limits, goodput and attainment of a set of requests.
 
 Definitions (all times from a monotonic clock, in ns from the start of the run):
 
@@ -24,8 +24,9 @@ Only completed requests count elsewhere; partial outputs are excluded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -34,10 +35,116 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
-from ebbench.analysis.distribution import NS_PER_MS, Distribution
-from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import Window
+from ebbench.config.setting_strings import named_settings, pairs_of, setting, settings_of
+from ebbench.errors import UsageError
 from ebbench.records.schema import ABANDONED
+
+# Service-level objectives: limits on request latencies, as in `--goodput ttft:500 tpot:50 e2el:5000`.
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Upper limits in ms; None is no limit. Without any limit, goodput is not computed."""
+
+    ttft: float | None = setting(None, "time to first token", unit="ms", above=0, example=500)
+    tpot: float | None = setting(None, "mean time per output token after the first", unit="ms", above=0, example=50)
+    e2el: float | None = setting(None, "from sending to the last token", unit="ms", above=0, example=5000)
+    ttfat: float | None = setting(None, "time to first answer token, after thinking", unit="ms", above=0, example=5000)
+
+    def limits(self) -> dict[str, float]:
+        """The given limits, by metric."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in given if value is not None}
+
+    def __bool__(self) -> bool:
+        return bool(self.limits())
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}:{value:g}" for name, value in self.limits().items())
+
+
+METRICS = settings_of(Slo)
+
+
+def parse_slo(texts: Iterable[str]) -> Slo:
+    """Parse ``metric:milliseconds`` pairs, several per text if separated by spaces or commas.
+
+    Raises UsageError for an unknown or repeated metric, for a percentile (:mod:`ebbench.capacity.limits` has them) and
+    for a limit that is not a positive number.
+    """
+    pairs = pairs_of(texts)
+    for pair in pairs:
+        if pair.count(":") > 1:
+            raise UsageError(
+                f"--goodput: {pair} limits a percentile, which only capacity and plan do; here the requests within a "
+                "limit are counted, e.g. ttft:500"
+            )
+    return slo_from_limits(named_settings(" ".join(pairs), METRICS, "--goodput", noun="metric", equals=":"))
+
+
+def slo_from_limits(limits: Mapping[str, float]) -> Slo:
+    """The inverse of :meth:`Slo.limits`."""
+    return Slo(**limits)
+
+
+# Mean, standard deviation and percentiles of a latency; a percentile is null if there are too few samples for it.
+#
+# A percentile is sound if, with 99 % confidence, at least two samples lie beyond the true one; with fewer samples the
+# estimate is little more than the maximum. The number of samples beyond the q-quantile is Binomial(n, 1-q), so n must
+# satisfy `q**n + n*(1-q)*q**(n-1) <= 0.01`: 64 samples for p90, 130 for p95, 662 for p99.
+
+NS_PER_MS = 1e6
+QUANTILES = {"p90": 0.90, "p95": 0.95, "p99": 0.99}
+"""The upper percentiles in ascending order."""
+_STATISTICS = ("mean", "median", "std", *QUANTILES)
+
+
+@cache
+def samples_needed(quantile: float, confidence: float = 0.99) -> int:
+    """Smallest n for which at least two of n samples lie beyond ``quantile`` at ``confidence`` (both in (0, 1))."""
+    n = 2
+    while quantile**n + n * (1 - quantile) * quantile ** (n - 1) > 1 - confidence:
+        n += 1
+    return n
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Statistics in ms. None without samples, and for a percentile with too few samples. ``std`` is the population's.
+
+    ``estimates``: p90, p95 and p99 even with too few samples.
+    """
+
+    count: int
+    mean: float | None = None
+    median: float | None = None
+    std: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    estimates: tuple[float, ...] = ()
+
+    @classmethod
+    def of_ns(cls, values: npt.NDArray[Any]) -> Distribution:
+        """Statistics of values in ns. Percentiles interpolate linearly between order statistics."""
+        if not len(values):
+            return cls(0)
+        shares = QUANTILES.values()
+        median, *upper = (float(ms) for ms in np.percentile(values, [50, *(100 * q for q in shares)]) / NS_PER_MS)
+        sound = [value if len(values) >= samples_needed(q) else None for q, value in zip(shares, upper, strict=True)]
+        mean = float(np.mean(values)) / NS_PER_MS
+        p90, p95, p99 = sound
+        return cls(len(values), mean, median, float(np.std(values)) / NS_PER_MS, p90, p95, p99, tuple(upper))
+
+    def items(self) -> Iterator[tuple[str, float | None]]:
+        """Pairs of statistic and value, without the count."""
+        return ((name, getattr(self, name)) for name in _STATISTICS)
+
+    def estimate(self, name: str) -> float | None:
+        """The percentile ``name`` (p90, p95 or p99), sound or not; None without samples."""
+        return self.estimates[list(QUANTILES).index(name)] if self.estimates else None
+
 
 PRICE, POWER = "price_per_hour", "gpu_power"
 """Names of the facts in a manifest."""
@@ -153,7 +260,7 @@ def measure(
     columns: RequestColumns,
     *,
     rows: Mask | None = None,
-    slo: Slo = Slo(),  # noqa: B008 - frozen
+    slo: Slo = Slo(),
     windows: Sequence[Window] = (),
 ) -> Metrics:
     """Metrics of the requests in ``rows`` (default: all). Steady rates are those of the whole system."""

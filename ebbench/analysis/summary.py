@@ -11,19 +11,81 @@ from typing import Any
 
 import pyarrow as pa
 
-from ebbench.analysis.client_nodes import ClientNodes
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.distribution import QUANTILES, Distribution
-from ebbench.analysis.environment import conditions_of, environment_of
+from ebbench.analysis.environment import (
+    LoadFacts,
+    Machine,
+    conditions_of,
+    environment_of,
+    flat_load,
+    load_of_run,
+    machine_of_run,
+)
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
-from ebbench.analysis.load import LoadFacts, Machine, flat_load, load_of_run, machine_of_run
-from ebbench.analysis.metrics import ECONOMY_FIGURES, FURTHER_LATENCIES, LATENCIES, Metrics, economy_of, measure
-from ebbench.analysis.slo import Slo, slo_from_limits
+from ebbench.analysis.metrics import (
+    ECONOMY_FIGURES,
+    FURTHER_LATENCIES,
+    LATENCIES,
+    QUANTILES,
+    Distribution,
+    Metrics,
+    Slo,
+    economy_of,
+    measure,
+    slo_from_limits,
+)
 from ebbench.analysis.steady import steady_windows
 from ebbench.records.manifest import RunWarning
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
+
+# The clients that sent a run's requests: machines, where there were several, and connections.
+
+
+@dataclass(frozen=True)
+class ClientNodes:
+    """Nodes of a Ray cluster that sent a run's requests; ``count`` 0: the machine that reports it sent them itself.
+
+    ``alignment_error_ms``: the largest error of a node's times on the reporting machine's clock. ``lost``: nodes lost
+    during the run. ``connections`` is the most connections to the server at a time, ``connections_used`` the most with
+    an open request, both summed over the client's processes; None for a run without requests to a server.
+    """
+
+    count: int = 0
+    workers: int = 0
+    lost: int = 0
+    alignment_error_ms: float | None = None
+    connections: int | None = None
+    connections_used: int | None = None
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> ClientNodes:
+        """From the facts of a manifest."""
+        nodes, connected = facts.get("client_nodes") or (), facts.get("client_connections") or {}
+        held, used = connected.get("most_held") or None, connected.get("most_used")
+        if not nodes:
+            return cls(connections=held, connections_used=used)
+        workers, lost = sum(one["workers"] for one in nodes), sum(one["lost"] for one in nodes)
+        return cls(len(nodes), workers, lost, facts.get("clock_alignment_error_ms"), held, used)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat values for JSON and SQL; None without several machines."""
+        return {
+            "client_nodes": self.count or None,
+            "client_nodes_lost": self.lost if self.count else None,
+            "clock_alignment_error_ms": self.alignment_error_ms,
+            "client_connections": self.connections,
+            "client_connections_used": self.connections_used,
+        }
+
+    def __str__(self) -> str:
+        held = f"{self.connections:,} connections at most, {self.connections_used:,} in use" if self.connections else ""
+        if not self.count:
+            return held
+        lost = f", {self.lost} lost" if self.lost else ""
+        aligned = "" if self.alignment_error_ms is None else f", clocks aligned to {self.alignment_error_ms:.2g} ms"
+        return f"{self.count} client nodes with {self.workers} processes{lost}{aligned}" + (f", {held}" if held else "")
 
 
 @dataclass(frozen=True)
@@ -52,7 +114,7 @@ class Summary:
     failures: tuple[Failure, ...] = ()
     load: LoadFacts = LoadFacts(0)  # noqa: RUF009 - frozen
     machine: Machine = Machine()  # noqa: RUF009 - frozen
-    clients: ClientNodes = ClientNodes()  # noqa: RUF009 - frozen
+    clients: ClientNodes = ClientNodes()
     until_clear: bool = False  # one of several repeats that were tested after each
     virtual: bool = False  # simulated time: repeating the run gives a copy
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0

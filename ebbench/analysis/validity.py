@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
-from ebbench.records.lateness import LAG_REMEDY, lag_limit_ms
 from ebbench.records.schema import EARLIER_TURN_FAILED
+from ebbench.spec.client import LAG_REMEDY, lag_limit_ms
 
 FAILURE_LIMIT = 0.01
 """Share of the planned requests from which on failures make a run INVALID."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.devices.base import Device
-from ebbench.devices.fit import fixed_and_each
+from ebbench.devices.linear import fixed_and_each
 from ebbench.engines.base import Engine, Observer
 from ebbench.errors import DataError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan

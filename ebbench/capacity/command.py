@@ -21,16 +21,15 @@ from ebbench.engines.setup import make_engine
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.lock import sole_use
+from ebbench.records.files import sole_use
 from ebbench.records.run import default_run_dir
 from ebbench.runs.key import stored_form
-from ebbench.runs.prepare import device_of
-from ebbench.runs.series import Series
+from ebbench.runs.prepare import Series, device_of
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 
 if TYPE_CHECKING:
+    from ebbench.capacity.estimate import Estimate
     from ebbench.capacity.probe import ProbeReading
-    from ebbench.capacity.search_types import Estimate
     from ebbench.devices.base import Device
     from ebbench.render.console import Console
 
@@ -61,8 +60,8 @@ class CapacitySearch:
 
     @property
     def notes(self) -> list[str]:
-        """What holds for all probes: that their arrivals are not the workload's own, where nobody asked for others."""
-        from ebbench.workloads.own_arrivals import poisson_instead
+        """A note for all probes if their arrivals are not the workload's own although no others were asked for."""
+        from ebbench.workloads.log_report import poisson_instead
 
         if self.by_concurrency or self.arrivals_given:
             return []
@@ -267,14 +266,15 @@ def _show(
     api_servers_left_out: int,
 ) -> None:  # fmt: skip
     """Store the results beside the probes, then print or draw them."""
-    from ebbench.capacity import result_rows, sentences
+    from ebbench.capacity import sentences
+    from ebbench.capacity.sentences import rows_of, store
     from ebbench.render.console import Console
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
 
-    rows = result_rows.rows_of(outcomes, search.by_concurrency, search.limits, search.notes)
+    rows = rows_of(outcomes, search.by_concurrency, search.limits, search.notes)
     if rows:
-        result_rows.store(rows, folder)
+        store(rows, folder)
     if output.plot is not None and rows:
         from ebbench.capacity.chart import save_curves
 

@@ -4,8 +4,8 @@ A candidate is a device, the GPUs of an instance and how they share the model, a
 is simulated as one instance:
 
 1. Saturated, without limits: the rate of sessions that one instance completes when it is never idle
-   (:mod:`ebbench.capacity.saturated`). No load within limits completes more, so ``rate / saturated`` instances, rounded
-   up, is a lower bound on the number needed.
+   (:mod:`ebbench.capacity.saturation`). No load within limits completes more, so ``rate / saturated`` instances,
+   rounded up, is a lower bound on the number needed.
 2. At ``rate / replicas``, for increasing numbers of replicas, until the limits are met; never above the saturated rate,
    at which a queue grows too slowly for a short run to show it. Candidates are sized in order of their lower bound on
    cost; a candidate whose bound exceeds the cost of a known deployment cannot be cheaper and is left out. The saturated
@@ -32,8 +32,8 @@ from ebbench.analysis.kv_pressure import kv_pressure
 from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
-from ebbench.capacity.saturated import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
+from ebbench.capacity.saturation import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
 from ebbench.devices.parallel import Parallel
@@ -44,9 +44,9 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.spec.run import RunSpec
-from ebbench.traffic.substreams import substream
-from ebbench.workloads.arrow import bits
+from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan
+from ebbench.workloads.requests import bits
 from vllm_eb.policy import parse_policy
 
 NOISE = 1.05
@@ -144,7 +144,7 @@ class PlanTask:
         return self.rate * (1 + self.headroom)
 
     def replicas_for(self, per_replica: float) -> int:
-        """Fewest replicas of which none gets more than so many sessions/s, with all of them and without the spare."""
+        """Fewest replicas of which none gets more than ``per_replica`` sessions/s, with and without the spare ones."""
         return max(1, math.ceil(self.most_rate / per_replica), self.spare + max(1, math.ceil(self.rate / per_replica)))
 
     def share_of(self, replicas: int) -> float:
@@ -320,7 +320,7 @@ def _alone(task: PlanTask) -> str:
 
 
 def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[str, ...]:
-    """What is said of the requests of so many replicas: rows of a log that are left out, a log that is read again.
+    """Notes about the requests of that many replicas: rows of a log that are left out, a log that is read again.
 
     Raises UsageError for a workload or scenario that no plan can be built from.
     """

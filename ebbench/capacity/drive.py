@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.capacity.estimate import estimate, supported
+from ebbench.capacity.estimate import Estimate, Probe, SearchSettings, estimate, supported
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe
 from ebbench.capacity.search import next_load
-from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 from ebbench.errors import RunError
 from ebbench.records.run import Run
 
@@ -214,7 +213,7 @@ def _given_up(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
 
 
 def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
-    """That a probe at the last load cannot be long enough: it had all sessions that it may have, or that there are."""
+    """Why a probe at the last load cannot be long enough: it had all sessions allowed or available."""
     if not readings or readings[-1].decides or readings[-1].invalid:
         return ""
     *before, last = readings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ebbench.analysis.slo import METRICS, Slo, parse_slo, slo_from_limits
-from ebbench.capacity.search_types import Requirement
+from ebbench.analysis.metrics import METRICS, Slo, parse_slo, slo_from_limits
+from ebbench.capacity.estimate import Requirement
 from ebbench.config.setting_strings import Setting, named_settings, pairs_of, value_of
 from ebbench.errors import UsageError
 

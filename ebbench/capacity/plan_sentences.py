@@ -246,7 +246,7 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
 
 
 def _weaknesses(best: Costed, task: PlanTask) -> Iterator[str]:
-    """Under what more than it was sized for a deployment misses the limits, and the options that size for that."""
+    """The higher loads at which a deployment misses the limits, and the options that size for them."""
     if best.stress is None:
         return
     misses, options = [], []
@@ -269,7 +269,7 @@ def _in_words(level: Level) -> str:
 
 
 def _experts(found: DeploymentChoice, task: PlanTask) -> list[str]:
-    """That instances which share experts were not among the candidates, where they could be."""
+    """A note if instances that share experts were possible and not among the candidates."""
     candidates = _all_candidates(found)
     most = max((one.gpus for one in candidates), default=1)
     if most == 1 or any(one.ep > 1 for one in candidates) or not find_model(task.model).experts:

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from ebbench.config.setting_strings import Setting, value_of
-from ebbench.config.strict_toml import load_toml
 from ebbench.devices.profiles import list_devices
 from ebbench.errors import InputFileError, UsageError
+from ebbench.foreign.documents import load_toml
 from vllm_eb.errors import name_hint
 
 PRICE = Setting("price per GPU-hour", unit="per GPU-hour", above=0, example=3.5)

@@ -17,15 +17,12 @@ import pyarrow as pa
 from ebbench.analysis.api_server_load import processes_needed
 from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
-from ebbench.analysis.distribution import NS_PER_MS
 from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
-from ebbench.analysis.metrics import limited_ns, meets, tpot_ns
-from ebbench.analysis.slo import Slo, slo_from_limits
+from ebbench.analysis.metrics import NS_PER_MS, Slo, limited_ns, meets, slo_from_limits, tpot_ns
 from ebbench.analysis.steady import Window, completed_sessions_per_s, session_ends_ns, steady_windows
 from ebbench.analysis.validity import FAILURE_LIMIT
-from ebbench.capacity.crossing import Floats
+from ebbench.capacity.estimate import Floats, MetCounts, Probe
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.search_types import MetCounts, Probe
 from ebbench.records.manifest import KV_CACHE, PhaseFact
 from ebbench.records.run import Run
 

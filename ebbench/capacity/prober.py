@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.records.run import MANIFEST, Run, slug, unused
-from ebbench.render.measuring import measured, planned
+from ebbench.render.live import measured, planned
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
     from ebbench.render.console import Console
-    from ebbench.runs.series import Series
+    from ebbench.runs.prepare import Series
     from vllm_eb.policy import PolicySpec
 
 

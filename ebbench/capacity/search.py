@@ -21,9 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ebbench.capacity.crossing import FEWEST
-from ebbench.capacity.estimate import SURELY_OVER, bracket, estimate, waits_only
-from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
+from ebbench.capacity.estimate import (
+    FEWEST,
+    SURELY_OVER,
+    Estimate,
+    Probe,
+    SearchSettings,
+    bracket,
+    estimate,
+    waits_only,
+)
 
 NARROW = 1.15
 """Ratio of the bracket's ends at which refining begins."""

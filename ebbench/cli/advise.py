@@ -22,14 +22,13 @@ from ebbench.cli.run_settings import (
     checked_server,
     setting,
 )
-from ebbench.config.declare import CLUSTER
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.spec.server import DEFAULT_CLASS
-from ebbench.traffic.choice import scenario_meant
+from ebbench.traffic.spec import scenario_meant
 
 if TYPE_CHECKING:
-    from ebbench.advice.halving import SearchResult
     from ebbench.advice.results import Advice, AdviceQuestion
+    from ebbench.advice.simulate import SearchResult
     from ebbench.runs.store import RunStore
     from ebbench.spec.run import RunSpec
 
@@ -168,8 +167,8 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
     from ebbench.advice.candidates import checked
     from ebbench.advice.results import AdviceQuestion
     from ebbench.advice.simulate import default_budgets, default_policies
-    from ebbench.analysis.slo import parse_slo
-    from ebbench.cli.preflight import check_counts, each_once, parse_policies
+    from ebbench.analysis.metrics import parse_slo
+    from ebbench.cli.run_settings import check_counts, each_once, parse_policies
 
     rate = settings.get("request_rate")
     check_counts(
@@ -237,9 +236,8 @@ def _most(workload: str, columns: str | None) -> int:
 
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
     """Carry out the runs of the search."""
-    from ebbench.advice.halving import search
-    from ebbench.advice.simulate import objective
-    from ebbench.cli.make_runs import with_progress
+    from ebbench.advice.simulate import objective, search
+    from ebbench.render.live import with_progress
 
     def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -251,7 +249,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
     """Carry out the runs of the crossovers."""
     from ebbench.advice.candidates import load_of
     from ebbench.advice.simulate import concurrency_cells, mix_cells
-    from ebbench.cli.make_runs import with_progress
+    from ebbench.render.live import with_progress
 
     load = load_of(question, store)
     pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -261,7 +259,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from ebbench.advice.simulate import tune, tuning_cells
-    from ebbench.cli.make_runs import with_progress
+    from ebbench.render.live import with_progress
 
     question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
     cells = tuning_cells(question, policy, budget)

@@ -15,7 +15,7 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli.options import opt
 from ebbench.cli.run_settings import VllmOptions
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.calibration.check import Check
@@ -169,13 +169,11 @@ def _measure_vllm(
     """Calibrate a real vLLM on this machine."""
     from ebbench.calibration.check import SteppedRuns
     from ebbench.calibration.measure import cost_grid, fit
-    from ebbench.calibration.rounds import measure_steps
-    from ebbench.calibration.vllm_steps import start
+    from ebbench.calibration.rounds import measure_steps, start
     from ebbench.devices.profiles import find_model
     from ebbench.engines.machine import machine_name
-    from ebbench.engines.model_folder import check_positions, check_servable
     from ebbench.engines.setup import unknown_device
-    from ebbench.engines.vllm_command import check_vllm_options
+    from ebbench.engines.vllm_command import check_positions, check_servable, check_vllm_options
     from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
 
@@ -227,7 +225,7 @@ def _document(measured: MeasuredCosts, target: Device, profile: Path, check: Che
 
 
 def _print(measured: MeasuredCosts, profile: Path, check: Check | None) -> None:
-    from ebbench.devices.fit import LEAST_FIXED_S
+    from ebbench.devices.linear import LEAST_FIXED_S
 
     cal = measured.calibration
     typer.echo(f"{measured.steps} steps measured")

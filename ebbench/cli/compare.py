@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli.formats import Format, check_format, written
+from ebbench.cli.options import Format, check_format
 
 
 def compare(
@@ -40,8 +40,10 @@ def compare(
         sys.stdout.write(json.dumps(comparison.to_json(found), indent=2, allow_nan=False) + "\n")
         return
     if style != "table":
+        from ebbench.render.documents import rendered
+
         found_as = comparison.plain if style == "csv" else comparison.document
-        sys.stdout.write(written(found_as(found), style))
+        sys.stdout.write(rendered(found_as(found), style))
         return
     from ebbench.render.console import Console
 

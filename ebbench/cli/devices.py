@@ -11,7 +11,7 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli.options import Command
 from ebbench.cli.run_settings import Tp, check_tp, setting
-from ebbench.config.defaults import DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
@@ -71,7 +71,7 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Show step times, crossover, KV capacity and the sources of the numbers."""
-    from ebbench.cli.preflight import check_counts
+    from ebbench.cli.run_settings import check_counts
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.parallel import Parallel

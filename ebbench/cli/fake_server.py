@@ -63,8 +63,7 @@ def fake_server(
     ebbench fake-server --port 8000 --ttft-ms 50 --itl-ms 20 --fault reset:every=10,after=5
     """
     from ebbench.errors import UsageError
-    from ebbench.fakeserver.config import FakeConfig
-    from ebbench.fakeserver.faults import parse_fault
+    from ebbench.fakeserver.config import FakeConfig, parse_fault
     from ebbench.fakeserver.server import run
 
     if fault == ["list"]:
@@ -89,7 +88,7 @@ def fake_server(
 def _list_faults() -> None:
     from rich.table import Table
 
-    from ebbench.fakeserver.faults import KINDS
+    from ebbench.fakeserver.config import KINDS
     from ebbench.render.console import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -108,12 +108,12 @@ def _chosen(only: list[str] | None) -> tuple[str, ...]:
 def _collect(
     groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None
 ) -> list[PublishedFigure]:
-    from ebbench.cli.make_runs import with_progress
     from ebbench.papers.fidelity.cases import all_cases, without_api_server
     from ebbench.papers.fidelity.cases_capacity import capacity_cells
     from ebbench.papers.fidelity.cases_iog import iog_cells
     from ebbench.papers.fidelity.cases_kv import kv_cells
     from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of
+    from ebbench.render.live import with_progress
     from ebbench.runs.store import RunStore
 
     cells: list[PublishedFigure] = []
@@ -165,7 +165,7 @@ def _progress(total: int) -> Callable[[str], None]:
 def _fit(device: str, seed: int) -> None:
     from ebbench.errors import UnknownNameError
     from ebbench.papers.fidelity.case import DEVICES
-    from ebbench.papers.fidelity.fit import fit_host
+    from ebbench.papers.fidelity.runs import fit_host
 
     if device not in DEVICES.values():
         raise UnknownNameError("device with published rows to fit on", device, DEVICES.values())

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli import paper_flags as paper
-from ebbench.cli.options import opt
-from ebbench.cli.unused_options import refuse_unused
+from ebbench.cli.options import opt, refuse_unused
 
 if TYPE_CHECKING:
-    from ebbench.papers.figure import PaperFigure
-    from ebbench.papers.table import PaperOptions
+    from ebbench.papers.table import PaperFigure, PaperOptions
     from ebbench.runs.store import RunStore
 
 _CHOICES = ("device", "model", "workload", "num_prompts", "seeds", "outputs", "source")
@@ -46,7 +44,7 @@ def figures(
     quiet: paper.Quiet = False,
 ) -> None:
     """Draw a published figure with our results, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
-    from ebbench.cli.preflight import check_counts
+    from ebbench.cli.run_settings import check_counts
     from ebbench.papers.figures import OF_RUNS, find_figure
     from ebbench.papers.table import PaperOptions
     from ebbench.runs.store import RunStore
@@ -110,7 +108,7 @@ def _draw(
 
     cells = figure.cells(options)
     if run:
-        from ebbench.cli.make_runs import make_runs
+        from ebbench.papers.table import make_runs
 
         make_runs(figure, options, store, workers=workers, quiet=quiet)
     missing = len(store.missing(cells))
@@ -128,8 +126,7 @@ def _of_runs(name: str, paths: list[Path], folder: Path, formats: list[str]) -> 
     from ebbench.analysis.phases import load_runs
     from ebbench.errors import UsageError
     from ebbench.records.run import slug
-    from ebbench.render.figures import save
-    from ebbench.render.figures_slo import surface_chart
+    from ebbench.render.figures import save, surface_chart
     from ebbench.render.timeline import timeline_chart, timeline_of
 
     if not paths:

@@ -56,7 +56,7 @@ class JudgeFlags:
 
     def rules(self, *, sequential: bool) -> Rules:
         """The rules of these options. Raises UsageError."""
-        from ebbench.analysis.gate.margins import parse_figures, parse_margins
+        from ebbench.analysis.gate.units import parse_figures, parse_margins
         from ebbench.analysis.gate.verdict import GATED, Rules
 
         default, single = parse_margins(self.margin or ())
@@ -242,7 +242,7 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
     from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
-    from ebbench.records.lock import sole_use
+    from ebbench.records.files import sole_use
     from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
 
@@ -328,7 +328,7 @@ def _save(runs: list[Path], path: Path) -> None:
 def _self_test(rules: Rules, wanted: OtherFlags) -> None:
     from ebbench.analysis.gate.self_test import run_self_test, run_trial
     from ebbench.records import files
-    from ebbench.report.selftest import markdown
+    from ebbench.report.verdicts import self_test_page
     from ebbench.runs.pool import pool_of, values
 
     trials, report = wanted.trials, wanted.report
@@ -342,7 +342,7 @@ def _self_test(rules: Rules, wanted: OtherFlags) -> None:
         tried=lambda tasks: values(pool, run_trial, tasks),
         say=_say,
     )
-    text = markdown(found)
+    text = self_test_page(found)
     if report is not None:
         files.write_text(text, report)
         _say(f"wrote {report}")

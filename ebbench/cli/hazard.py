@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
+from ebbench.cli.options import refuse_unused
 from ebbench.cli.run_settings import setting
-from ebbench.cli.unused_options import refuse_unused
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.hazard.lengths import OutputLengths
@@ -54,7 +54,7 @@ def hazard(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show the empirical completion hazard, tests of its trend (Mann-Kendall, regression), and the fit p0 + eta t."""
-    from ebbench.cli.preflight import check_counts
+    from ebbench.cli.run_settings import check_counts
     from ebbench.errors import UsageError
 
     check_counts(num_prompts=num_prompts, output_len=output_len, max_num_seqs=max_num_seqs)
@@ -98,9 +98,8 @@ def _table(experiment: str) -> PaperTable:
 
 
 def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: bool) -> None:
-    from ebbench.cli.make_runs import make_runs
-    from ebbench.cli.tables import rendered
-    from ebbench.papers.table import PaperOptions
+    from ebbench.papers.table import PaperOptions, make_runs
+    from ebbench.render.documents import rendered
     from ebbench.runs.store import RunStore
 
     store, options = RunStore(runs), PaperOptions(num_prompts=num_prompts)

@@ -15,16 +15,58 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ebbench.cli.options import Command, ShownWhole, refuse_repeats
-from ebbench.cli.surroundings import refusal
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.process.termination import finish, held, received
 from ebbench.untrusted import visible
+
+# What is wrong with a command's surroundings, found before anything is measured.
+
+_PRINTED = "µ–×│━→"
+"""Characters that tables and sentences hold beside ASCII."""
+_PLAIN = frozenset({"--json", "--help", "-h", "--version"})
+"""Options of commands that print ASCII alone, or adapt to the encoding."""
+_UTF8 = "set LC_ALL=C.UTF-8"
+
+
+def refusal(arguments: Sequence[str]) -> str | None:
+    """Why a command with these arguments cannot give its result here, with the remedy; None if it can."""
+    for text in (*arguments, _working_directory()):
+        if problem := _problem_of(text):
+            return problem
+    return None if _PLAIN & set(arguments) else _output_problem()
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # removed: commands that need it say so
+        return ""
+
+
+def _problem_of(text: str) -> str | None:
+    """Why a text from the system cannot be stored: stored files hold Unicode."""
+    encoding = sys.getfilesystemencoding()
+    if encoding.lower() not in ("utf-8", "utf8") and not text.isascii():
+        return f"{text!a}: the locale's encoding is {encoding}, not UTF-8; {_UTF8}"
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # Python's form of bytes that are not UTF-8
+        return f"{text!a}: not UTF-8; rename the file or directory"
+    return None
+
+
+def _output_problem() -> str | None:
+    try:
+        _PRINTED.encode(sys.stdout.encoding or "utf-8", sys.stdout.errors or "strict")
+    except (UnicodeEncodeError, LookupError):
+        lacking = f"the output's encoding, {sys.stdout.encoding}, lacks characters that ebbench prints"
+        return f"{lacking}; set PYTHONIOENCODING=utf-8 or LC_ALL=C.UTF-8"
+    return None
 
 
 class CommandEntry(NamedTuple):
@@ -245,7 +287,7 @@ def _exit_code(call: Callable[[], Any]) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is left of the output nowhere, if it cannot be written: Python tries again as it ends."""
+    """Redirect output that cannot be written to /dev/null: Python would try again at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -5,13 +5,57 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperOption
+
+from ebbench.errors import UnknownNameError, UsageError
+
+if TYPE_CHECKING:
+    pass
+
+
+# Refuses options that would have no effect.
+
+
+def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
+    """Raise UsageError for the first of ``options`` (parameter names) that was given but is not read by ``what``."""
+    names = {param.name: _shown(param) for param in context.command.params}
+    for option in given_options(context, [option for option in options if option not in reads]):
+        it = f"it uses {', '.join(names[one] for one in reads)}" if reads else "leave it out"
+        raise UsageError(f"{what} does not use {option}; {it}")
+
+
+def given_options(context: typer.Context, options: Iterable[str]) -> list[str]:
+    """Those of ``options`` (parameter names) that are on the command line, as the user writes them."""
+    names = {param.name: _shown(param) for param in context.command.params}
+    sources = {option: context.get_parameter_source(option) for option in options}
+    return [names[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def _shown(param: Any) -> str:
+    return str(param.opts[0] if param.param_type_name == "option" else param.name.upper())
+
+
+# `--format` of the commands that show tables of runs: table, Markdown or CSV.
+
+FORMATS = ("table", "markdown", "csv")
+Format = Annotated[
+    str, typer.Option("--format", "-f", help="table, markdown, or csv (only the tables, figures as plain numbers).")
+]
+
+
+def check_format(style: str, *, as_json: bool) -> None:
+    """Raise UnknownNameError for an unknown format, UsageError for a format together with --json."""
+    if style not in FORMATS:
+        raise UnknownNameError("format", style, FORMATS)
+    if as_json and style != FORMATS[0]:
+        raise UsageError(f"--json and --format {style} are two formats; leave one of them out")
+
 
 # A workload may follow the pairs: log:FILE and trace:FILE are not among them.
 _PAIR = re.compile(r"^(?!trace:|log:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
@@ -82,7 +126,8 @@ def _parameters(group: type) -> list[inspect.Parameter]:
 
 
 class OptionSource(Protocol):
-    """Marks a command's parameter, a dictionary made of several options; ``context`` must be one, too."""
+    """Marks a command's parameter, a dictionary made of several options; the command also needs a parameter
+    ``context``."""
 
     def parameters(self) -> list[inspect.Parameter]:
         """One parameter per option."""

@@ -24,7 +24,7 @@ from ebbench.cli.run_settings import (
     api_server_if_busy,
     checked_server,
 )
-from ebbench.config.defaults import DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.capacity.choose import DeploymentChoice
@@ -159,7 +159,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
     from ebbench.capacity.candidates import instance_shapes, with_candidates
     from ebbench.capacity.deployments import PlanTask
     from ebbench.capacity.limits import parse_limits
-    from ebbench.cli.preflight import each_once, parse_policies
+    from ebbench.cli.run_settings import each_once, parse_policies
     from ebbench.config.setting_strings import option_name
     from ebbench.devices.profiles import list_devices
     from ebbench.spec.run import spec_of
@@ -184,7 +184,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
 
 
 def _check_target(target: TargetFlags) -> None:
-    from ebbench.cli.preflight import check_counts
+    from ebbench.cli.run_settings import check_counts
     from ebbench.errors import UsageError
 
     check_counts(request_rate=target.request_rate)
@@ -197,8 +197,8 @@ def _check_target(target: TargetFlags) -> None:
 
 
 def _arrivals_note(workload: str, target: TargetFlags, settings: Mapping[str, Any]) -> list[str]:
-    """That arrivals are Poisson instead of the workload's own, where nobody asked for others."""
-    from ebbench.workloads.own_arrivals import poisson_instead
+    """A note if arrivals are Poisson instead of the workload's own although no others were asked for."""
+    from ebbench.workloads.log_report import poisson_instead
 
     note = "" if target.scenario else poisson_instead(workload, settings)
     return [note] if note else []

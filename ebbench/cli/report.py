@@ -12,10 +12,9 @@ from ebbench.cli.options import AllPercentiles, GoodputCommand
 from ebbench.errors import DataError, EbbenchError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
-    from ebbench.analysis.slo import Slo
+    from ebbench.analysis.metrics import Slo
     from ebbench.records.run import Run
-    from ebbench.report.page_tables import Table
-    from ebbench.report.searches import SearchSection
+    from ebbench.report.page_tables import SearchSection, Table
 
 
 def report(
@@ -37,9 +36,9 @@ def report(
 
     With --export, as files other tools read: llm-d benchmark reports, vLLM's result JSON, CSV for Apache Otava.
     """
-    from ebbench.analysis.slo import parse_slo
+    from ebbench.analysis.metrics import parse_slo
     from ebbench.records.run import Run, find_runs
-    from ebbench.report.searches import searches_of, shown_runs
+    from ebbench.report.page_tables import searches_of, shown_runs
 
     slo = parse_slo(goodput) if goodput else None
     found = searches_of(runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from ebbench.analysis.api_server_load import CODE, ApiServerBusyError, runs_again
 from ebbench.analysis.summary import summarise, summarise_phases
-from ebbench.cli.repeats import why_stop
-from ebbench.cli.run_notes import announce
 from ebbench.engines.checks import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
-from ebbench.render.measuring import measured, planned
+from ebbench.render.live import measured, planned
 from ebbench.runs import prepare
 from ebbench.runs.key import stored_form
-from ebbench.runs.series import Series
-from ebbench.spec.server import AUTO
+from ebbench.runs.prepare import Series, needs_saturation
+from ebbench.spec.server import AUTO, is_server
 
 if TYPE_CHECKING:
     from ebbench.analysis.explain import Explanation
@@ -36,6 +34,125 @@ if TYPE_CHECKING:
     from ebbench.runs.execute import Executed
     from ebbench.runs.prepare import Prepared
     from vllm_eb.policy import PolicySpec
+
+
+UNTIL_CERTAIN = "auto"
+FEWEST, MOST = 2, 10_000
+"""Least number of repeats before a decision, and the most that are run: beyond some hundred, nothing changes."""
+
+
+# `--repeats`: their number, a note before the first run about what they can show, and when `auto` stops.
+
+
+def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
+    """Most repeats, and whether to stop when it is clear which policy is better. Raises UsageError."""
+    if text.strip() == UNTIL_CERTAIN:
+        if policies < 2:
+            raise UsageError("--repeats auto stops when it is clear which policy is better; give two --policy or more")
+        if not FEWEST <= most <= MOST:
+            raise UsageError(f"--max-repeats must be at least {FEWEST} and at most {MOST:,}, not {most:,}")
+        return most, True
+    try:
+        count = int(text)
+    except ValueError:
+        raise UsageError(f"--repeats takes a number or {UNTIL_CERTAIN}, not {text!r}") from None
+    if not 1 <= count <= MOST:
+        raise UsageError(f"--repeats must be at least 1 and at most {MOST:,}, not {count:,}")
+    return count, False
+
+
+def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_clear: bool, virtual: bool) -> str:
+    """A note before the first run about what this many repeats can show; empty if there is nothing to note.
+
+    ``facts``: those of the plan. ``virtual``: simulated time, in which equal plans give equal figures.
+    """
+    from ebbench.analysis.compare.certainty import TESTED, pairs_needed
+
+    if repeats < 2 or policies < 2:
+        return ""
+    if virtual and facts.get("loop") == "trace":
+        return "A replayed trace in virtual time: every repeat gives the same figures, so one is enough."
+    needed = pairs_needed(len(TESTED) * (policies - 1))
+    if until_clear:
+        return (
+            f"Repeating until it is clear which policy is better: {needed} repeats are the fewest that can show a "
+            f"difference, {repeats} the most (--max-repeats)."
+        )
+    if repeats < needed:
+        return (
+            f"{repeats} repeats cannot show a difference between {policies} policies; {needed} are the fewest that can."
+        )
+    return ""
+
+
+def why_stop(summaries: Sequence[Summary]) -> str:
+    """Why more repeats would not help; empty if they may. All policies have run each plan so far."""
+    from ebbench.analysis.compare.cases import group_by_policy
+    from ebbench.analysis.compare.certainty import stop_reason
+
+    if any(not summary.valid for summary in summaries):
+        return "Stopped: a run is INVALID, and more repeats do not change that."
+    if all(summary.virtual and summary.load.replayed for summary in summaries):
+        return "Stopped after one repeat: a replayed trace in virtual time gives the same figures every time."
+    groups = group_by_policy(summaries)
+    count = len(groups[0].summaries)
+    if count < FEWEST:
+        return ""
+    return {
+        "": "",
+        "shown": f"Stopped after {count} repeats: it is clear.",
+        "equal": f"Stopped after {count} repeats: the policies are equal to within 0.5 %.",
+        "copies": f"Stopped after {count} repeats: they give the same figures, so no randomness is left.",
+    }[stop_reason(groups)]
+
+
+# What `ebbench run` says before its first run: the engine, the load, the repeats, whose power is measured.
+
+
+def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
+    """Print these lines."""
+    from ebbench.analysis.environment import time_note
+    from ebbench.spec.server import VIRTUAL_TIME
+
+    messages.print(sentence, markup=False, soft_wrap=True)
+    for note in filter(None, (time_note(plan.facts), _at_once(plan))):
+        messages.print(note, markup=False, soft_wrap=True)
+    virtual = engine.name in VIRTUAL_TIME
+    repeats_note = beforehand(
+        plan.facts, series.repeats, policies=len(series.policies), until_clear=series.until_clear, virtual=virtual
+    )
+    if repeats_note:
+        messages.print(repeats_note, markup=False, soft_wrap=True)
+    if note := _power_note(engine):
+        messages.print(note, markup=False, soft_wrap=True)
+    if not series.policies_stated and not is_server(series.spec.engine):
+        messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
+
+
+def _power_note(engine: Engine) -> str:
+    """Whose GPU power is measured, or why none is; empty for an engine in virtual time."""
+    import os
+
+    from ebbench.client.power import announcement
+    from ebbench.engines.endpoint import EndpointEngine, SendingEngine
+
+    if not isinstance(engine, SendingEngine):
+        return ""
+    url = engine.url if isinstance(engine, EndpointEngine) else "http://127.0.0.1"
+    return announcement(url, engine.client.power, os.environ)
+
+
+def _at_once(plan: Plan) -> str:
+    """A note about the effect of an infinite request rate; empty for a finite rate."""
+    if not plan.facts.get("all_at_once"):
+        return ""
+    sessions, open_at_most = int(plan.facts["sessions"]), max(phase.max_concurrency for phase in plan.phases)
+    if open_at_most < sessions:
+        return f"--request-rate inf: all {sessions:,} sessions wait for one of the {open_at_most:,} open at a time"
+    return (
+        f"--request-rate inf: all {sessions:,} sessions are released at once, as by `vllm bench serve`; TTFT counts "
+        "the wait in the server's queue (--max-concurrency limits how many are open)"
+    )
 
 
 @dataclass(frozen=True)
@@ -155,10 +272,10 @@ def _repeat(
 
 def _saturated(series: Series, output: Output, engine: Engine, device: Device, messages: Console) -> Series:
     """The series with the saturated rate, measured here if the scenario needs it and it was not given."""
-    from ebbench.capacity.saturation import needs_saturation, with_saturation
-
     if not needs_saturation(series.spec.plan):
         return series
+    from ebbench.capacity.saturation import with_saturation
+
     return with_saturation(
         series.labelled(engine), engine, device, messages, beside=output.directory, quiet=output.quiet
     )
@@ -189,7 +306,7 @@ def _take_up(series: Series, output: Output, stored: Executed, done: _Done) -> N
         _refuse_busy(run, done)
     _keep(run, stored.summary, done)
     if output.save_as_vllm is not None:
-        from ebbench.export.vllm_json import save_vllm_result
+        from ebbench.export.files import save_vllm_result
 
         save_vllm_result(run, stored.summary, output.save_as_vllm)
     done.interrupted = run.manifest.interrupted

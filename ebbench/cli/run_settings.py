@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +12,73 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, opt
 from ebbench.config.declare import CLUSTER, Declared
+from ebbench.config.topology import TopologySpec
+from ebbench.engines.checks import check_counts, check_fits, check_options
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.run import known_settings
-from ebbench.spec.server import AUTO, EngineOptions, first_choice, only_if_busy
+from ebbench.spec.server import AUTO, EngineOptions, first_choice, is_server, only_if_busy
+from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
 if TYPE_CHECKING:
-    from ebbench.runs.series import Series
+    from ebbench.runs.prepare import Series
+
+
+# Checks of settings before a run starts.
+
+__all__ = [
+    "check_counts",
+    "check_fits",
+    "check_options",
+    "default_policies",
+    "each_once",
+    "is_server",
+    "parse_policies",
+]
+
+
+def default_policies(engine: str, topology: TopologySpec | None = None) -> tuple[str, ...]:
+    """Policies to run by default; v1 alone on a server, which has its own, and for separate pools, with nothing to
+    decide."""
+    alone = is_server(engine) or (topology is not None and topology.disaggregated)
+    return ("v1",) if alone else ("v1", "ebplus")
+
+
+def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
+    """Policies in the order given. Raises UsageError for a repeated one, UnknownNameError for an unknown kind."""
+    specs: list[PolicySpec] = []
+    for name in names:
+        kind = name.strip().partition(":")[0]
+        if "," in kind:
+            raise UsageError(f"policy {kind!r}: give each policy its own --policy")
+        try:
+            spec = parse_policy(name)
+        except UnknownPolicyError:
+            raise UnknownNameError("policy", kind, descriptions()) from None
+        _check_seconds(spec)
+        if spec in specs:
+            raise UsageError(f"policy {spec.name} is given twice; give each policy once")
+        specs.append(spec)
+    return specs
+
+
+def each_once(option: str, values: Sequence[Any]) -> None:
+    """Raise UsageError for a value that an option of alternatives lists twice: its results would stand there twice."""
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise UsageError(f"{option} {value} is given twice; give it once")
+
+
+def _check_seconds(spec: PolicySpec) -> None:
+    """A policy's targets are in s, --goodput's limits in ms: raise UsageError for a value probably in the other
+    unit."""
+    for key, about in settings_of(type(spec)).items():
+        given, most = getattr(spec, key), about.doubtful_from
+        if about.unit == "s" and given is not None and most is not None and given >= most:
+            raise UsageError(
+                f"policy {spec.name}: {key}={given:g} is in seconds, and {most:,g} s or more is not a valid target; "
+                f"for {given:g} ms write {key}={given / 1000:g}"
+            )
+
 
 LIMITS, OUTPUT = "Limits", "Output"
 
@@ -153,9 +215,8 @@ def series_of(settings: Mapping[str, Any]) -> Series:
 
     ``settings``: the given ones by name; with a list of policies, ``goodput`` as text, and ``vllm_options`` as words.
     """
-    from ebbench.cli.preflight import default_policies, parse_policies
     from ebbench.engines.setup import topology_of
-    from ebbench.runs.series import Series
+    from ebbench.runs.prepare import Series
     from ebbench.spec.run import spec_of
 
     settings = {**DEFAULTS, **settings}
@@ -184,8 +245,7 @@ def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     cannot have, before anything is simulated."""
     from ebbench.devices.apiserver import chosen_api_server
     from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.devices.request import quantised
-    from ebbench.devices.startup import start_up
+    from ebbench.devices.request import quantised, start_up
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     quantised(find_model(name), settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
@@ -205,7 +265,7 @@ def api_server_if_busy(settings: Mapping[str, Any]) -> bool:
 def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:
     """Raise UsageError for settings that a server which already runs would not take."""
     from ebbench.engines.checks import refuse_server_settings, refuse_simulated
-    from ebbench.runs.settings import starts_a_server
+    from ebbench.runs.file import starts_a_server
     from ebbench.spec.server import is_server
 
     if is_server(engine):

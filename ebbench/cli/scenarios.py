@@ -84,7 +84,7 @@ def _laid_out(
     """The scenario as a run would use it, and the arrivals of an open loop. Raises what a run would raise."""
     from ebbench.traffic.schedule import under
     from ebbench.workloads import build_plan
-    from ebbench.workloads.statistics import describe
+    from ebbench.workloads.planner import describe
 
     if spec.loop == "trace":
         raise UsageError(f"scenario {spec.name!r} replays recorded times; see `ebbench workloads show log:FILE`")

@@ -77,8 +77,8 @@ def serve(
     Prints the equivalent `vllm serve` command first. That command is self-contained: it includes the costs, and the
     machine that runs it needs only vLLM and the plugin (see docs/deployment.md).
     """
-    from ebbench.engines.server_log import explain
     from ebbench.engines.vllm_command import executable_line, import_path, plain_line
+    from ebbench.engines.vllm_server import explain
     from ebbench.process.child import run_supervised
 
     if emulated.slow_motion != 1.0 and emulated.emulate is None:

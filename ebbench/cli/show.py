@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.formats import Format, check_format, written
-from ebbench.cli.options import AllPercentiles, GoodputCommand
+from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def show(
 
     Runs of different load or environment are not averaged: each has its own table.
     """
-    from ebbench.analysis.slo import parse_slo
+    from ebbench.analysis.metrics import parse_slo
     from ebbench.analysis.summary import summarise
 
     check_format(style, as_json=as_json)
@@ -50,6 +49,7 @@ def show(
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render import report
     from ebbench.render.console import Console
+    from ebbench.render.documents import rendered
 
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
@@ -57,7 +57,7 @@ def show(
     if style == "table":
         report.print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
     else:
-        sys.stdout.write(written(report.document(cases, all_percentiles=all_percentiles), style))
+        sys.stdout.write(rendered(report.document(cases, all_percentiles=all_percentiles), style))
     return _finish(damaged)
 
 

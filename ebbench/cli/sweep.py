@@ -17,9 +17,8 @@ from ebbench.runs.key import key_of
 if TYPE_CHECKING:
     from ebbench.render.console import Console
     from ebbench.runs.pool import Pool
-    from ebbench.sweep.drive import Result
+    from ebbench.sweep.drive import Result, SweepStore
     from ebbench.sweep.spec import Sweep
-    from ebbench.sweep.store import SweepStore
 
 EXECUTORS = ("process", "ray")
 METRICS = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
@@ -75,11 +74,9 @@ def sweep(
     from ebbench.records.run import slug
     from ebbench.render.console import Console
     from ebbench.sweep import show
-    from ebbench.sweep.checks import trace_notes
-    from ebbench.sweep.drive import run_sweep
-    from ebbench.sweep.findings import findings
-    from ebbench.sweep.spec import load_sweep
-    from ebbench.sweep.store import SweepStore
+    from ebbench.sweep.drive import SweepStore, run_sweep
+    from ebbench.sweep.show import findings
+    from ebbench.sweep.spec import load_sweep, trace_notes
 
     grid = load_sweep(spec)
     metric = _metric(grid, metric)
@@ -108,7 +105,7 @@ def sweep(
 
 def _metric(grid: Sweep, asked: str | None) -> str:
     """The figure that ranks. Raises UnknownNameError, and UsageError for goodput without limits."""
-    from ebbench.sweep.findings import GOODPUT, metric_of
+    from ebbench.sweep.show import GOODPUT, metric_of
 
     if asked is not None and asked not in METRICS:
         raise UnknownNameError("metric", asked, METRICS)
@@ -133,8 +130,8 @@ def _verdict(grid: Sweep, store: SweepStore, result: Result) -> None:
 
 def _dry_run(grid: Sweep, store: SweepStore, output: Console, *, as_json: bool) -> None:
     from ebbench.sweep import show
-    from ebbench.sweep.checks import problem_of
     from ebbench.sweep.drive import missing
+    from ebbench.sweep.spec import problem_of
 
     todo = missing(grid, store)
     if not as_json:
@@ -149,8 +146,7 @@ def _dry_run(grid: Sweep, store: SweepStore, output: Console, *, as_json: bool) 
 
 def pool_of(grid: Sweep, flags: PoolFlags) -> Pool:
     """The chosen pool. The vllm engine gets a GPU per cell on a cluster, and one cell at a time on this machine."""
-    from ebbench.runs.pool import Processes
-    from ebbench.runs.ray_pool import RayCluster
+    from ebbench.runs.pool import Processes, RayCluster
 
     real = any(cell.engine in ("vllm", "auto") for cell in grid.cells)
     gpus = flags.gpus_per_cell

@@ -11,8 +11,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli import paper_flags as paper
-from ebbench.cli.options import grouped, opt
-from ebbench.cli.unused_options import refuse_unused
+from ebbench.cli.options import grouped, opt, refuse_unused
 
 if TYPE_CHECKING:
     from ebbench.analysis.documents import Document
@@ -94,7 +93,7 @@ class ChoiceFlags:
 
     def options(self) -> PaperOptions:
         """Options of the papers' tables. Raises UnknownNameError, UsageError."""
-        from ebbench.cli.preflight import check_counts
+        from ebbench.cli.run_settings import check_counts
         from ebbench.papers.table import PaperOptions
 
         check_counts(seeds=self.seeds, num_prompts=self.num_prompts)
@@ -169,7 +168,7 @@ def _list() -> None:
 
 
 def _policies(names: list[str]) -> tuple[str, ...]:
-    from ebbench.cli.preflight import parse_policies
+    from ebbench.cli.run_settings import parse_policies
 
     return tuple(spec.name for spec in parse_policies(names)) if names else ()
 
@@ -195,7 +194,7 @@ def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
 
 
 def _filled(table: PaperTable, options: PaperOptions, runs: RunsFlags, *, quiet: bool) -> Document:
-    from ebbench.cli.make_runs import make_runs
+    from ebbench.papers.table import make_runs
     from ebbench.runs.store import RunStore
 
     store = RunStore(runs.runs, runs.stored or [])
@@ -223,6 +222,8 @@ def _command() -> str:
 
 
 def _emit(document: Document, wanted: TableOutputFlags) -> None:
+    from ebbench.render.documents import rendered
+
     text = rendered(document, wanted.style, width=None if wanted.output is None else 200)
     if wanted.output is None:
         sys.stdout.write(text)
@@ -231,27 +232,3 @@ def _emit(document: Document, wanted: TableOutputFlags) -> None:
 
     wanted.output.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(text.encode(), wanted.output)
-
-
-def rendered(document: Document, style: str, *, width: int | None = None) -> str:
-    """The document as text in one of FORMATS."""
-    if style == "markdown":
-        from ebbench.export.markdown import as_markdown
-
-        return as_markdown(document)
-    if style == "latex":
-        from ebbench.export.latex import as_latex
-
-        return as_latex(document)
-    from ebbench.render import documents as paper_tables
-
-    if style == "html":
-        return paper_tables.as_html(document)
-    if style == "csv":
-        return paper_tables.as_csv(document)
-    from ebbench.render.console import Console
-
-    console = Console(highlight=False, width=width)
-    with console.capture() as capture:
-        console.print(paper_tables.as_rich(document, console.width), soft_wrap=False)
-    return capture.get()

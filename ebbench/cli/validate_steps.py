@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ebbench.engines.machine import machine_name
 from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
-from ebbench.records.lock import sole_use
+from ebbench.records.files import sole_use
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.validation.document import as_dict, as_document
 from ebbench.validation.drive import validate
 from ebbench.validation.judge import Judgement, judge
 from ebbench.validation.machine import Call, describe_machine, write_manifest
-from ebbench.validation.question import ValidationQuestion
-from ebbench.validation.schedule import TimeBudget
+from ebbench.validation.question import TimeBudget, ValidationQuestion
 
 if TYPE_CHECKING:
     from ebbench.analysis.documents import Document
@@ -43,8 +42,8 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 def _run_validation(
     question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
 ) -> str:
-    from ebbench.export.markdown import as_markdown
     from ebbench.render.console import Console
+    from ebbench.render.documents import as_markdown
     from ebbench.render.live import Work, shown
 
     call = Call(sys.argv[1:], wall_clock_ns())

@@ -11,8 +11,7 @@ import sys
 
 import uvloop
 
-from ebbench.client.worker import WorkerSockets
-from ebbench.client.worker_process import run_worker
+from ebbench.client.worker import WorkerSockets, run_worker
 from ebbench.process.child import end_with_parent
 
 if __name__ == "__main__":

@@ -2,17 +2,79 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from ebbench.client.images import image_url
-from ebbench.client.prompt_json import PromptTable
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 from ebbench.spec.client import ClientOptions
+
+# JSON of synthetic prompts, written from tables of bytes.
+#
+# A list of 50,000 numbers takes msgspec several milliseconds with the interpreter locked, in which no response can be
+# timed. Here every token id or word is one fixed-width cell of a table, so that numpy copies whole prompts.
+
+_FILLER = b"\0"
+
+
+class PromptTable:
+    """The JSON text of each token of a vocabulary, in cells of equal width."""
+
+    def __init__(self, cells: Sequence[bytes], *, text: bool) -> None:
+        """``cells``: what stands for each token; ``text``: a JSON string of them, otherwise a JSON array."""
+        self._cells = np.array(cells)
+        self._text = text
+
+    @staticmethod
+    def of_ids(vocab: int) -> PromptTable:
+        """Token ids below ``vocab``."""
+        return PromptTable([b"%d," % number for number in range(vocab)], text=False)
+
+    @staticmethod
+    def of_words(words: Sequence[str]) -> PromptTable:
+        """Words that need no escape in JSON, one per token."""
+        return PromptTable([f"{word} ".encode() for word in words], text=True)
+
+    def json(self, tokens: npt.NDArray[np.int32]) -> msgspec.Raw:
+        """The prompt of these tokens: the JSON array of their ids, or the string of their words."""
+        joined = self._cells.take(tokens).tobytes().translate(None, _FILLER)[:-1]
+        return msgspec.Raw(b'"%b"' % joined if self._text else b"[%b]" % joined)
+
+
+# Synthetic images: small PNG files whose pixels differ, so that no server takes one for another.
+
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def png(content: int, number: int, side: int) -> bytes:
+    """A PNG of ``side`` x ``side`` RGB pixels, a function of the content stream and the image's number in it.
+
+    The first line is random, the rest is black: the pixels are unlike those of other images, and the file is small.
+    """
+    generator = np.random.default_rng([content & ((1 << 64) - 1), number])
+    lines = np.zeros((side, 1 + 3 * side), np.uint8)  # each line begins with its filter type, 0
+    lines[0, 1:] = generator.integers(0, 256, 3 * side)
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 1)), (b"IEND", b""))
+    return _SIGNATURE + b"".join(_chunk(kind, data) for kind, data in parts)
+
+
+def image_url(content: int, number: int, side: int) -> str:
+    """The image as the ``data:`` URL of a chat message."""
+    return f"data:image/png;base64,{base64.b64encode(png(content, number, side)).decode()}"
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
 
 # Short common words, one token each in the usual vocabularies. Chat requests take no token ids, so a synthetic chat
 # prompt has about the planned length; the run records the server's count.

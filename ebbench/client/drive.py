@@ -8,31 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from secrets import token_hex
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.client.blocking import run_to_end
-from ebbench.client.connection_use import connection_totals, slow_first_uses
-from ebbench.client.interrupts import Interrupts
+from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.messages import Stop, WorkerDone
-from ebbench.client.node_senders import node_senders
-from ebbench.client.nodes import ClientNode, client_nodes, wants_nodes
-from ebbench.client.plan_parts import PlanPart, whole
+from ebbench.client.nodes import ClientNode, client_nodes, node_senders, wants_nodes
 from ebbench.client.power import PowerSampler, open_power
-from ebbench.client.prefix_cache import hit_rate, met_before, unplanned_hits
+from ebbench.client.prefix_cache import hit_rate, met_before, note_prompts, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
-from ebbench.client.scrape import Scraper
-from ebbench.client.senders import Senders, local_senders
-from ebbench.client.sent_before import note_prompts
-from ebbench.client.server_queries import Served, ServerQueries
-from ebbench.client.server_reports import reported_settings
-from ebbench.client.session_plan import check_attachments, rows_too_long, unique_ids
+from ebbench.client.request_sender import RequestSender
+from ebbench.client.response import StreamedResponse
+from ebbench.client.scrape import Scraper, reported_settings
+from ebbench.client.senders import Interrupts, Senders, local_senders
+from ebbench.client.server_queries import Served, ServerQueries, run_to_end
+from ebbench.client.session_plan import PlanPart, check_attachments, rows_too_long, unique_ids, whole
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import (
     client_warnings,
@@ -41,15 +39,110 @@ from ebbench.client.verdict import (
     other_models_warning,
     send_lag_p99_ms,
 )
-from ebbench.client.warmup import warm_up
 from ebbench.config.server_url import ServerUrl
-from ebbench.errors import UsageError
+from ebbench.errors import RunError, UsageError
+from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
-from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
-from ebbench.spec.client import ClientOptions, spacing_ns
+from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
+
+# Warm-up: requests before the start with the plan's lengths and other content, not recorded.
+
+_AT_ONCE = 64
+
+
+async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
+    """Send ``options.warmup`` requests. Raises RunError if all of them fail: the run would fail too."""
+    if not options.warmup:
+        return
+    bodies = RequestBodies(model, options)
+    gate = asyncio.Semaphore(_AT_ONCE)
+    async with RequestSender(url, bodies.path, options, environ) as sender:
+
+        async def one(number: int) -> StreamedResponse:
+            streamed = StreamedResponse(options.endpoint == "chat", keep_text=False)
+            async with gate:
+                await sender.send(f"warmup-{number}", bodies.build(_turn(plan, number)), streamed)
+            return streamed
+
+        responses = await asyncio.gather(*(one(number) for number in range(options.warmup)))
+    failed = [a for a in responses if a.error_class is not None]
+    if len(failed) == len(responses):
+        body = redacted(failed[0].error_body, secrets(options, environ))[:200]
+        raise RunError(f"every warm-up request failed ({failed[0].error_class}: {body})")
+
+
+def _turn(plan: Plan, number: int) -> Turn:
+    """Lengths of the plan's request ``number`` with content of its own, so that no prefix of the run gets cached."""
+    row = number % plan.table.num_rows
+    lengths = {name: plan.table.column(name)[row].as_py() for name in ("input_tokens", "output_tokens")}
+    return Turn(row=row, request_id="", turn=0, content=-1 - number, hash_ids=None, prompt=None, **lengths)
+
+
+# What a run's connections cost: how many there were, and whether requests waited for a server to accept theirs.
+
+_OVERTAKEN_BY = 3
+"""A request waited for its connection if so many later ones, on connections in use, were answered before it."""
+_SLOWER_NS = 50_000_000
+_FEWEST = 3
+_TIMES_AS_OFTEN = 3.0
+"""How much more often that must happen to first requests than to others, which a priority can let wait, too."""
+
+
+def connection_totals(workers: Iterable[WorkerDone | None]) -> dict[str, int]:
+    """Sums over the workers: connections opened, and the most that each held and used at a time."""
+    counts = [done.connections for done in workers if done is not None]
+    return {name: sum(getattr(one, name) for one in counts) for name in ("opened", "most_held", "most_used")}
+
+
+def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str, ...]:
+    """A warning if requests that were the first on their connection waited while others overtook them; else empty.
+
+    ``first_rows``: the rows of ``requests`` on whose connections no response had come before.
+    """
+    sent_ns, answered_ns = _times(requests)
+    first = np.zeros(len(sent_ns), np.bool_)
+    first[list(first_rows)] = True
+    first, other = first & (sent_ns >= 0), ~first & (sent_ns >= 0)
+    slow = _overtaken(sent_ns, answered_ns, first, other)
+    if len(slow) < _FEWEST:
+        return ()
+    slow_others = len(_overtaken(sent_ns, answered_ns, other, other))
+    if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(other.sum())):
+        return ()
+    waits_s = (answered_ns - sent_ns)[slow] / 1e9
+    return (
+        f"{len(slow)} requests that were the first on their connection waited up to {waits_s.max():.2g} s (median "
+        f"{np.median(waits_s):.2g} s) while later ones, on connections in use, were answered: the server, or a proxy "
+        "before it, serves few connections at a time (threads, a limit), so their latencies are not those of "
+        "generation; give --connections per-request, or a lower load.",
+    )
+
+
+def _times(requests: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """When each request was sent and when its answer began, else when it ended (ns); -1 for one never sent."""
+    sent, first, end = (requests.column(name).to_numpy() for name in ("sent_ns", "first_byte_ns", "end_ns"))
+    begun = np.where(np.isnan(first.astype(float)), end.astype(float), first.astype(float))
+    return np.nan_to_num(sent.astype(float), nan=-1).astype(np.int64), np.nan_to_num(begun, nan=-1).astype(np.int64)
+
+
+def _overtaken(
+    sent_ns: npt.NDArray[np.int64],
+    answered_ns: npt.NDArray[np.int64],
+    which: npt.NDArray[np.bool_],
+    others: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """Rows of ``which`` that _OVERTAKEN_BY of ``others`` overtook: sent later, answered _SLOWER_NS or more before."""
+    order = np.flatnonzero(others)[np.argsort(sent_ns[others], kind="stable")]
+    sent, answered = sent_ns[order], answered_ns[order]
+    found = []
+    for row in np.flatnonzero(which & (answered_ns - sent_ns > _SLOWER_NS)):
+        begin, end = np.searchsorted(sent, (sent_ns[row] + 1, answered_ns[row]))
+        if np.count_nonzero(answered[begin:end] < answered_ns[row] - _SLOWER_NS) >= _OVERTAKEN_BY:
+            found.append(row)
+    return np.array(found, np.int64)
 
 
 class DriveResult(NamedTuple):
@@ -140,7 +233,7 @@ async def _drive(
     environ: Mapping[str, str],
 ) -> DriveResult:
     table, renamed = unique_ids(plan.table)
-    id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
+    id_prefix = options.id_prefix if options.id_prefix is not None else f"{token_hex(4)}-"
     async with AsyncExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         nodes = (
@@ -260,7 +353,7 @@ def _client_facts(
 
 
 def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Why a run whose GPUs were read has no power and energy all the same."""
+    """Why power and energy are missing although the GPUs were read."""
     absent = facts.get("gpu_power", {}).get("absent")
     return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
 

@@ -1,4 +1,4 @@
-"""The client machines of a Ray cluster: which are used, and calls to them that end in every case."""
+"""The client machines of a Ray cluster: choice, calls that always end, clock offsets, and sending one plan from all."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import pyarrow as pa
 
 import ebbench
-from ebbench.client.messages import Place
+from ebbench.client.messages import FromParent, NodeReport, NodeTask, Place, RequestRecord, Stop, WorkerDone
 from ebbench.client.ray_node import RayNode, this_place
+from ebbench.client.senders import Findings, OnBatch, Seen, missing_records
+from ebbench.client.session_plan import PlanPart, split
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
+from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
 from ebbench.spec.client import ClientOptions
 
@@ -144,3 +151,286 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+# How the monotonic clock of another machine relates to this one's, and how exactly that is known.
+#
+# One exchange reads this clock, the other one, and this clock again. The other clock was read at some time between,
+# so its offset lies within half the round trip of the value that assumes the middle (Cristian, Distributed Computing
+# 3, 1989). Of several exchanges the one with the shortest round trip is used.
+
+EXCHANGES = 40
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """``offset_ns``: the other clock minus this one, at an error of at most half of ``round_trip_ns``."""
+
+    offset_ns: int
+    round_trip_ns: int
+
+    @property
+    def error_ns(self) -> int:
+        """The largest error of the offset."""
+        return -(-self.round_trip_ns // 2)
+
+
+def offset_of(sent_ns: int, other_ns: int, received_ns: int) -> ClockOffset:
+    """The offset by one exchange: read here at ``sent_ns`` and ``received_ns``, there at ``other_ns``."""
+    return ClockOffset(other_ns - (sent_ns + received_ns) // 2, received_ns - sent_ns)
+
+
+async def measured_offset(read_other: Callable[[], Awaitable[int]], exchanges: int = EXCHANGES) -> ClockOffset:
+    """The offset of the clock that ``read_other`` reads (ns), by the exchange with the shortest round trip."""
+    found = []
+    for _ in range(exchanges):
+        sent_ns = time.monotonic_ns()
+        other_ns = await read_other()
+        found.append(offset_of(sent_ns, other_ns, time.monotonic_ns()))
+    return min(found, key=lambda one: one.round_trip_ns)
+
+
+def alignment_error_ns(before: ClockOffset, after: ClockOffset) -> int:
+    """The largest error of times converted with the offset ``before`` the run, at its start and at its end."""
+    drift_ns = abs(after.offset_ns - before.offset_ns)
+    return max(before.error_ns, drift_ns + after.error_ns)
+
+
+# Client machines through Ray: each node of a cluster sends a part of one plan (`ebbench.client.ray_node`).
+#
+# This process splits the plan, starts all nodes at one time of its own clock, collects their records, and says what
+# the alignment of the clocks was worth and which nodes were lost.
+
+NODE_LOST = "node_lost"
+"""Error class of requests whose client node was lost before it reported them."""
+LEAD_NS = 1_000_000_000
+"""Time between "all nodes are ready" and the start: the message must reach every node in time."""
+SILENT_S = 10.0
+"""A node that reports nothing for so long is lost; it reports every second."""
+PREPARE_S = 600.0
+"""How long a node may take to load its part of the plan."""
+_REPORT = msgspec.msgpack.Decoder(NodeReport)
+
+
+@dataclass
+class Sending:
+    """One node with its part of the plan, and what is known of it so far."""
+
+    node: ClientNode
+    part: PlanPart
+    workers: int = 0
+    first_worker: int = 0
+    before: ClockOffset | None = None
+    after: ClockOffset | None = None
+    released: int = 0
+    done: list[WorkerDone | None] | None = None
+    lost_ns: int = 0
+    lost_why: str = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether more is to come from the node."""
+        return self.done is None and not self.lost_ns
+
+    def alignment_error_ns(self) -> int | None:
+        """See :func:`alignment_error_ns`; None before the first measurement."""
+        if self.before is None:
+            return None
+        return self.before.error_ns if self.after is None else alignment_error_ns(self.before, self.after)
+
+    def fact(self) -> dict[str, Any]:
+        """This node's entry in the manifest. Times in ms."""
+        error_ns = self.alignment_error_ns()
+        drift = self.after.offset_ns - self.before.offset_ns if self.before and self.after else None
+        return {
+            "address": self.node.address,
+            "host": self.node.place.host,
+            "workers": self.workers,
+            "requests": len(self.part.rows),
+            "clock_offset_ms": self.before.offset_ns / 1e6 if self.before else None,
+            "clock_drift_ms": None if drift is None else drift / 1e6,
+            "round_trip_ms": self.before.round_trip_ns / 1e6 if self.before else None,
+            "alignment_error_ms": None if error_ns is None else error_ns / 1e6,
+            "lost": bool(self.lost_ns),
+        }
+
+
+@dataclass
+class NodeSenders:
+    """The workers of several machines; see :class:`~ebbench.client.senders.Senders`."""
+
+    sending: list[Sending]
+    url: ServerUrl
+    model: str
+    options: ClientOptions
+    id_prefix: str
+    keys: Mapping[str, str]
+    lead_ns: int = LEAD_NS
+    start_ns: int = 0
+
+    async def ready(self) -> None:
+        """See Senders. Raises RunError for a node that cannot send."""
+        await asyncio.gather(*(self._prepare(one) for one in self.sending))
+        first = 0
+        for one in self.sending:
+            one.first_worker, first = first, first + one.workers
+            one.before = await self._offset(one)
+
+    async def begin(self, start_ns: int) -> None:
+        """See Senders."""
+        self.start_ns = start_ns
+        calls = []
+        for one in self.sending:
+            assert one.before is not None, "ready comes first"
+            offset_ns = one.before.offset_ns
+            begun = one.node.actor.begin.remote(start_ns + offset_ns, offset_ns, one.first_worker)
+            calls.append(self._unless_lost(one, result_of(begun, SILENT_S)))
+        await asyncio.gather(*calls)
+
+    def send_all(self, message: FromParent) -> None:
+        """See Senders."""
+        encoded = msgspec.msgpack.encode(message)
+        for one in self.sending:
+            if one.running:
+                one.node.actor.tell.remote(encoded)
+
+    async def listen(self, on_batch: OnBatch) -> None:
+        """See Senders. Then measure the clocks again and end the workers."""
+        await asyncio.gather(*(self._listen(one, on_batch) for one in self.sending))
+        for one in self.sending:
+            if not one.lost_ns:
+                with contextlib.suppress(CallFailedError):
+                    one.after = await self._clock(one)
+                    await result_of(one.node.actor.end.remote(), SILENT_S)
+
+    def missing(self, seen: Seen) -> list[RequestRecord]:
+        """See Senders. Requests of a lost node have the error class NODE_LOST.
+
+        They failed if their session had been released, as far as the node reported it or, in an open loop, by the plan.
+        """
+        records = []
+        for one in self.sending:
+            found = missing_records(
+                one.part.sessions, self._released(one), one.part.dropped, seen[one.part.rows], NODE_LOST, NODE_LOST
+            )
+            for record in found:
+                record.row = int(one.part.rows[record.row])
+            records += found
+        return records
+
+    def workers(self) -> Mapping[int, WorkerDone | None]:
+        """See Senders. Without the workers of lost nodes."""
+        return {one.first_worker + i: done for one in self.sending for i, done in enumerate(one.done or ())}
+
+    def findings(self, limit_ms: float) -> Findings:
+        """See Senders."""
+        errors_ms = [error / 1e6 for one in self.sending if (error := one.alignment_error_ns()) is not None]
+        worst_ms = max(errors_ms, default=0.0)
+        invalid = [
+            f"client node {one.node.address} was lost ({one.lost_why}); its unfinished requests are {NODE_LOST}"
+            for one in self.sending
+            if one.lost_ns
+        ]
+        if worst_ms > limit_ms:
+            invalid.append(
+                f"the clocks of the client nodes agree to {worst_ms:.1f} ms only, limit {limit_ms:.4g} ms; "
+                "synchronise them (NTP, PTP), or allow more with --lag-limit-ms"
+            )
+        facts = {"client_nodes": [one.fact() for one in self.sending], "clock_alignment_error_ms": worst_ms}
+        return Findings(facts, tuple(self._warnings()), tuple(invalid))
+
+    def _warnings(self) -> list[str]:
+        machines = {one.node.place.machine for one in self.sending}
+        found = []
+        if len(machines) < len(self.sending):
+            found.append(
+                f"the {len(self.sending)} client nodes are on {len(machines)} machine(s): nodes of one machine share "
+                "its processors"
+            )
+        if len(self.sending[0].part.phases) > 1 and len(self.sending) > 1:
+            found.append(
+                "each client node begins a phase when it has released its own sessions of the phase before, so phases "
+                "do not change at one time on all nodes"
+            )
+        return found
+
+    def _released(self, one: Sending) -> int:
+        """How many of a node's sessions have been released, or may have been before it was lost."""
+        arrivals = one.part.sessions.arrivals
+        if not one.lost_ns or arrivals is None or one.part.max_concurrency is not None:
+            return one.released
+        return max(one.released, bisect_right(arrivals.arrival_ns, one.lost_ns - self.start_ns))
+
+    async def _prepare(self, one: Sending) -> None:
+        part = one.part
+        own = replace(
+            self.options, slot_spacing_s=part.spacing_ns / 1e9, client_nodes=None, ray_address=None, id_prefix=None
+        )
+        task = NodeTask(
+            url=self.url, model=self.model, options=own, id_prefix=self.id_prefix, rows=part.rows.tolist(),
+            phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
+        )  # fmt: skip
+        prepared = one.node.actor.prepare.remote(msgspec.msgpack.encode(task), _stream(part.table), self.keys)
+        try:
+            one.workers, problem = await result_of(prepared, PREPARE_S)
+        except CallFailedError as error:
+            raise RunError(f"client node {one.node.address} was lost before the start ({error})") from None
+        if problem is not None:
+            raise RunError(f"client node {one.node.address}: {problem}")
+
+    async def _offset(self, one: Sending) -> ClockOffset:
+        try:
+            return await self._clock(one)
+        except CallFailedError as error:
+            raise RunError(f"client node {one.node.address} was lost before the start ({error})") from None
+
+    async def _clock(self, one: Sending) -> ClockOffset:
+        return await measured_offset(lambda: result_of(one.node.actor.clock.remote(), SILENT_S))
+
+    async def _listen(self, one: Sending, on_batch: OnBatch) -> None:
+        while one.running:
+            await self._unless_lost(one, self._next_report(one, on_batch))
+
+    async def _next_report(self, one: Sending, on_batch: OnBatch) -> None:
+        report = _REPORT.decode(await result_of(one.node.actor.report.remote(), SILENT_S))
+        one.released = report.released
+        for worker, batch in report.batches:
+            on_batch(worker, batch)
+        if report.done is not None:
+            one.done = report.done
+            if any(done is None or done.error is not None for done in report.done):
+                self.send_all(Stop(abort=True))
+
+    async def _unless_lost(self, one: Sending, call: Awaitable[None]) -> None:
+        """Wait for a call. If the node is lost, stop the others: the run has not the load that was planned."""
+        try:
+            await call
+        except CallFailedError as error:
+            one.lost_ns, one.lost_why = time.monotonic_ns(), str(error)
+            one.node.end()
+            self.send_all(Stop(abort=True))
+
+
+@contextlib.asynccontextmanager
+async def node_senders(
+    nodes: Sequence[ClientNode],
+    plan: PlanPart,
+    url: ServerUrl,
+    model: str,
+    options: ClientOptions,
+    id_prefix: str,
+    environ: Mapping[str, str],
+) -> AsyncIterator[NodeSenders]:
+    """Split ``plan`` over the nodes, which end with their actors. Raises UsageError if there is too little to split."""
+    parts = split(plan, len(nodes))
+    sending = [Sending(node, part) for node, part in zip(nodes, parts, strict=True)]
+    keys = {name: environ[name] for name in KEY_VARIABLES if name in environ}
+    yield NodeSenders(sending, url, model, options, id_prefix, keys)
+
+
+def _stream(table: pa.Table) -> bytes:
+    """The table as an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())

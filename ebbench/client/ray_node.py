@@ -20,9 +20,9 @@ import pyarrow as pa
 
 import ebbench
 from ebbench.client.messages import Batch, FromParent, NodeReport, NodeTask, Place, RequestRecord
-from ebbench.client.plan_parts import PlanPart
 from ebbench.client.senders import LocalSenders, local_senders
 from ebbench.client.server_queries import ServerQueries
+from ebbench.client.session_plan import PlanPart
 from ebbench.errors import EbbenchError
 
 _REPORT_WITHIN_S = 1.0

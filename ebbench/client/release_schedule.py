@@ -1,13 +1,178 @@
-"""Release schedule shared by all workers: which session starts next, and its intended start."""
+"""Release schedule shared by all workers: which session starts next and when, and the ramp-up."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from ebbench.client.pacing import NEVER, Arrivals, Slots
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ebbench.errors import UsageError
+from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.spec.client import ClientOptions
+
+# When each session is due, without sending and without a clock.
+#
+# `(elapsed, sent) -> wait`: from the time since the start and the number of sessions released so far to the time
+# until the next release. No function reads a clock, so tests need no waiting.
+
+NEVER = -1
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Open loop: session i is due ``arrival_ns[i]`` ns after the start (ascending)."""
+
+    arrival_ns: Sequence[int]
+
+    def wait_ns(self, elapsed_ns: int, sent: int) -> int:
+        """Ns until session number ``sent`` is due: 0 if it is due, NEVER after the last session."""
+        if sent >= len(self.arrival_ns):
+            return NEVER
+        return max(0, self.arrival_ns[sent] - elapsed_ns)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Closed loop: how many sessions may be open when session i is released.
+
+    ``limits[p]`` holds from session ``first_of_phase[p]`` on; None is no limit. Where the limit rises, the new slots
+    open ``spacing_ns`` apart: no client can start hundreds of requests at one instant, and each would count the
+    difference as lag.
+    """
+
+    first_of_phase: tuple[int, ...]
+    limits: tuple[int | None, ...]
+    spacing_ns: int = 0
+
+    @classmethod
+    def of_phases(cls, phases: Sequence[ClosedPhase], spacing_ns: int = 0) -> Slots:
+        """The limits of closed-loop phases; the last limit holds to the end."""
+        starts = [sum(p.sessions for p in phases[:i]) for i in range(len(phases))]
+        return cls(tuple(starts), tuple(p.max_concurrency for p in phases), spacing_ns)
+
+    @classmethod
+    def constant(cls, limit: int | None) -> Slots:
+        """The same limit for all sessions; None is no limit."""
+        return cls((0,), (limit,))
+
+    def limit(self, session: int) -> int | None:
+        """The limit in force at the release of session number ``session``."""
+        return self.limits[bisect_right(self.first_of_phase, session) - 1]
+
+    def change(self, session: int) -> int:
+        """Change of the limit at session number ``session``; 0 inside a phase."""
+        after, before = self.limit(session), self.limit(session - 1) if session else 0
+        return (after or 0) - (before or 0)
+
+
+# State shared by worker processes: a file of integers and a lock, both opened by path.
+#
+# A lock on a file does not outlive its process: the kernel releases it when a worker dies.
+
+_MEMORY = Path("/dev/shm")
+
+
+def memory_folder() -> Path | None:
+    """A directory in memory (``/dev/shm``), or None if there is none.
+
+    The first write to a page of a file on disk can wait 5 to 20 ms for the file system, in the middle of a run.
+    """
+    return _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
+
+
+class SharedMemory:
+    """64-bit integers in a mapped file, shared by every process that opens the same path."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._map = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        self._ints = memoryview(self._map).cast("q")
+
+    @classmethod
+    def create(cls, path: Path, length: int) -> SharedMemory:
+        """Create a file of ``length`` zeros at a new path."""
+        path.write_bytes(bytes(8 * length))
+        return cls(path)
+
+    def __getitem__(self, index: int) -> int:
+        return self._ints[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._ints[index] = value
+
+
+class FileLock:
+    """Mutual exclusion between processes; held for microseconds."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def __enter__(self) -> FileLock:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+
+# Ramp-up: the load grows to its full size over some seconds.
+
+
+def ramped(plan: Plan, options: ClientOptions, ramp_up_s: float) -> tuple[Plan, ClientOptions]:
+    """The plan and the options with a ramp of ``ramp_up_s`` seconds.
+
+    Open loop: the arrival rate grows linearly from zero to the planned rate. Closed loop: the slots of the first phase
+    open one after the other over that time. Raises UsageError if ``ramp_up_s`` is not positive.
+    """
+    if not ramp_up_s > 0:
+        raise UsageError(f"--ramp-up must be positive, not {ramp_up_s:g}")
+    facts = {**plan.facts, "ramp_up_s": ramp_up_s}
+    if plan.closed_loop:
+        spacing_s = ramp_up_s / plan.phases[0].max_concurrency
+        return replace(plan, facts=facts), replace(options, slot_spacing_s=spacing_s)
+    index = plan.table.schema.get_field_index("arrival_ns")
+    arrival = plan.table.column("arrival_ns").combine_chunks()
+    known = arrival.is_valid().to_numpy(zero_copy_only=False)
+    slowed = slow_start_ns(arrival.fill_null(0).to_numpy(zero_copy_only=False), round(ramp_up_s * 1e9))
+    column = pa.array(slowed, pa.int64(), mask=~known)
+    return replace(
+        plan, table=plan.table.set_column(index, plan.table.schema.field(index), column), facts=facts
+    ), options
+
+
+def slow_start_ns(arrival_ns: npt.NDArray[np.int64], ramp_ns: int) -> npt.NDArray[np.int64]:
+    """Arrival times (ns) under a rate that grows linearly from 0 to the planned rate over ``ramp_ns``.
+
+    The expected number of arrivals by time t becomes rate * t^2 / (2 ramp) during the ramp and rate * (t - ramp / 2)
+    after it, instead of rate * t. An arrival planned at time a moves to the time at which that number is rate * a. A
+    Poisson process remains one, with a rate that varies over time.
+    """
+    planned = arrival_ns.astype(np.float64)
+    during = np.sqrt(2.0 * ramp_ns * planned)
+    slowed: npt.NDArray[np.float64] = np.where(planned < ramp_ns / 2, during, planned + ramp_ns / 2)
+    return np.rint(slowed).astype(np.int64)
+
 
 # Positions in the shared memory; the end times of sessions follow.
 _NEXT, _OPEN, _ENDS, _STOPPED, _START, _UNOPENED, _OPENING, _USED, _HEADER = range(9)

@@ -1,7 +1,7 @@
 """Checks the numbers that a server reports, once, before they reach typed tables.
 
-A server may send anything where a count belongs: floats, texts, objects, negative or huge numbers. What is no count is
-left out and named, so that one odd answer costs neither the run nor its other figures.
+A server may send anything where a count belongs: floats, texts, objects, negative or huge numbers. Values that are no
+counts are left out and named, so that one odd answer does not cost the run or its other figures.
 """
 
 from __future__ import annotations

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.client.bodies import Turn
-from ebbench.client.pacing import Arrivals, Slots
+from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.release_schedule import Arrivals, Slots
 from ebbench.errors import UsageError
 from ebbench.records.content import CHUNK_TOKENS, block_tokens
-from ebbench.records.plan import ClosedPhase
-from ebbench.records.turn_graph import TurnGraph, turn_graph
+from ebbench.records.plan import ClosedPhase, TurnGraph, turn_graph
 
 
 @dataclass(frozen=True)
@@ -171,3 +173,220 @@ def _reordered(rows: list[int], starts: list[int], order: list[int]) -> tuple[li
     groups = [rows[starts[i] : starts[i + 1]] for i in order]
     bounds = np.cumsum([0, *map(len, groups)])
     return [row for group in groups for row in group], bounds.tolist()
+
+
+# Splits a plan over several machines: whole sessions, in release order, each machine with its share of the load.
+
+Ints = npt.NDArray[np.int64]
+_TOO_LITTLE = (
+    "{} client nodes need a session each in the plan, and in every phase as many sessions open at a time; use fewer "
+    "nodes or a larger load"
+)
+
+
+@dataclass(frozen=True)
+class PlanPart:
+    """The requests that one machine sends.
+
+    ``rows``: their rows in the whole plan, ascending. ``table``: the same requests (schema PLAN). ``phases`` and
+    ``max_concurrency``: this machine's share of the plan's. ``dropped``: rows of ``table`` that are not sent.
+    ``spacing_ns``: time between the openings of new slots.
+    """
+
+    rows: Ints
+    table: pa.Table
+    phases: tuple[ClosedPhase, ...]
+    max_concurrency: int | None
+    dropped: frozenset[int]
+    spacing_ns: int
+
+    @cached_property
+    def sessions(self) -> SessionPlan:
+        """The part by sessions in release order."""
+        return plan_sessions(self.table, self.phases, self.max_concurrency, self.spacing_ns)
+
+    @property
+    def most_open(self) -> int:
+        """How many sessions may be open at a time; 0 if the plan sets no limit."""
+        return max((phase.max_concurrency for phase in self.phases), default=self.max_concurrency or 0)
+
+
+def whole(
+    table: pa.Table,
+    phases: tuple[ClosedPhase, ...],
+    max_concurrency: int | None,
+    dropped: frozenset[int],
+    spacing_ns: int,
+) -> PlanPart:
+    """The whole plan as the part of one machine."""
+    return PlanPart(np.arange(table.num_rows), table, phases, max_concurrency, dropped, spacing_ns)
+
+
+def split(plan: PlanPart, machines: int) -> list[PlanPart]:
+    """The parts of ``machines`` machines. Each session is in exactly one part.
+
+    Sessions are dealt in release order: in an open loop to each machine in turn, in a closed loop in proportion to the
+    machines' shares of the phase's slots. The shares of a limit differ by 1 at most. Raises UsageError if a machine
+    would have no slot or no session.
+    """
+    limits = [phase.max_concurrency for phase in plan.phases]
+    if plan.max_concurrency is not None:
+        limits.append(plan.max_concurrency)
+    if min([plan.sessions.sessions, *limits]) < machines:
+        raise UsageError(_TOO_LITTLE.format(machines))
+    machine_of = _dealt(plan, machines)
+    if np.unique(machine_of).size < machines:
+        raise UsageError(_TOO_LITTLE.format(machines))
+    session_of_row = np.empty(len(plan.rows), np.int64)
+    starts = np.asarray(plan.sessions.starts)
+    session_of_row[np.asarray(plan.sessions.rows)] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return [_part(plan, machine_of, session_of_row, number, machines) for number in range(machines)]
+
+
+def shares(limit: int, machines: int) -> list[int]:
+    """``limit`` divided into ``machines`` whole numbers that differ by 1 at most, larger ones first."""
+    each, more = divmod(limit, machines)
+    return [each + (number < more) for number in range(machines)]
+
+
+def _dealt(plan: PlanPart, machines: int) -> Ints:
+    """The machine of each session, by session in release order."""
+    if not plan.phases:
+        return np.arange(plan.sessions.sessions) % machines
+    dealt = [np.resize(_turn_order(shares(one.max_concurrency, machines)), one.sessions) for one in plan.phases]
+    order: Ints = np.concatenate(dealt)
+    last = _turn_order(shares(plan.phases[-1].max_concurrency, machines))
+    # Sessions after the last phase belong to it.
+    return np.concatenate([order, np.resize(last, max(0, plan.sessions.sessions - len(order)))])
+
+
+def _turn_order(slots: Sequence[int]) -> Ints:
+    """The machines in an order in which machine m comes ``slots[m]`` times, evenly spread; shape (sum of slots,)."""
+    machines = np.repeat(np.arange(len(slots)), slots)
+    places = np.concatenate([(np.arange(count) + 0.5) / count for count in slots])
+    order: Ints = machines[np.lexsort((machines, places))]
+    return order
+
+
+def _part(plan: PlanPart, machine_of: Ints, session_of_row: Ints, number: int, machines: int) -> PlanPart:
+    local = np.flatnonzero(machine_of[session_of_row] == number)
+    phases, first = [], 0
+    for phase in plan.phases:
+        own = int(np.count_nonzero(machine_of[first : first + phase.sessions] == number))
+        slots = shares(phase.max_concurrency, machines)[number]
+        phases.append(replace(phase, sessions=own, max_concurrency=slots))
+        first += phase.sessions
+    limit = plan.max_concurrency
+    dropped = np.flatnonzero(np.isin(local, np.fromiter(plan.dropped, np.int64, len(plan.dropped))))
+    return PlanPart(
+        rows=plan.rows[local],
+        table=plan.table.take(pa.array(local)).combine_chunks(),
+        phases=tuple(phases),
+        max_concurrency=None if limit is None else shares(limit, machines)[number],
+        dropped=frozenset(dropped.tolist()),
+        spacing_ns=plan.spacing_ns * machines,
+    )
+
+
+# Builds the bodies of long prompts before they are due, in a thread of their own.
+#
+# A body of 50,000 tokens takes milliseconds, in which the event loop can neither send in time nor time a response.
+# The thread builds first requests of the sessions that this worker will release next, up to a limit of memory.
+
+LONG_PROMPT_TOKENS = 2048
+"""Prompts from this length on are built ahead; a shorter one takes less time than handing it over."""
+LIMIT_BYTES = 128 << 20
+
+
+class BodiesAhead:
+    """Bodies by row. Use :meth:`start`, then :meth:`take` from the event loop; :meth:`close` ends the thread."""
+
+    def __init__(self, bodies: RequestBodies, plan: SessionPlan, first: int, step: int) -> None:
+        """The worker expects to release the sessions ``first``, ``first + step``, ..."""
+        self._bodies, self._plan = bodies, plan
+        self._sessions = range(first, plan.sessions, step)
+        self._built: dict[int, tuple[int, bytes]] = {}  # session and body by row, in the order of the sessions
+        self._bytes = self._released = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def start(self, wanted: int) -> None:
+        """Start building; returns when the bodies of the first ``wanted`` sessions, or as many as fit, are there."""
+        rows = self._rows()
+        upcoming = next(rows, None)
+        if upcoming is None:
+            return
+        self._thread = threading.Thread(target=self._build_all, args=(upcoming, rows, wanted), daemon=True)
+        with self._changed:
+            self._thread.start()
+            self._changed.wait_for(lambda: self._closed or len(self._built) >= wanted or self._full or not self._alive)
+
+    @property
+    def _full(self) -> bool:
+        return self._bytes >= LIMIT_BYTES
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def take(self, row: int) -> bytes | None:
+        """The body of a row if it is there; the thread may then build another."""
+        with self._changed:
+            found = self._built.pop(row, None)
+            if found is None:
+                return None
+            session, body = found
+            self._bytes -= len(body)
+            self._released = max(self._released, session)
+            self._changed.notify_all()
+            return body
+
+    def passed(self, released: int) -> None:
+        """Drop bodies of sessions below ``released`` that another worker sends."""
+        with self._changed:
+            self._released = max(self._released, released)
+            for row in [row for row, (session, _) in self._built.items() if session < released - 1]:
+                self._bytes -= len(self._built.pop(row)[1])
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        """Sessions and their first rows, as far as those have long synthetic prompts."""
+        for session in self._sessions:
+            row = self._plan.turns(session)[0]
+            if self._plan.columns["input_tokens"][row] < LONG_PROMPT_TOKENS:
+                continue
+            if self._plan.columns["prompt"][row] is None:
+                yield session, row
+
+    def _build_all(self, upcoming: tuple[int, int], rows: Iterator[tuple[int, int]], wanted: int) -> None:
+        try:
+            current: tuple[int, int] | None = upcoming
+            while current is not None:
+                session, row = current
+                if session >= self._released:
+                    may_hang_up = self._plan.hang_up_ns(row) is not None
+                    self._keep(session, row, self._bodies.build(self._plan.turn(row), may_hang_up=may_hang_up))
+                if self._closed:
+                    return
+                current = next(rows, None)
+        finally:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+
+    def _keep(self, session: int, row: int, body: bytes) -> None:
+        with self._changed:
+            if session >= self._released:
+                self._built[row] = (session, body)
+                self._bytes += len(body)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or not self._full)

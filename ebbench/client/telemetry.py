@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from ebbench.errors import RunError, UsageError
 from ebbench.extras import need
-from ebbench.records.token_gaps import tokens_after_first_of
+from ebbench.records.schema import tokens_after_first_of
 from ebbench.spec.client import ClientOptions
 
 Sink = Callable[[pa.Table], None]
@@ -179,7 +179,7 @@ class _Counting:
 
 
 class Telemetry:
-    """What of both the options ask for. ``warnings``: known after the ``with`` block of :func:`telemetry`."""
+    """The parts that the options ask for. ``warnings``: known after the ``with`` block of :func:`telemetry`."""
 
     def __init__(self) -> None:
         self.sinks: list[Sink] = []

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.messages import WorkerDone
 from ebbench.client.server_numbers import OddNumber
-from ebbench.records.lateness import LAG_REMEDY
-from ebbench.records.token_gaps import SAME_TIME_NS, tokens_after_first_of
+from ebbench.records.schema import SAME_TIME_NS, tokens_after_first_of
+from ebbench.spec.client import LAG_REMEDY
 
 _JOINED_SHARE = 0.1
 """Share of the output tokens without a time of their own from which on the median of ITL is misleading: zeros up to

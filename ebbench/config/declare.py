@@ -9,6 +9,13 @@ from typing import Any, get_type_hints
 from ebbench.config.setting_strings import check_range, option_name
 from vllm_eb.settings import Setting
 
+DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
+# What a command simulates where neither a device nor a model is given.
+
+DEFAULT_VLLM = "0.32"
+"""The version by whose rules a simulated server sizes its KV cache: the newest that the plugin is tested with."""
+
+
 WORKLOAD, LOAD, SESSIONS, ENGINE = "Workload", "Load", "Sessions", "Engine"
 CLIENT, CLUSTER = "Client (with a server's URL)", "Several instances"
 
@@ -24,7 +31,7 @@ class Option:
     turns_off: bool = False
     """The option takes no value and sets the field to False."""
     complete: str = ""
-    """Function of :mod:`ebbench.cli.completion` that completes its value."""
+    """Function of :mod:`ebbench.cli.options` that completes its value."""
     text: Any = None
     """Type of its value on the command line, if not the field's."""
     read: Callable[[Any], Mapping[str, Any]] | None = None

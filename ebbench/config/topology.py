@@ -170,7 +170,7 @@ class _File(msgspec.Struct, frozen=True):
 def parse_topology(text: str) -> TopologySpec:
     """Parse a short form, or the ``[topology]`` table of a TOML file. Raises UsageError that says what to write."""
     if text.endswith(".toml"):
-        from ebbench.config.strict_toml import load_toml
+        from ebbench.foreign.documents import load_toml
 
         return load_toml(Path(text), _File).topology
     parts = split_pairs(text)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from ebbench.config.strict_toml import load_toml
 from ebbench.devices.profiles import DATA
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.foreign.documents import load_toml
 from ebbench.spec.server import OFF
 
 

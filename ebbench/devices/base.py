@@ -54,7 +54,7 @@ class Device:
     None for a device made by hand. Topologies with several GPUs per unit need them and must not look them up by name: a
     model read from a config.json has no known name. ``costs_known`` False: ``calibration`` is a placeholder.
     ``kv_capacity_tokens`` 0: unknown. ``identity``: what tells it from others of its name, by name
-    (:mod:`ebbench.devices.identity`). ``kv_layout``: how blocks are given to layers that keep a window or a state; None
+    (:mod:`ebbench.devices.profiles`). ``kv_layout``: how blocks are given to layers that keep a window or a state; None
     where every layer keeps every token.
     """
 

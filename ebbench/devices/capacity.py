@@ -7,8 +7,7 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.request import DeviceRequest
-from ebbench.devices.startup import StartUp, start_up
+from ebbench.devices.request import DeviceRequest, StartUp, start_up
 from ebbench.errors import UsageError
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"

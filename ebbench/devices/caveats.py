@@ -1,4 +1,4 @@
-"""What is not as measured in a device's step times and KV cache: the warnings that every run on it carries."""
+"""What of a device's step times and KV cache is estimated instead of measured: the warnings of every run on it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import fields, replace
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.capacity import requested_capacity
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.identity import has_other_shape
 from ebbench.devices.linear import LinearCost
 from ebbench.devices.parallel import Parallel
-from ebbench.devices.profiles import DeviceProfile, find_profile
+from ebbench.devices.profiles import DeviceProfile, find_profile, has_other_shape
 from ebbench.devices.request import DeviceRequest
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UsageError
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 SLOWER = 1.02
@@ -73,7 +72,7 @@ def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
 
 
 def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
-    """That the host's constants are a guess, if they are."""
+    """A warning if the host's constants are a guess; else empty."""
     if host.fitted:
         return ()
     return (
@@ -120,7 +119,7 @@ def _unused_numbers(
 
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
-    """Those fields that are not at their defaults."""
+    """The fields that differ from their defaults."""
     defaults = {one.name: one for one in fields(DeviceProfile)}
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
@@ -171,7 +170,7 @@ def _slower_than_16_bits(
 def _slower_than_half_the_gpus(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost
 ) -> tuple[str, ...]:
-    """A warning if half as many GPUs hold the model, too, and a step is faster there, without as many collectives."""
+    """A warning if the model also fits on half as many GPUs and a step is faster there, with fewer collectives."""
     whole = request.parallel
     if whole.tp < 2 or whole.dp > 1:
         return ()

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ebbench.devices.attention import Array
 from ebbench.devices.kerneltables import select, source
 from ebbench.devices.profiles import DeviceProfile, Link
+from ebbench.devices.surfaces import Array
 from ebbench.errors import UnknownNameError, UsageError
 
 GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step; larger steps call collectives eagerly

@@ -1,7 +1,7 @@
 """Families of decoders by ``model_type``: what their config.json leaves out, and rules for their layers.
 
 One entry of ``FAMILIES`` is all that a new family takes. Values under usual names are read without an entry's help:
-layers, widths, heads, experts (:data:`ebbench.devices.config_values.NAMES`), ``layer_types``, sliding windows, first
+layers, widths, heads, experts (:data:`ebbench.devices.mixer_rules.NAMES`), ``layer_types``, sliding windows, first
 and listed dense layers of mixtures. An entry says what differs; sizes and defaults are those of transformers and vLLM.
 """
 
@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ebbench.devices.config_values import ConfigValues
+from ebbench.devices.checkpoint_types import ModuleNames
 from ebbench.devices.mixer_rules import (
+    ConfigValues,
     Rule,
     block_index,
     block_sparse,
@@ -27,7 +28,6 @@ from ebbench.devices.mixer_rules import (
     short_conv,
     softmax,
 )
-from ebbench.devices.modules import ModuleNames
 
 FULL, WINDOW, CHUNK, LINEAR, CONV, SPARSE = (
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "sparse_attention",
@@ -83,8 +83,8 @@ class Family:
 
 
 def every(number: int, *keys: str, first: bool = False, otherwise: str = WINDOW) -> Pattern:
-    """One layer in so many attends to everything, by the first of ``keys`` that is given: the last of each group, or
-    the first."""
+    """One layer per group attends to everything, its last or its ``first``. The group's size is the first of ``keys``
+    that is given, else ``number``."""
 
     def pattern(v: ConfigValues, layers: int) -> Kinds:
         stated = v.number(*keys, default=0) if keys else 0

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mixers import Mixer
+from ebbench.devices.geometry import Mixer, ModelGeometry
 
 Ints = npt.NDArray[np.int64]
 BLOCK_TOKENS = 16
@@ -84,16 +83,16 @@ class KvLayout:
         return int(blocks / self.most(self.longest) * self.longest)
 
     def blocks_of(self, tokens: int) -> int:
-        """The blocks of a server that logs a size of so many ``tokens``."""
+        """The blocks of a server that logs a KV cache of ``tokens`` tokens."""
         return round(tokens / self.longest * self.most(self.longest))
 
     def effective_tokens(self, blocks: int, mean: float) -> int:
-        """Tokens that so many blocks hold of sequences that have reached a mean length."""
+        """Tokens that ``blocks`` blocks hold of sequences whose length is ``mean`` tokens."""
         length = np.array([max(round(mean), 1)], np.int64)
         return int(blocks / self.held(length, length)[0] * length[0])
 
     def longest_within(self, blocks: int, tokens: int) -> int:
-        """The longest sequence of at most ``tokens`` that so many blocks hold."""
+        """The longest sequence of at most ``tokens`` tokens that ``blocks`` blocks hold."""
         low, high = 0, tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -138,7 +137,7 @@ def _merged(kept: Iterable[Mixer]) -> list[Mixer]:
 
 
 def _tokens_beside_states(kept: Iterable[Mixer], states: Iterable[Mixer], element: float) -> int:
-    """Tokens of a block: 16, or as many multiples of it as make a block of attention as large as a state."""
+    """Tokens per block: the smallest multiple of 16 with which a block of attention is no smaller than a state."""
     largest = max((mixer.state_bytes for mixer in states), default=0)
     narrowest = max((mixer.bytes_per_token(element) for mixer in kept), default=0.0)
     if not largest or not narrowest:

@@ -8,16 +8,75 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ebbench.devices.attention import Array
 from ebbench.devices.collectives import Collectives, choose_link
-from ebbench.devices.experts import expert_times
-from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
+from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select
-from ebbench.devices.mixers import Mixer, Product
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
-from ebbench.devices.roofline import COMPUTE_SHARE
+from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
+from ebbench.devices.surfaces import Array
 from ebbench.errors import UsageError
+
+# Time of one layer's fused experts by token count, on one GPU or divided among several.
+
+_TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536], dtype=float)
+
+
+def expert_times(
+    profile: DeviceProfile, model: ModelGeometry, shape: Parallel
+) -> tuple[tuple[Array, Array], tuple[str, ...]]:
+    """(token counts, seconds) of one GPU's experts, and warnings. Tokens are those of all GPUs of the engine.
+
+    With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
+    Sources in order of preference: the table of this shape and division; that of one GPU, divided except for its fixed
+    part; the roofline of the experts used.
+    """
+    tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
+    found = _measured(profile, model, model.dtype_of_experts, tp, ep)
+    if found is not None:
+        return found, ()
+    parts = tp * ep
+    whole = _measured(profile, model, model.dtype_of_experts, 1, 1)
+    if whole is not None:
+        tokens, times = whole
+        fixed = float(times.min())
+        warning = (
+            f"experts of {model.name} divided among {parts} {profile.name} were not measured: those of one GPU, all "
+            f"but their fixed part divided by {parts}"
+        )
+        return (tokens, fixed + (times - fixed) / parts), (warning,)
+    warning = f"experts of {model.name} were not profiled on {profile.name}: their time is a roofline estimate"
+    return (_TOKENS, _roofline(profile, model) / parts), (warning,)
+
+
+def _measured(profile: DeviceProfile, model: ModelGeometry, dtype: str, tp: int, ep: int) -> tuple[Array, Array] | None:
+    table = select(
+        "moe",
+        device=profile.name,
+        dtype=dtype,
+        hidden=model.hidden,
+        expert_intermediate=model.expert_intermediate,
+        experts=model.experts,
+        experts_per_token=model.experts_per_token,
+        tp=tp,
+        ep=ep,
+    ).to_pydict()
+    if not table["tokens"]:
+        return None
+    order = np.argsort(table["tokens"])
+    return np.array(table["tokens"], dtype=float)[order], np.array(table["time_us"], dtype=float)[order] * US
+
+
+def _roofline(profile: DeviceProfile, model: ModelGeometry) -> Array:
+    share = model.experts_per_token / model.experts
+    expert_bytes = model.expert_params * WEIGHT_BITS[model.dtype_of_experts] / 8
+    touched = model.experts * (1.0 - (1.0 - share) ** _TOKENS) * expert_bytes
+    work = 2.0 * _TOKENS * model.experts_per_token * model.expert_params
+    return np.maximum(
+        touched / (profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE),
+        work / (profile.bf16_flops_per_s * COMPUTE_SHARE),
+    )
+
 
 US = 1e-6
 KERNEL_S = 2.5e-6  # a small element-wise kernel of any size (LLMServingSim: 2.0 to 3.1 us on both GPUs)

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ebbench.devices.base import CostModel, Device
+from ebbench.config.topology import PoolSpec, TopologySpec
+from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
-from ebbench.devices.fit import cost_grid, fit_calibration
+from ebbench.devices.collectives import choose_link
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.gridcost import GridCost, measured_calibration
-from ebbench.devices.identity import has_bundled_shape, has_other_shape, identity_of
 from ebbench.devices.layers import MAX_TOKENS
-from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, published_calibration
+from ebbench.devices.linear import (
+    GIVEN,
+    SOURCE,
+    LinearCost,
+    cost_grid,
+    fit_calibration,
+    given_device,
+    published_calibration,
+)
 from ebbench.devices.parallel import SINGLE, Parallel
-from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, measured_name
+from ebbench.devices.profiles import (
+    DeviceProfile,
+    find_model,
+    find_profile,
+    has_bundled_shape,
+    has_other_shape,
+    identity_of,
+    measured_name,
+)
 from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import roofline_cost
 from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
@@ -59,8 +75,8 @@ def load_device(
     ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
-    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. The other settings only
-    affect its size, too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
+    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. The other settings also
+    only affect its size; None is the profile's value, of ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
     the cost model does not exist for this pair.
@@ -144,11 +160,15 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
     by_name = () if has_other_shape(geometry) else (geometry.name, geometry.hf_id)
     for name in (measured_name(model), *by_name):
         if name in measured:
+            from ebbench.devices.gridcost import measured_calibration
+
             return measured_calibration(Path(measured[name]))
     return None
 
 
 def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
+    from ebbench.devices.gridcost import GridCost
+
     assert calibration.grid is not None  # measured_calibration requires one
     cost = GridCost.measured(calibration.grid, host.request_s if host is not None else 0.0)
     return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())
@@ -217,3 +237,92 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
     )
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
     return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning,))
+
+
+# A unit of several GPUs as a single device: its step times, KV capacity and memory.
+
+
+@dataclass(frozen=True)
+class UnitDevice:
+    """One unit: its ``device`` (cost and KV capacity of all its GPUs) and the data for KV transfers.
+
+    ``spare_bytes``: memory of its GPUs that the engine may not use. ``link_bytes_per_s``: None if the device's profile
+    has no link.
+    """
+
+    device: Device
+    spare_bytes: float
+    link_bytes_per_s: float | None
+    kv_bytes_per_token: int | None
+
+
+def unit_device(
+    device: Device, pool: PoolSpec, default_utilization: float | None, max_num_seqs: int, budget: int, link: str = ""
+) -> UnitDevice:
+    """The unit of ``pool`` on GPUs like ``device``, connected by ``link`` ("" is the device's default link).
+
+    ``default_utilization``: the share of memory where neither the pool nor the user states one; None: that of vLLM's
+    version. Raises UsageError for an unsupported shape. A device made by hand represents a whole unit of any number of
+    GPUs.
+    """
+    request, profile, model = device.request, device.profile, device.geometry
+    if request is None or profile is None or model is None:
+        return UnitDevice(device, 0.0, None, None)
+    given = pool.gpu_memory_utilization or request.gpu_memory_utilization
+    utilization = given or default_utilization or request.memory_share
+    sized = replace(
+        request, gpu_memory_utilization=utilization, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+    if pool.lockstep and model.experts:
+        raise UsageError(
+            f"lockstep is for dense models; the data-parallel units of {model.name} share its experts: write "
+            f"ep={pool.tp * pool.dp} instead"
+        )
+    shape = _shape(pool, link)
+    shape.check(model)
+    if link or not shape.single:
+        choose_link(profile, link)
+    if not shape.single and shape != request.parallel:
+        unit = _loaded(replace(sized, parallel=shape))
+    elif utilization != request.memory_share or not shape.single:
+        unit = resized(device, sized)
+    else:
+        unit = device
+    speed = profile.links[choose_link(profile, link)].bytes_per_s if profile.links else None
+    spare = profile.memory_bytes * (1 - utilization) * pool.tp
+    return UnitDevice(unit, spare, speed, model.kv_bytes_per_token)
+
+
+def shape_of(topology: TopologySpec) -> Parallel:
+    """How the GPUs of one instance of the first pool share the model."""
+    return _shape(topology.pools[0], topology.link)
+
+
+def _shape(pool: PoolSpec, link: str) -> Parallel:
+    """How units of the pool share the model; units in lockstep hold all of it, each for itself."""
+    return Parallel(pool.tp, 1 if pool.lockstep else pool.dp, pool.ep, link)
+
+
+@dataclass(frozen=True)
+class SavingCost:
+    """Steps of a prefill instance: ordinary steps plus ``prompt_s`` per prompt to save its KV."""
+
+    base: CostModel
+    prompt_s: float
+
+    def step_s(self, shape: StepShape) -> float:
+        """Time (s) of one step."""
+        return self.base.step_s(shape) + self.prompt_s * len(shape.prefill)
+
+
+def saving_kv(unit: UnitDevice, ms_per_layer: float) -> UnitDevice:
+    """The unit as a prefill instance; a device made by hand, whose layers are unknown, is returned unchanged."""
+    if unit.device.geometry is None or not ms_per_layer:
+        return unit
+    cost = SavingCost(unit.device.cost, unit.device.geometry.layers * ms_per_layer * 1e-3)
+    return replace(unit, device=replace(unit.device, cost=cost))
+
+
+@lru_cache(maxsize=8)
+def _loaded(request: DeviceRequest) -> Device:
+    return load(request)

@@ -7,14 +7,14 @@ there, and a key about layers, heads, KV or widths that no rule reads, are refus
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbench.devices.checkpoint_types import CheckpointTypes, types_of
-from ebbench.devices.config_file import read_model_file
-from ebbench.devices.config_values import ConfigValues
+from ebbench.devices.checkpoint_types import CheckpointTypes, modules_of, types_of
 from ebbench.devices.families import (
     DENSE_MLP,
     EXPERTS,
@@ -26,12 +26,124 @@ from ebbench.devices.families import (
     WINDOW,
     Family,
 )
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mistral_params import as_config, is_params
-from ebbench.devices.mixer_rules import SHARES_CACHE, head_dim_of, heads_of
-from ebbench.devices.mixers import Mixer
-from ebbench.devices.modules import modules_of
+from ebbench.devices.geometry import Mixer, ModelGeometry
+from ebbench.devices.mixer_rules import SHARES_CACHE, ConfigValues, head_dim_of, heads_of
 from ebbench.errors import InputFileError
+from ebbench.foreign.documents import read_object
+
+# Opens a model's config.json and refuses values of the wrong kind, before they get a meaning.
+
+_OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_parameters", "vision_config", "audio_config")
+_LISTS = ("layer_types", "mlp_only_layers", "moe_layers", "attn_type_list")
+_TEXTS = ("model_type", "torch_dtype", "dtype", "_name_or_path")
+_FLAGS = ("tie_word_embeddings", "use_sliding_window")
+_NUMBER_NAMES = re.compile(
+    r"(num|n|max|first)_\w+|\w+_(size|window|dim|layers|heads|experts|interval|step|tokens|theta|pattern|freq|factor)|factor"
+)
+"""Names of numbers; what has one of them and is a text of digits is refused, not left out."""
+_DIGITS = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*|\s*[+-]?(nan|inf(inity)?)\s*", re.IGNORECASE)
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 10_000),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 1_000_000),
+}
+_MOST_OTHERWISE = 2**40
+"""Numbers above these describe no model, and would be counted up to."""
+
+
+def read_model_file(path: Path) -> dict[str, Any]:
+    """The object of a config.json whose values have the kinds that its keys say. Raises InputFileError."""
+    raw = read_object(path)
+    for place, key, value in _values(raw, ""):
+        if (problem := _problem(key, value)) and value is not None:
+            raise InputFileError(path, f"{place} must be {problem}, not {_short(value)}")
+    return raw
+
+
+def _values(raw: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str, Any]]:
+    for key, value in raw.items():
+        yield f"{prefix}{key}", key, value
+        if key in _OBJECTS and isinstance(value, dict):
+            yield from _values(value, f"{prefix}{key}.")
+
+
+def _problem(key: str, value: Any) -> str:
+    """What a value should be instead; empty if it is valid."""
+    if key in _OBJECTS:
+        return "" if isinstance(value, dict) else "an object"
+    if key in _LISTS:
+        return (
+            "" if isinstance(value, list) and len(value) <= _MOST["num_hidden_layers"] else "a list with a layer each"
+        )
+    if key in _TEXTS:
+        return "" if isinstance(value, str) else "a text"
+    if key in _FLAGS:
+        return "" if isinstance(value, bool) else "true or false"
+    if not _NUMBER_NAMES.fullmatch(key):
+        return ""
+    if isinstance(value, str):
+        return "a number without quotes" if _DIGITS.fullmatch(value) else ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "finite"
+    if isinstance(value, dict) and key in _MOST:
+        return "a whole number"
+    most = _MOST.get(key, _MOST_OTHERWISE)
+    return f"at most {most:,}" if isinstance(value, int | float) and value > most else ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}..."
+
+
+# Mistral's own format, `params.json`, in the words of a config.json (vLLM's `transformers_utils/configs`).
+
+_KEYS: dict[str, str] = {
+    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "tied_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": "n_routed_experts", "num_experts_per_tok": "num_experts_per_tok",
+    "expert_hidden_dim": "moe_intermediate_size", "num_shared_experts": "n_shared_experts",
+    "first_k_dense_replace": "first_k_dense_replace", "route_every_n": "moe_layer_freq",
+}  # fmt: skip
+_FP8 = "fp8_e4m3"
+
+
+def is_params(raw: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of a params.json."""
+    return "model_type" not in raw and {"dim", "n_layers", "n_heads"} <= raw.keys()
+
+
+def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The same model as a config.json. Raises InputFileError for a quantization of another kind."""
+    config = {_KEYS.get(key, key): value for key, value in raw.items()}
+    config.setdefault("max_position_embeddings", 128_000)
+    config["model_type"] = "mistral"
+    experts = config.pop("moe", None)
+    if isinstance(experts, dict):
+        config.update({_EXPERTS.get(str(key), str(key)): value for key, value in experts.items()})
+        config["model_type"] = "mixtral"
+    if config.get("qk_nope_head_dim"):
+        config["model_type"] = "deepseek_v3"
+    windows = config.get("sliding_window")
+    if isinstance(windows, list) and windows:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        layers = config["num_hidden_layers"]
+        config["layer_types"] = kinds * (layers // len(kinds) if isinstance(layers, int) else 1)
+        config["sliding_window"] = next((window for window in windows if window), None)
+    quantization = config.pop("quantization", None)
+    if isinstance(quantization, dict) and quantization:
+        config["quantization_config"] = _quantization(path, quantization)
+    return config
+
+
+def _quantization(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get("qformat_weight") == _FP8:
+        return {"quant_method": "fp8"}
+    if "compressed" in str(given.get("quant_method")):
+        return {**given, "quant_method": "compressed-tensors"}
+    raise InputFileError(path, f"quantization {dict(given)!r} is not read here; {_FP8} and compressed-tensors are")
+
 
 _STATED_STRETCHED = (None, "default", "su", "longrope", "llama3", "mrope")
 _OF_ALL = (
@@ -140,7 +252,7 @@ def _unnested(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number_of_layers(v: ConfigValues) -> int:
-    """Stated, or as many as the kinds listed (Nemotron-H)."""
+    """The stated number of layers, else the number of kinds listed (Nemotron-H)."""
     listed = v.get("hybrid_override_pattern", "layers_block_type")
     known = len(listed) if isinstance(listed, str | list) and listed else None
     return v.number("num_hidden_layers", default=known)
@@ -177,14 +289,14 @@ def _pattern(v: ConfigValues, family: Family, layers: int) -> Sequence[str]:
 
 
 def _windowed(v: ConfigValues, kinds: list[str]) -> list[str]:
-    """Without windows that are switched off, or as long as the longest sequence."""
+    """The kinds of layers, with full attention where a window is switched off or as long as the longest sequence."""
     window, longest = v.get("sliding_window", "sliding_window_size", "attention_window_size"), positions_of_values(v)
     unused = v.get("use_sliding_window") is False or not isinstance(window, int) or window <= 0 or 0 < longest <= window
     return [FULL if kind == WINDOW and unused else kind for kind in kinds]
 
 
 def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> list[_Layer]:
-    """Every layer with what it has of its own."""
+    """Every layer with its own settings."""
     shared = v.number("num_kv_shared_layers", default=0)
     heads = v.per_layer("num_attention_heads_per_layer", layers)
     index = v.per_layer("indexer_types", layers)
@@ -212,13 +324,13 @@ def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer])
     for layer, count in counts.items():
         own = [rule(v.overlaid(dict(layer.further)), count) for rule in family.layers[layer.kind]]
         found[layer] = tuple(mixer for mixer in own if mixer is not None)
-    _read_in_vain(v, family, {layer.kind for layer in counts})
+    _read_absent_kinds(v, family, {layer.kind for layer in counts})
     if not any(mixer.heads and mixer.kind not in ("state", "index") for own in found.values() for mixer in own):
         raise InputFileError(path, "has no layer with attention: a state-space model, which has no cost model here")
     return [found.get(layer, ()) for layer in plan]
 
 
-def _read_in_vain(v: ConfigValues, family: Family, present: set[str]) -> None:
+def _read_absent_kinds(v: ConfigValues, family: Family, present: set[str]) -> None:
     """Let the rules of kinds that this model has no layer of read their keys, which then are understood."""
     for kind, rules in family.layers.items():
         for rule in rules if kind not in present else ():

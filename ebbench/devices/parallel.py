@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mixers import Mixer
+from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.errors import UsageError
 
 BLOCK = 128
@@ -35,7 +34,7 @@ class Parallel:
         return self.gpus == 1
 
     def check(self, model: ModelGeometry) -> None:
-        """Raise UsageError if the model cannot be divided in this way, which vLLM refuses, too."""
+        """Raise UsageError if the model cannot be divided in this way; vLLM refuses it as well."""
         for mixer in model.mixers:
             self._check_heads(model.name, mixer)
         self._check_blocks(model)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbench.devices.base import StepShape
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.mixers import decode_flops, pair_flops
+from ebbench.devices.geometry import ModelGeometry, decode_flops, pair_flops
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 # Shares of the data-sheet rates that large kernels reach; those of the profiled GPUs are within 10 %.
 COMPUTE_SHARE = 0.70

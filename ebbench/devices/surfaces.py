@@ -1,18 +1,194 @@
-"""Converts kernel table rows to the attention tables of one device and model geometry."""
+"""Attention times: kernel table rows, or estimates, as tables of one device and model geometry."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
-from ebbench.devices.attention import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing
-from ebbench.devices.geometry import WEIGHT_BITS
+from ebbench.devices.geometry import WEIGHT_BITS, Mixer, decode_flops, pair_flops
 from ebbench.devices.kerneltables import select
-from ebbench.devices.mixers import Mixer
 from ebbench.devices.profiles import DeviceProfile
+from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.errors import UsageError
+
+# Attention time of one layer, from joint tables if they exist, else from pure tables.
+#
+# A step's attention is `prefill + increment`: the prompts' own cost, and what the decodes add to it. The increment is
+# measured (joint tables) or derived from the pure decode cost. Tables are extrapolated as follows:
+#
+# - Decodes beyond the last row: a decode has a fixed cost and a cost per KV token; both are estimated from the whole
+#   last row, not from the slope of two points.
+# - Mixed steps beyond 128 decodes: FlashAttention 2 gives every decode of a mixed batch its own tile per query head and
+#   processes the batch head by head. Queries that share a KV head then find their keys in the L2 cache only if the keys
+#   of the *whole batch* fit. So the cost depends on the sum of contexts, which the 128-decode rows cover up to two
+#   million tokens, plus a fixed cost per sequence.
+
+Array = npt.NDArray[np.float64]
+
+# Query rows of one FlashAttention tile: a shorter chunk costs as much as this many rows.
+TILE_ROWS = 64
+MAX_CHUNK = 65_536
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table on a regular grid, for multilinear interpolation with linear extrapolation of the last axis."""
+
+    axes: tuple[tuple[float, ...], ...]
+    values: list[float]
+
+    @staticmethod
+    def of(axes: tuple[tuple[float, ...], ...], values: Array) -> Grid:
+        """Flatten ``values``, whose shape is given by ``axes``. Raises ValueError for a missing or negative value."""
+        if values.shape != tuple(map(len, axes)) or not np.isfinite(values).all() or (values < 0).any():
+            raise ValueError("a kernel grid has a hole or a negative value")
+        return Grid(axes, values.ravel().tolist())
+
+    def at2(self, x: float, y: float) -> float:
+        """Bilinear interpolation with linear extrapolation."""
+        xs, ys = self.axes
+        # The search leaves out the ends of the axes, so that the cell found always has a right neighbour.
+        width = len(ys)
+        i = bisect_right(xs, x, 1, len(xs) - 1) - 1
+        j = bisect_right(ys, y, 1, width - 1) - 1
+        x0, y0 = xs[i], ys[j]
+        u = (x - x0) / (xs[i + 1] - x0)
+        v = (y - y0) / (ys[j + 1] - y0)
+        if u < 0.0:
+            u = 0.0
+        if v < 0.0:
+            v = 0.0
+        values = self.values
+        at = i * width + j
+        low = values[at] + (values[at + 1] - values[at]) * v
+        at += width
+        return low + (values[at] + (values[at + 1] - values[at]) * v - low) * u
+
+    def at4(self, a: float, b: float, x: float, y: float) -> float:
+        """Multilinear interpolation in four axes; the first two are clamped, the last two extrapolated."""
+        first, second, xs, ys = self.axes
+        i = bisect_right(first, a, 1, len(first) - 1) - 1
+        j = bisect_right(second, b, 1, len(second) - 1) - 1
+        s = min(max((a - first[i]) / (first[i + 1] - first[i]), 0.0), 1.0)
+        t = min(max((b - second[j]) / (second[j + 1] - second[j]), 0.0), 1.0)
+        k = bisect_right(xs, x, 1, len(xs) - 1) - 1
+        m = bisect_right(ys, y, 1, len(ys) - 1) - 1
+        u = max((x - xs[k]) / (xs[k + 1] - xs[k]), 0.0)
+        v = max((y - ys[m]) / (ys[m + 1] - ys[m]), 0.0)
+        width = len(ys)
+        plane = len(xs) * width
+        at = ((i * len(second) + j) * plane) + k * width + m
+        row = len(second) * plane
+        low = self._cell(at, width, u, v)
+        if t:
+            low += (self._cell(at + plane, width, u, v) - low) * t
+        if not s:
+            return low
+        high = self._cell(at + row, width, u, v)
+        if t:
+            high += (self._cell(at + row + plane, width, u, v) - high) * t
+        return low + (high - low) * s
+
+    def _cell(self, at: int, width: int, u: float, v: float) -> float:
+        values = self.values
+        low = values[at] + (values[at + 1] - values[at]) * v
+        at += width
+        return low + (values[at] + (values[at + 1] - values[at]) * v - low) * u
+
+
+@dataclass(frozen=True)
+class AttentionTables:
+    """Attention times of one layer in seconds.
+
+    ``first_s[c]``: a single prompt chunk of c tokens; ``first_context_s[c]``: its cost per cached token before it.
+    ``next_s`` and ``next_context_s``: the same for every further chunk of the step, when the GPU is already full; the
+    chunk with the largest difference pays its single cost. ``decode``: pure decode over (sequences, mean context).
+    ``increment``: cost that decodes add to a prefill step over (longest chunk, its context, sequences, mean context).
+    ``window`` 0: no sliding window.
+    """
+
+    first_s: list[float]
+    first_context_s: list[float]
+    next_s: list[float]
+    next_context_s: list[float]
+    decode: Grid
+    increment: Grid
+    window: int = 0
+
+    def step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: float) -> float:
+        """Time (s) of one layer's attention in one step."""
+        window = self.window
+        context = kv_tokens / seqs if seqs else 0.0
+        if window and context > window:
+            context = float(window)
+        if not prefill:
+            return self.decode.at2(seqs, context)
+        first, first_context, following, next_context = (
+            self.first_s, self.first_context_s, self.next_s, self.next_context_s,
+        )  # fmt: skip
+        total = alone = 0.0
+        longest = before = 0
+        for chunk, cached in prefill:
+            further = following[chunk]
+            lead = first[chunk]
+            if cached:  # most prompts have no cached prefix: a step with many must stay cheap
+                if window and cached > window:
+                    cached = window
+                further += next_context[chunk] * cached
+                lead += first_context[chunk] * cached
+            total += further
+            lead -= further
+            if lead > alone:
+                alone = lead
+            if chunk > longest:
+                longest, before = chunk, cached
+        total += alone
+        if not seqs:
+            return total
+        total += self.increment.at4(longest, before, seqs, context)
+        decode = self.decode.at2(seqs, context)
+        return total if total > decode else decode
+
+    def single_token_step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: int) -> float:
+        """Time (s) of one layer's attention in a step in which some prompts' chunks have one token.
+
+        vLLM tells prompts from decodes by the number of tokens alone, so such a chunk (the last token of a prompt whose
+        KV was computed elsewhere or found in the cache) is a decode. It has a context of its own, while the tables know
+        only the mean of all, and a mean falls when short sequences join long ones. So the step takes the longest time
+        that any number of its longest sequences would take; the step's decodes have their mean context, and to them a
+        longer single sequence adds one of that mean. Without decodes, it takes no longer than if these were prompts.
+        """
+        chunks = tuple(part for part in prefill if part[0] > 1)
+        contexts = sorted((before + 1 for chunk, before in prefill if chunk == 1), reverse=True)
+        longest = self._longest_s(chunks, 0, 0, contexts)
+        if not seqs:
+            return min(longest, self.step_s(prefill, 0, 0))
+        mean = kv_tokens / seqs
+        longer = sum(context > mean for context in contexts)
+        joint = self._longest_s(chunks, seqs + longer, kv_tokens + longer * mean, contexts[longer:])
+        return max(longest, joint)
+
+    def _longest_s(
+        self, chunks: tuple[tuple[int, int], ...], seqs: int, kv_tokens: float, contexts: list[int]
+    ) -> float:
+        """The longest time (s) of the step while sequences of ``contexts``, longest first, join its decodes."""
+        longest = self.step_s(chunks, seqs, kv_tokens) if seqs else 0.0
+        for context in contexts:
+            seqs, kv_tokens = seqs + 1, kv_tokens + context
+            longest = max(longest, self.step_s(chunks, seqs, kv_tokens))
+        return longest
+
+
+def increasing(values: Array, *axes: int) -> Array:
+    """The smallest array not below ``values`` that is non-decreasing along ``axes``."""
+    for axis in axes:
+        values = np.maximum.accumulate(values, axis=axis)
+    return values
+
 
 US = 1e-6
 SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -239,7 +415,7 @@ def _decode_surface(rows: dict[tuple[int, int], float], contexts: list[int]) -> 
 
 
 def _increment_surface(rows: dict[tuple[int, ...], float], contexts: list[int]) -> Array:
-    """What decodes add to a prefill step, over CHUNKS x BEFORE x SEQS x CONTEXTS (module docstring of attention)."""
+    """What decodes add to a prefill step, over CHUNKS x BEFORE x SEQS x CONTEXTS (see above)."""
     seqs = [s for s in sorted({s for (_, _, s, _) in rows if s}) if s <= MIXED_SEQS]
     out = np.empty((len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS)))
     for a, chunk in enumerate(CHUNKS):
@@ -356,3 +532,45 @@ def _decode_row(rows: dict[tuple[int, ...], float], seqs: int, rate: float) -> A
     inside = np.interp(at, contexts, np.maximum.accumulate(times))
     beyond = np.maximum(at - contexts[-1], 0.0) * seqs * rate
     return np.asarray(np.maximum(inside + beyond, at * seqs * rate))
+
+
+# Attention surfaces from data-sheet rates, for layers that no kernel table has: MLA, indices, states.
+
+LAUNCHES_S = 5e-6
+"""Two small kernels per layer and step."""
+_WORDS = {
+    "latent": "latent (MLA) attention",
+    "index": "an index of keys",
+    "state": "a state per sequence in place of attention (linear attention, Mamba or convolutions)",
+}
+
+
+def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: float) -> Surfaces:
+    """Surfaces of one layer: the longer of arithmetic and memory traffic. ``element_bytes``: of the KV cache."""
+    flops_per_s = profile.bf16_flops_per_s * COMPUTE_SHARE
+    bytes_per_s = profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE
+    seqs, contexts = np.array(SEQS, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)[None, :]
+    lengths = np.arange(MAX_CHUNK + 1, dtype=float)
+    if mixer.kind == "state":
+        each = 2.0 * mixer.state_bytes / bytes_per_s  # read and written
+        prompt = lengths * (4.0 * mixer.state_bytes / 2 / flops_per_s)
+        prompt[1:] += each
+        context = np.zeros_like(lengths)
+        decode = np.broadcast_to(seqs * each, (len(SEQS), len(CONTEXTS)))
+    else:
+        read_s = mixer.reads * element_bytes / bytes_per_s
+        pair_s = pair_flops(mixer) / flops_per_s
+        prompt, context = lengths**2 / 2 * pair_s, np.maximum(lengths * pair_s, read_s)
+        decode = seqs * contexts * max(read_s, decode_flops(mixer) / flops_per_s)
+    increment = np.broadcast_to(decode, (len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS)))
+    alone = prompt + LAUNCHES_S
+    alone[0] = 0.0
+    return Surfaces(alone, context, prompt, context, decode + LAUNCHES_S, increment.copy())
+
+
+def not_measured(mixer: Mixer, layers: int, device: str) -> str:
+    """A warning that the times of a kind of layer are an estimate, with its direction."""
+    return (
+        f"{mixer.layers} of {layers} layers have {_WORDS[mixer.kind]}, which was not measured on {device}: its time is "
+        "a roofline estimate, too fast rather than too slow"
+    )

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ebbench.devices.attention import AttentionTables
 from ebbench.devices.base import StepShape
 from ebbench.devices.collectives import GRAPH_TOKENS
-from ebbench.devices.estimated import estimated_surfaces, not_measured
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.surfaces import has_joint_tables, surfaces
-from ebbench.spec.host import HostCosts
+from ebbench.devices.surfaces import AttentionTables, estimated_surfaces, has_joint_tables, not_measured, surfaces
+from ebbench.spec.server import HostCosts
 
 # Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
 # times published for Qwen3-4B in eager mode (9.8 ms for 36 layers; eb-vllm, cost_model/linear_model).

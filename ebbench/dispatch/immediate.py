@@ -8,11 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ebbench.dispatch.allocate import DecodeLoad, allocate_decode
+from ebbench.dispatch.allocate import AdaptiveInterval, DecodeLoad, allocate_decode
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.fleet import Fleet, UnitState
-from ebbench.dispatch.interval import AdaptiveInterval
-from ebbench.dispatch.prefix import PrefixMemory
+from ebbench.dispatch.fleet import Fleet, PrefixMemory, UnitState
 
 
 class Choose(Protocol):

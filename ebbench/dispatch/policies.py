@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ebbench.config.setting_strings import Setting, named_settings, settings_of, split_kind
+from ebbench.dispatch.allocate import AdaptiveInterval
 from ebbench.dispatch.base import Dispatcher
-from ebbench.dispatch.fleet import Fleet
+from ebbench.dispatch.fleet import Fleet, PrefixMemory
 from ebbench.dispatch.immediate import (
     DecodeDispatcher,
     ImmediateDispatcher,
@@ -22,8 +23,6 @@ from ebbench.dispatch.immediate import (
     PrefixAffine,
     RoundRobin,
 )
-from ebbench.dispatch.interval import AdaptiveInterval
-from ebbench.dispatch.prefix import PrefixMemory
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.dispatch.staggered_settings import OF_THE_CALLER, StaggeredSettings
 from ebbench.errors import UnknownNameError

@@ -5,7 +5,7 @@ requests are sent to the DP units of that instance by Algorithm 2. Instances tak
 loses its turn to the next ready one.
 
 Not in the paper: the interval is skipped where waiting gains nothing (``bypass``), and requests and units are chosen by
-the value of each possible pass length (``sizing``, :mod:`ebbench.dispatch.sizing`). Without ``sizing``, Algorithm 2
+the value of each possible pass length (``sizing``, :mod:`ebbench.dispatch.queues`). Without ``sizing``, Algorithm 2
 chooses, except that a prompt that fits into a chunk goes only where it fits, unless many requests wait (``overdraw``).
 Early dispatch, pass times and the batch builder are below.
 """
@@ -16,15 +16,12 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
-from ebbench.dispatch.allocate import ChunkPacking, no_hit
+from ebbench.dispatch.allocate import AdaptiveInterval, ChunkPacking, no_hit
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
 from ebbench.dispatch.fleet import Fleet, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
-from ebbench.dispatch.interval import AdaptiveInterval
-from ebbench.dispatch.queues import CycleQueue, QueuedRequest
-from ebbench.dispatch.readiness import Readiness
-from ebbench.dispatch.sizing import CANDIDATES_A_UNIT, PassModel, candidates, choose_pass
-from ebbench.dispatch.staggered_settings import StaggeredSettings
+from ebbench.dispatch.queues import CANDIDATES_A_UNIT, CycleQueue, PassModel, QueuedRequest, candidates, choose_pass
+from ebbench.dispatch.staggered_settings import Readiness, StaggeredSettings
 
 LEAST_PASSES = 8
 """A line fitted through fewer passes is not meaningful."""
@@ -240,7 +237,7 @@ class ContinuingInstances:
 
     @property
     def reaches_next_pass(self) -> bool:
-        """Whether a batch sent on a signal still reaches the pass that add then (no network delay)."""
+        """Whether a batch sent on a signal still reaches the pass that begins then (no network delay)."""
         return self._network_ns == 0
 
     def on_signal(self, instance: int, generates: bool, pass_ns: float, now_ns: int) -> None:
@@ -345,7 +342,7 @@ class StaggeredDispatcher:
             self.fleet.begin_pass(signal.instance, self.settings.chunk_tokens)
 
     def _next_pass_ns(self, instance: int) -> float:
-        """Expected duration (ns) of the pass that the instance add now, on its queued tokens."""
+        """Expected duration (ns) of the pass that the instance begins now, on its queued tokens."""
         queued = max(unit.queued_tokens for unit in self.fleet.instances[instance])
         tokens = min(self.settings.chunk_tokens, queued)
         known_ns = self._pass_time.duration_ns(tokens) if queued else None
@@ -511,7 +508,7 @@ class StaggeredDispatcher:
             self._allow_early_dispatch(instance, now_ns)
 
     def _allow_early_dispatch(self, instance: int, now_ns: int) -> None:
-        """Allow the next batch to be sent before the pass that add now ends: if a prompt takes several passes, or if
+        """Allow the next batch to be sent before the pass that begins now ends: if a prompt takes several passes, or if
         no other instance could take the waiting requests."""
         fullest, chunk = self._max_backlog_tokens(instance), self.settings.chunk_tokens
         pass_ns = self._pass_time.duration_ns(min(fullest, chunk))

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ebbench.devices import load_device
-from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, nothing, step_ns
+from ebbench.engines.emulated_core import StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.engines.vllm_command import EMULATED_KEY, Emulation
 from ebbench.errors import UsageError
 

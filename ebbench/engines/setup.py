@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,19 +12,64 @@ from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
+from ebbench.records.manifest import RunWarning
 from ebbench.spec.server import is_server
 from vllm_eb.calibration import Calibration
+from vllm_eb.policy import PolicyError, PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from ebbench.config.topology import TopologySpec
     from ebbench.dispatch import DispatchSpec
-    from ebbench.engines.label import PolicyLabel
     from ebbench.records.plan import Plan
     from ebbench.records.run import RunWriter
     from ebbench.spec.client import ClientOptions
-    from ebbench.spec.cluster import ClusterOptions
-    from ebbench.spec.run import RunSpec
+    from ebbench.spec.run import ClusterOptions, RunSpec
     from vllm_eb.policy import PolicySpec
+
+
+# The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.
+
+_IS_A_LABEL = (
+    "The server schedules by its own settings and does not report them; the policy is only the label of this run"
+)
+STATED_LABEL = RunWarning("policy-is-a-label", f"{_IS_A_LABEL}, stated by you and not verified.")
+DEFAULT_LABEL = RunWarning(
+    "policy-is-a-label",
+    f"{_IS_A_LABEL}, taken by default since none was stated.",
+    "Give the policy it was started with as --policy.",
+)
+
+
+@dataclass(frozen=True)
+class PolicyLabel:
+    """The policy that a run is labelled with, and what qualifies that."""
+
+    policy: PolicySpec
+    warnings: tuple[RunWarning, ...] = ()
+
+
+def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> PolicyLabel:
+    """The label of runs on a server. One with the vllm_eb plugin reports its policy in /metrics.
+
+    ``stated``: the user named the policy, and did not leave it at its default. Raises UsageError if the server reports
+    another policy than was stated, RunError if it is not ready.
+    """
+    from ebbench.client.scrape import POLICY, read_reports
+    from ebbench.engines.endpoint import EndpointEngine
+
+    name = read_reports(engine.url, engine.client).get(POLICY) if isinstance(engine, EndpointEngine) else None
+    try:
+        reported = None if name is None else parse_policy(name)
+    except PolicyError:
+        reported = None  # of a version of the plugin that we do not know
+    if reported is None:
+        return PolicyLabel(policy, (STATED_LABEL if stated else DEFAULT_LABEL,))
+    if stated and reported != policy:
+        raise UsageError(
+            f"the server reports policy {reported.name}, not {policy.name}: leave --policy out, or "
+            "start the server with the policy that you mean"
+        )
+    return PolicyLabel(reported)
 
 
 class _NoCost:
@@ -94,13 +139,6 @@ def _serving(engine: Engine, spec: RunSpec) -> Engine:
     return replace(engine, model=spec.model or engine.model, vllm_options=spec.vllm_options)
 
 
-def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> PolicyLabel:
-    """:func:`ebbench.engines.label.labelled`, imported here so that no simulated cell depends on the client's code."""
-    from ebbench.engines.label import labelled
-
-    return labelled(engine, policy, stated=stated)
-
-
 def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:
     """The load generator options of an engine; None if it sends no requests.
 
@@ -143,7 +181,7 @@ def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan
     """
     if ramp_up_s is None:
         return plan, engine
-    from ebbench.client.ramp import ramped
+    from ebbench.client.release_schedule import ramped
     from ebbench.spec.client import ClientOptions
 
     client = client_of(engine)

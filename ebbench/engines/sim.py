@@ -18,7 +18,7 @@ from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, Poo
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.devices.collectives import choose_link
-from ebbench.devices.units import UnitDevice, saving_kv, unit_device
+from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import (
@@ -34,10 +34,10 @@ from ebbench.process.collector import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
+from ebbench.simulation.api_server import QueueLimits
 from ebbench.simulation.engine import Unit
-from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv
+from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv, StreamKv, streams_take_turns
 from ebbench.simulation.loop import EventLoop
-from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.releases import (
     Beginning,
     at_beginning,
@@ -50,9 +50,7 @@ from ebbench.simulation.releases import (
 from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_prefill_ends
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
-from ebbench.simulation.step import SchedulerLimits
-from ebbench.simulation.step_log import FigureLog, StepLog
-from ebbench.simulation.streams import StreamKv, streams_take_turns
+from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions

@@ -1,39 +1,337 @@
-"""The ``vllm`` engine: starts a vLLM server with the policy, sends the plan, stops it, and reads its records."""
+"""The ``vllm`` engine: starts vLLM servers with the policy, sends plans, stops them, and reads their records."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.client import DriveResult
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import refuse_simulated
-from ebbench.engines.endpoint import SendingEngine
-from ebbench.engines.model_folder import check_servable, model_config, model_folder, position_limit
-from ebbench.engines.started import StartedServers
+from ebbench.engines.endpoint import SendingEngine, drive, warmed
 from ebbench.engines.vllm_command import (
     Emulation,
     Serving,
+    check_servable,
     cpu_build,
     executable_line,
     hub_name,
     import_path,
+    model_config,
+    model_folder,
+    plain_line,
+    position_limit,
 )
 from ebbench.engines.vllm_server import ServerProcess, free_port
-from ebbench.errors import RunError
+from ebbench.errors import DataError, RunError, UsageError
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
+from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
-from vllm_eb.recorder import read_frames
+from vllm_eb.recorder import FLUSH_EVERY_S, read_frames
+
+# vLLM servers that have been started for one policy, the runs made on them, and the steps that they recorded.
+
+_STEP_FIELDS = (
+    "step_id", "scheduled_ns", "start_ns", "end_ns", "mode", "prefill_tokens", "decode_seqs", "request_ids",
+    "request_tokens", "kv_blocks_used", "waiting", "running", "preempted_ids", "k", "n_limit",
+)  # fmt: skip
+_WRAPPING = re.compile(r"^(?:chat)?cmpl-")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Steps and decisions of one engine process; times in ns from the start of the run."""
+
+    steps: pa.Table
+    decisions: pa.Table
+    pids: frozenset[int]
+    policies: frozenset[str]
+
+
+@dataclass
+class _RecordReading:
+    name_of: Callable[[str], str]
+    start_ns: int
+    since_ns: int
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int, since_ns: int = 0) -> Recording:
+    """Read all shards of a record directory. ``name_of`` maps vLLM's request ids to the plan's.
+
+    What was scheduled before ``since_ns`` (monotonic time) is left out: earlier runs of the same server. Steps are
+    numbered from 0. Raises DataError for a file that is none, or when there is nothing.
+    """
+    reading = _RecordReading(name_of, start_ns, since_ns)
+    for path in sorted(folder.glob("*.msgpack")):
+        try:
+            _read_shard(read_frames(path), reading)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+    if not reading.heads:
+        raise DataError(f"{folder} holds no records of the scheduler plugin")
+    if since_ns:
+        _renumber(reading)
+    return Recording(
+        steps=pa.Table.from_pylist(reading.steps, schema=STEPS),
+        decisions=pa.Table.from_pylist(reading.decisions, schema=DECISIONS),
+        pids=frozenset(int(head["pid"]) for head in reading.heads),
+        policies=frozenset(str(head["policy"]) for head in reading.heads),
+    )
+
+
+def _read_shard(frames: Sequence[Sequence[Any]], reading: _RecordReading) -> None:
+    names: list[str] = []
+    head: dict[str, Any] = {}
+    for kind, *values in frames:
+        if kind == "head":
+            head = values[0]
+            reading.heads.append(head)
+        elif kind == "ids":
+            names += [reading.name_of(name) for name in values[0]]
+        elif kind == "step" and values[1] >= reading.since_ns:
+            reading.steps.append(_step_row(values, names, head, reading))
+        elif kind == "decision" and values[0] >= reading.since_ns:
+            time_ns, step_id, what, reason, mode, phase, inputs = values
+            row = {"time_ns": time_ns - reading.start_ns, "step_id": step_id, "instance": 0, "kind": what}
+            reading.decisions.append(row | {"reason": reason, "mode": mode, "phase": phase} | inputs)
+
+
+def _renumber(reading: _RecordReading) -> None:
+    """Number the steps from 0; decisions follow the number of their step."""
+    if not reading.steps:
+        return
+    first = min(row["step_id"] for row in reading.steps)
+    for row in (*reading.steps, *reading.decisions):
+        row["step_id"] = max(row["step_id"] - first, 0)
+
+
+def _step_row(
+    values: Sequence[Any], names: Sequence[str], head: dict[str, Any], reading: _RecordReading
+) -> dict[str, Any]:
+    row = dict(zip(_STEP_FIELDS, values, strict=True))
+    row["request_ids"] = [names[number] for number in row["request_ids"]]
+    row["request_tokens"] = row["request_tokens"] or [1] * len(row["request_ids"])
+    row["preempted_ids"] = [reading.name_of(name) for name in row["preempted_ids"]]
+    for name in ("scheduled_ns", "start_ns", "end_ns"):
+        row[name] -= reading.start_ns
+    decodes, prefills = row["decode_seqs"], row["prefill_tokens"]
+    row["phase"] = "prefill" if not decodes else "mixed" if prefills else "decode"
+    return row | {
+        "instance": 0,
+        "kv_blocks_total": head["kv_blocks_total"],
+        "preemptions": len(row["preempted_ids"]),
+    }
+
+
+def planned_name(prefix: str, planned: Iterable[str]) -> Callable[[str], str]:
+    """A function that removes what client and server add to a planned id: ``cmpl-<prefix><id>-0-<random>``.
+
+    Ids that are not in the plan (warm-up) are returned unchanged.
+    """
+    known = set(planned)
+
+    def name_of(wrapped: str) -> str:
+        rest = _WRAPPING.sub("", wrapped).removeprefix(prefix)
+        while rest not in known:
+            rest, dash, _ = rest.rpartition("-")
+            if not dash:
+                return wrapped
+        return rest
+
+    return name_of
+
+
+def joined_requests(requests: pa.Table, steps: pa.Table) -> pa.Table:
+    """The requests table with what only the scheduler knows: first scheduling time and preemptions."""
+    ids = pc.list_flatten(steps["request_ids"])
+    step_of = pc.list_parent_indices(steps["request_ids"])
+    first: dict[str, int] = {}
+    times = np.asarray(steps["scheduled_ns"])
+    for name, time_ns in zip(ids.to_pylist(), times[np.asarray(step_of)].tolist(), strict=True):
+        first.setdefault(name, time_ns)
+    preempted: dict[str, int] = {}
+    for name in pc.list_flatten(steps["preempted_ids"]).to_pylist():
+        preempted[name] = preempted.get(name, 0) + 1
+    names = requests["request_id"].to_pylist()
+    columns = {
+        "scheduled_ns": [first.get(name) for name in names],
+        "preemptions": [preempted.get(name, 0) if name in first else None for name in names],
+    }
+    for column, values in columns.items():
+        position = requests.schema.get_field_index(column)
+        requests = requests.set_column(position, REQUESTS.field(column), pa.array(values, REQUESTS.field(column).type))
+    return requests
+
+
+DEATH_S = 10.0  # longest time from the first failed request to the end of a server that died
+RECORD_WAIT_S = 15.0
+
+
+@dataclass
+class StartedServers(SendingEngine):
+    """The engine of servers that run already: plans one after the other under the policy they were started with.
+
+    What a policy has learnt from one plan it knows in the next, as in any server. ``url``: where requests are sent, the
+    only server or the gateway in front of several. ``servings`` and ``processes``: one of each per server. ``log``:
+    where the servers' output so far is copied after each run. ``further_facts``: entries for the manifest.
+    """
+
+    url: str
+    servings: Sequence[Serving]
+    processes: Sequence[ServerProcess]
+    vllm_options: tuple[str, ...] = ()
+    further_facts: Mapping[str, object] = field(default_factory=dict)
+    log_kept: threading.Event = field(default_factory=threading.Event)  # shared by the copies for single runs
+    name: str = "vllm"
+
+    def run(
+        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
+    ) -> EngineResult:
+        """Run to the end of the plan. Raises UsageError for another policy, RunError when a server dies."""
+        first = self.servings[0]
+        if policy != first.policy:
+            raise UsageError(f"the server schedules by {first.policy.name}, not by {policy.name}")
+        records, since_ns = [serving.record for serving in self.servings], time.monotonic_ns()
+        try:
+            client = warmed(self.client, options)
+            done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
+        except RunError:
+            for process in self.processes:
+                process.check_alive("died")
+            raise
+        for process in self.processes:
+            process.kept_log = self.log  # the folder of temporary logs is removed once they are copied
+        died = tuple(reason for process in self.processes for reason in reason_of_death(process, done))
+        if not died:
+            await_records(records)
+        recordings = [recording_of(record, plan, done, since_ns) for record in records]
+        facts = {**self.further_facts, **server_facts(first, self.vllm_options, self._keep_logs())}
+        return engine_result(done, merged([one for one in recordings if one is not None]), facts, died)
+
+    def _keep_logs(self) -> Path:
+        """Where the servers' output is: copied to ``log`` if that was asked for, several joined in one file."""
+        logs = [process.log for process in self.processes]
+        if self.log is None:
+            return logs[0] if len(logs) == 1 else logs[0].parent
+        try:
+            if len(logs) == 1:
+                shutil.copy(logs[0], self.log)
+            else:
+                self.log.write_bytes(b"".join(f"== {path.name}\n".encode() + path.read_bytes() for path in logs))
+        except OSError:  # the disk is full, the directory gone: no reason to lose the run
+            return logs[0].parent
+        self.log_kept.set()
+        return self.log
+
+
+def server_facts(serving: Serving, vllm_options: Sequence[str], log: Path) -> dict[str, object]:
+    """How a server was started, for the manifest."""
+    options = {"vllm_options": list(vllm_options)} if vllm_options else {}
+    return {"server_command": plain_line(serving), "server_log": str(log), **options}
+
+
+def await_records(records: Sequence[Path | None], longest_s: float = RECORD_WAIT_S) -> None:
+    """Wait until records stop growing: a server that ends slowly may be killed with its last steps unwritten.
+
+    An idle recorder writes its buffer within ``FLUSH_EVERY_S``.
+    """
+    deadline = time.monotonic() + longest_s
+    before, quiet_since = -1, time.monotonic()
+    while (now := time.monotonic()) < min(deadline, quiet_since + 3 * FLUSH_EVERY_S):
+        size = sum(shard.stat().st_size for folder in records if folder is not None for shard in folder.glob("*"))
+        if size != before:
+            before, quiet_since = size, now
+        time.sleep(FLUSH_EVERY_S / 5)
+
+
+def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]:
+    """Why the run is INVALID if the server ended by itself.
+
+    Requests fail before the server's process is seen to have ended: its supervisor first ends the processes that the
+    server started.
+    """
+    failed = pc.any(pc.equal(done.requests["status"], "failed")).as_py()
+    try:
+        server.check_alive("died during the run", DEATH_S if failed else 0.0)
+    except RunError as error:
+        return (str(error),)
+    return ()
+
+
+def recording_of(record: Path | None, plan: Plan, done: DriveResult, since_ns: int = 0) -> Recording | None:
+    """What the scheduler recorded in the folder, in the run's time and names; None where it did not.
+
+    ``since_ns``: monotonic time before which steps belong to earlier runs.
+    """
+    if record is None:
+        return None
+    names = planned_name(str(done.facts["request_id_prefix"]), plan.table["request_id"].to_pylist())
+    try:
+        return read_recording(record, names, int(done.facts["start_monotonic_ns"]), since_ns)
+    except DataError as error:
+        raise RunError(str(error)) from None
+
+
+def engine_result(
+    done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[str, ...]
+) -> EngineResult:
+    """The client's measurements joined with the scheduler's records."""
+    return EngineResult(
+        requests=joined_requests(done.requests, recording.steps) if recording else done.requests,
+        steps=recording.steps if recording else STEPS.empty_table(),
+        decisions=recording.decisions if recording else DECISIONS.empty_table(),
+        warnings=done.warnings,
+        about_server=done.about_server,
+        interrupted=done.interrupted,
+        invalid=(*done.invalid, *died),
+        facts={**done.facts, **facts},
+        server_metrics=done.server_metrics,
+    )
+
+
+def merged(recordings: Sequence[Recording]) -> Recording | None:
+    """Recordings of several servers as one: instances numbered, steps in scheduling order."""
+    if len(recordings) < 2:
+        return recordings[0] if recordings else None
+    steps = pa.concat_tables(_of_instance(r.steps, i) for i, r in enumerate(recordings))
+    steps = steps.take(pc.sort_indices(steps, sort_keys=[("scheduled_ns", "ascending"), ("instance", "ascending")]))
+    numbered = pa.array(np.arange(steps.num_rows, dtype=np.int64))
+    steps = steps.set_column(0, steps.schema.field(0), numbered)
+    decisions = pa.concat_tables(_of_instance(r.decisions, i) for i, r in enumerate(recordings))
+    return Recording(
+        steps=steps,
+        decisions=decisions.take(pc.sort_indices(decisions, sort_keys=[("time_ns", "ascending")])),
+        pids=frozenset().union(*(r.pids for r in recordings)),
+        policies=frozenset().union(*(r.policies for r in recordings)),
+    )
+
+
+def _of_instance(table: pa.Table, instance: int) -> pa.Table:
+    index = table.column_names.index("instance")
+    values = pa.array(np.full(table.num_rows, instance, np.int32))
+    return table.set_column(index, table.schema.field(index), values)
+
 
 READY_TIMEOUT_S = 900.0
 # A CPU run checks correctness; compilation would take longer than the run.

@@ -3,20 +3,126 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 
-from ebbench.engines.server_log import explain
 from ebbench.errors import RunError
 from ebbench.process.child import KILL_WAIT_S, Child, supervised
+
+# What a vLLM server's output says: why it ended, with what to do where that is known, and its KV cache.
+
+_CACHE_TOO_SMALL = re.compile(
+    r"max seq len \((?P<tokens>\d+)\), \(?(?P<needed>[\d.]+) GiB KV cache is needed, which is larger than the "
+    r"available KV cache memory \((?P<given>[\d.]+) GiB\)(?:.{0,60}estimated maximum model length is (?P<most>\d+))?"
+)
+_NO_CACHE = "No available memory for the cache blocks"
+_NOT_FREE = re.compile(
+    r"Available memory on node \d+ \((?P<free>[\d.]+)/[\d.]+ GiB\) on (?:startup|kv cache allocation) is less than"
+)
+_MORE = "VLLM_CPU_KVCACHE_SPACE={gib} (GiB, in the environment) on a CPU, --gpu-memory-utilization SHARE on a GPU"
+
+
+def memory_remedy(output: str) -> str | None:
+    """What lacks memory and what to do, in one line; None if ``output`` does not say that any is missing.
+
+    ``output``: what vLLM (0.32) printed, or the end of it.
+    """
+    if found := _CACHE_TOO_SMALL.search(output):
+        most = f" of at most {found['most']}" if found["most"] else ""
+        more = _MORE.format(gib=max(math.ceil(float(found["needed"])), 1))
+        return (
+            f"the KV cache has {found['given']} GiB, and one request of {found['tokens']} tokens needs "
+            f"{found['needed']} GiB: pass --max-model-len TOKENS{most} to vLLM, or give the cache more: {more}"
+        )
+    if _NO_CACHE in output:
+        return f"no memory is left for the KV cache: give it some: {_MORE.format(gib='4')}"
+    if found := _NOT_FREE.search(output):
+        size = max(int(float(found["free"]) / 2), 1)
+        return (
+            f"vLLM asks for more memory than the {found['free']} GiB that are free: set the size of the KV cache with "
+            f"VLLM_CPU_KVCACHE_SPACE={size} (GiB, in the environment), or end other processes"
+        )
+    return None
+
+
+_SOURCE = re.compile(r"^\((?:APIServer|EngineCore|Worker|Router)\w*(?: pid=\d+|[ =]\w+)*\) ?")
+_LEVEL = re.compile(r"^(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*)(?:: (?P<said>.*))?$")
+_OPTIONS = re.compile(r"^\S[^:]*: error: (?P<said>.+)")
+"""What argparse writes about a wrong option."""
+_FOLLOWS = ("Engine core initialization failed", "WorkerProc initialization failed", "Failed core proc", "cancelled")
+"""Errors that report another one, which another process wrote."""
+_PYDANTIC = re.compile(r"^\d+ validation errors? for ")
+_INPUT = re.compile(r" \[type=.*")
+_PORT_TAKEN = re.compile(r"[Aa]ddress already in use")
+_LONGEST = 400  # characters of an error that are shown
+
+
+def first_error(output: str) -> str:
+    """The first error that a server wrote, in one line; empty if it wrote none.
+
+    That is the first exception's last line (the cause of those that follow), else what vLLM's reading of its options
+    says, else the first line logged as ERROR.
+    """
+    lines = [_plain(line) for line in output.splitlines()]
+    texts = [text for _, text in lines]
+    raised = [said for said in _exceptions(texts) if not any(later in said for later in _FOLLOWS)]
+    refused = [found["said"] for text in texts if (found := _OPTIONS.match(text))]
+    logged = [text for level, text in lines if level in ("ERROR", "CRITICAL") and text.strip()]
+    said = next(iter((*raised, *refused, *logged)), "")
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
+
+
+def explain(output: str) -> str:
+    """The first error and the remedy, in one line; empty if ``output`` shows no error."""
+    if remedy := memory_remedy(output):
+        return remedy
+    said = first_error(output)
+    return f"{said} (choose another --port, or end what listens there)" if _PORT_TAKEN.search(said) else said
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception of vLLM in this process, as :func:`explain` would say it of a server's output."""
+    return explain("".join(["Traceback (most recent call last):\n", *traceback.format_exception_only(error)]))
+
+
+def _plain(line: str) -> tuple[str, str]:
+    """A line's level, empty without one, and its text without process, level, time and place in the source."""
+    text = _SOURCE.sub("", line)
+    found = _LEVEL.match(text)
+    return (found["level"], text[found.end() :]) if found else ("", text)
+
+
+def _exceptions(lines: list[str]) -> Iterator[str]:
+    """What each traceback ends with, as ``ValueError: reason``, in order."""
+    inside = False
+    for place, text in enumerate(lines):
+        if text.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and text and not text[0].isspace() and (found := _EXCEPTION.match(text)):
+            inside = False
+            yield _said(found, lines[place + 1 : place + 3])
+
+
+def _said(found: re.Match[str], below: list[str]) -> str:
+    """An exception's name and reason. Pydantic writes the reason below the count of errors."""
+    said = (found["said"] or "").strip()
+    if _PYDANTIC.match(said):
+        said = next((_INPUT.sub("", line.strip()) for line in below if line.startswith("  ")), said)
+        return said.removeprefix("Value error, ")
+    return f"{found['name']}: {said}" if said else found["name"]
+
 
 POLL_S = 0.25
 TERM_WAIT_S = 15.0  # time for the server to end its own children

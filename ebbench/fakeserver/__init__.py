@@ -1,7 +1,6 @@
 """Fake OpenAI-compatible server with known timing, switchable faults and an exact ledger."""
 
-from ebbench.fakeserver.config import FakeConfig
-from ebbench.fakeserver.faults import Fault, parse_fault
+from ebbench.fakeserver.config import FakeConfig, Fault, parse_fault
 from ebbench.fakeserver.ledger import LedgerEntry
 from ebbench.fakeserver.process import FakeServerProcess
 

@@ -3,26 +3,208 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import os
 import signal
+import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Protocol, cast
 
+import httptools
 import msgspec
 import uvloop
 
 from ebbench.errors import RunError, UsageError
-from ebbench.fakeserver.config import FakeConfig
-from ebbench.fakeserver.connection import ServedConnection
-from ebbench.fakeserver.faults import Fault, pick
-from ebbench.fakeserver.http_messages import EVENT_STREAM, GenerationRequest, Messages, chunk, error_body, response
+from ebbench.fakeserver.config import FakeConfig, Fault, pick
 from ebbench.fakeserver.ledger import Ledger, LedgerEntry
-from ebbench.fakeserver.scheduled_response import ScheduledResponse
-from ebbench.fakeserver.timer_wheel import TimerWheel
+from ebbench.fakeserver.scheduled_response import (
+    EVENT_STREAM,
+    GenerationRequest,
+    Messages,
+    ScheduledResponse,
+    chunk,
+    error_body,
+    response,
+)
+from ebbench.process.alarm import Alarm
 from ebbench.process.open_files import allow_open_files
+
+# HTTP/1.1 on one connection: httptools parses requests, the router responds.
+
+
+class Router(Protocol):
+    """Handles requests."""
+
+    def handle(self, connection: ServedConnection, method: str, path: str, body: bytes, received_ns: int) -> None:
+        """Respond to the request through ``connection``."""
+        ...
+
+    def connected(self, connection: ServedConnection) -> None:
+        """Called when a connection is made."""
+        ...
+
+    def disconnected(self, connection: ServedConnection) -> None:
+        """Called when a connection is lost."""
+        ...
+
+
+class ServedConnection(asyncio.Protocol):
+    """One client connection. Tokens are written directly to the socket, so that a recorded send is a real one.
+
+    Under TLS they go through the transport, which encrypts them.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._fd, self._encrypted = -1, False
+        self._url, self._body = b"", bytearray()
+        self._received_ns = 0
+        self.headers: dict[str, str] = {}
+        self.response: ScheduledResponse | None = None
+        self.byte_by_byte = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._transport, self._fd = cast(asyncio.Transport, transport), sock.fileno()
+        self._encrypted = transport.get_extra_info("sslcontext") is not None
+        self._router.connected(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._transport, self._fd = None, -1
+        if self.response is not None:
+            self.response.abandon()
+        self._router.disconnected(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        self._received_ns = time.monotonic_ns()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.send(response(400, error_body(f"not HTTP: {error}", "BadRequestError", 400)))
+            self.close()
+
+    def on_url(self, url: bytes) -> None:
+        """Called by the parser."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        method = self._parser.get_method().decode()
+        path = httptools.parse_url(self._url).path.decode()
+        body, self._url, self._body = bytes(self._body), b"", bytearray()
+        self._router.handle(self, method, path, body, self._received_ns)
+        self.headers = {}
+
+    def send(self, data: bytes) -> None:
+        """Write bytes to the socket at once, or queue what it does not take."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.byte_by_byte:
+            for index in range(len(data)):
+                self._send(data[index : index + 1])
+        else:
+            self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        assert self._transport is not None
+        written = 0
+        if not self._encrypted and self._transport.get_write_buffer_size() == 0:
+            # The event loop reports a broken connection soon after, through connection_lost.
+            with contextlib.suppress(OSError):
+                written = os.write(self._fd, data)
+        if written < len(data):
+            self._transport.write(data[written:])
+
+    def finished(self) -> None:
+        """Mark the response complete."""
+        self.response = None
+        self.byte_by_byte = False
+
+    def close(self) -> None:
+        """Close after the queued bytes are sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def reset(self) -> None:
+        """Close with a TCP reset."""
+        if self._transport is not None:
+            linger = struct.pack("ii", 1, 0)
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self._transport.abort()
+
+
+# Timing wheel: one timer for thousands of streams.
+
+TICK_NS = 250_000
+
+
+class Timed(Protocol):
+    """An item with a next due time."""
+
+    def act(self) -> int:
+        """Do what is due; returns the next due time (monotonic ns), or 0 for never."""
+        ...
+
+
+class TimerWheel:
+    """Calls ``act`` of each item when it is due, at most a quarter of a millisecond late.
+
+    Times are rounded up to ticks, which bounds the number of wake-ups.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._alarm = Alarm(loop, self._turn)
+        self._ticks: list[int] = []
+        self._due: dict[int, list[Timed]] = {}
+
+    def enter(self, item: Timed, due_ns: int) -> None:
+        """Schedule ``item`` for ``due_ns``."""
+        if self._put(item, due_ns) == self._ticks[0]:
+            self._alarm.set(self._ticks[0] * TICK_NS)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._alarm.close()
+
+    def _put(self, item: Timed, due_ns: int) -> int:
+        tick = -(-due_ns // TICK_NS)
+        items = self._due.get(tick)
+        if items is None:
+            self._due[tick] = [item]
+            heapq.heappush(self._ticks, tick)
+        else:
+            items.append(item)
+        return tick
+
+    def _turn(self) -> None:
+        now_tick = time.monotonic_ns() // TICK_NS
+        while self._ticks and self._ticks[0] <= now_tick:
+            for item in self._due.pop(heapq.heappop(self._ticks)):
+                due_ns = item.act()
+                if due_ns:
+                    self._put(item, due_ns)
+        if self._ticks:
+            self._alarm.set(self._ticks[0] * TICK_NS)
+
 
 _CONNECTIONS = 65_536  # as far as the system lets
 _REQUEST = msgspec.json.Decoder(GenerationRequest)

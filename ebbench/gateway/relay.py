@@ -1,4 +1,4 @@
-"""Relays one request: waits for an upstream, sends the request, relays every byte of the response at once."""
+"""Relays one request: reads its body within limits, waits for an upstream, relays the response byte by byte."""
 
 from __future__ import annotations
 
@@ -7,21 +7,233 @@ import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import httpx
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ebbench.dispatch import EndForward
-from ebbench.gateway.bodies import Bodies, Body, ClientLeftError
+from ebbench.dispatch.base import DispatchRequest
 from ebbench.gateway.dispatch_queue import DispatchQueue
-from ebbench.gateway.events import LineBuffer
-from ebbench.gateway.metrics import GatewayMetrics
-from ebbench.gateway.prompts import dispatch_request
 from ebbench.gateway.refusals import Receive, RefusedError, Scope, Send, error_body, send_refusal
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstream, Upstreams
+from ebbench.records.content import CHUNK_TOKENS
+
+# Relays event streams in whole lines, so that no client receives part of an event.
+
+MAX_LINE_BYTES = 1 << 16  # a longer line is relayed in pieces, which bounds the gateway's memory
+
+
+class LineBuffer:
+    """Holds back the unfinished last line of a stream until its end arrives.
+
+    Lines instead of events: OpenAI's events are one line each, and a comment on its own line must not wait.
+    """
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        """Add received bytes; returns the bytes that can be relayed now."""
+        if not self._held and data.endswith(b"\n"):
+            return data  # the usual case
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._held += data
+        if not end and len(self._held) <= MAX_LINE_BYTES:
+            return b""
+        unfinished = len(data) - end if end else 0
+        whole = bytes(self._held[: len(self._held) - unfinished])
+        del self._held[: len(whole)]
+        return whole
+
+    def rest(self) -> bytes:
+        """The bytes held back of a stream that has ended."""
+        return bytes(self._held)
+
+
+# Estimates a request's length and prefix for the dispatcher, without a tokenizer.
+
+BYTES_PER_TOKEN = 4.0
+"""Of English text. The servers count exactly; the dispatcher only compares requests with each other."""
+
+
+_MOST_BYTES = 1 << 23
+_MOST_BLOCKS = 2048  # of a prefix: 2**20 tokens; more would stop the event loop for seconds
+_MOST_TOKENS = 1 << 24  # no model answers with more; a larger number would decide where every other request goes
+
+
+class _Body(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+def dispatch_request(key: int, body: bytes, *, prefix: bool) -> DispatchRequest:
+    """The request's estimated tokens and, with ``prefix``, its block hashes.
+
+    A body that is not a JSON object counts as one token; the server will refuse it. A body above 8 MiB is not read, as
+    that would stop all streams for up to seconds; its bytes are counted.
+    """
+    if len(body) > _MOST_BYTES:
+        tokens = round(len(body) / BYTES_PER_TOKEN)
+        return DispatchRequest(key, tokens, tokens)
+    try:
+        found = _DECODER.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return DispatchRequest(key, 1, 1)
+    raw = bytes(found.prompt) or bytes(found.messages)
+    tokens = _tokens(raw)
+    output_tokens = min(max(found.max_completion_tokens or found.max_tokens or 0, 0), _MOST_TOKENS)
+    return DispatchRequest(key, tokens, tokens + output_tokens, _blocks(raw, tokens) if prefix else ())
+
+
+def _tokens(raw: bytes) -> int:
+    if _is_ids(raw):
+        return raw.count(b",") + 1
+    return max(1, round(len(raw) / BYTES_PER_TOKEN))
+
+
+def _is_ids(raw: bytes) -> bool:
+    """Whether the prompt is a list of token ids instead of text or messages."""
+    return raw[:1] == b"[" and raw[1:2].isdigit()
+
+
+def _blocks(raw: bytes, tokens: int) -> tuple[int, ...]:
+    """Hashes of the leading blocks of about CHUNK_TOKENS tokens; each hash covers all text before it."""
+    pieces: list[Any]
+    if _is_ids(raw):
+        most = min(tokens, _MOST_BLOCKS * CHUNK_TOKENS)
+        ids = raw[1:-1].split(b",", most)
+        pieces = [b",".join(ids[i : i + CHUNK_TOKENS]) for i in range(0, most - CHUNK_TOKENS + 1, CHUNK_TOKENS)]
+    else:
+        size = round(CHUNK_TOKENS * BYTES_PER_TOKEN)
+        most = min(len(raw), _MOST_BLOCKS * size)
+        pieces = [raw[i : i + size] for i in range(0, most - size + 1, size)]
+    hashes: list[int] = []
+    before = 0
+    for piece in pieces:
+        before = hash((before, piece))
+        hashes.append(before)
+    return tuple(hashes)
+
+
+# Bodies of requests in the gateway's memory, within limits.
+
+
+class ClientLeftError(Exception):
+    """The client has closed its connection."""
+
+
+@dataclass
+class Body:
+    """A body; ``data`` is dropped once no further server can need it."""
+
+    data: bytes
+    held_bytes: int
+
+
+class Bodies:
+    """Reads bodies: each at most ``one_bytes`` long, all that wait for an answer at most ``all_bytes``."""
+
+    def __init__(self, one_bytes: float, all_bytes: float) -> None:
+        self._one_bytes, self._all_bytes = one_bytes, all_bytes
+        self.held_bytes = 0
+
+    @asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[Body]:
+        """The whole body. Raises RefusedError above a limit, ClientLeftError."""
+        body = Body(b"", 0)
+        try:
+            declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+            self._check(int(declared), 0)
+            parts = [part async for part in self._parts(receive, body)]
+            body.data = parts[0] if len(parts) == 1 else b"".join(parts)
+            yield body
+        finally:
+            self.drop(body)
+
+    def drop(self, body: Body) -> None:
+        """Free the memory of a body that is not sent again."""
+        self.held_bytes -= body.held_bytes
+        body.data, body.held_bytes = b"", 0
+
+    async def _parts(self, receive: Receive, body: Body) -> AsyncIterator[bytes]:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeftError
+            part = message.get("body", b"")
+            body.held_bytes += len(part)
+            self.held_bytes += len(part)
+            self._check(body.held_bytes, self.held_bytes)
+            yield part
+            if not message.get("more_body"):
+                return
+
+    def _check(self, one_bytes: int, all_bytes: int) -> None:
+        if one_bytes > self._one_bytes:
+            raise RefusedError(f"the body is larger than {self._one_bytes / 1e6:g} MB", 413)
+        if all_bytes > self._all_bytes:
+            raise RefusedError(f"requests of {self._all_bytes / 1e6:g} MB wait already", 503, 1)
+
+
+# The gateway's metrics in the Prometheus text format.
+
+_WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class GatewayMetrics:
+    """Counters and gauges of one gateway, in its own registry."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.answers = Counter(
+            "ebbench_gateway_answers", "Answers relayed, by upstream and outcome.", ["upstream", "outcome"],
+            registry=self._registry,
+        )  # fmt: skip
+        self.retries = Counter(
+            "ebbench_gateway_retries", "Requests sent on because an upstream gave no answer.", ["upstream"],
+            registry=self._registry,
+        )  # fmt: skip
+        self.refused = Counter(
+            "ebbench_gateway_refused", "Requests refused by the gateway itself, by status.", ["status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self.abandoned = Counter(
+            "ebbench_gateway_abandoned", "Requests whose client left before the answer was complete.",
+            registry=self._registry,
+        )  # fmt: skip
+        self.wait = Histogram(
+            "ebbench_gateway_dispatch_wait_seconds", "Time requests wait for an upstream.", buckets=_WAIT_BUCKETS,
+            registry=self._registry,
+        )  # fmt: skip
+        self.passes = Counter(
+            "ebbench_gateway_forward_passes", "Ends of forward passes signalled or inferred.", ["upstream"],
+            registry=self._registry,
+        )  # fmt: skip
+        self.open = self._gauge("open_requests", "Requests open, by upstream.", ["upstream"])
+        self.active = self._gauge("upstream_active", "1 if the upstream takes requests.", ["upstream"])
+        self.ejections = self._gauge("upstream_ejections", "Times the upstream was taken out.", ["upstream"])
+        self.waiting = self._gauge("waiting", "Requests waiting for an upstream.", [])
+        self.interval = self._gauge("dispatch_interval_seconds", "Interval of Algorithm 1.", [])
+        self.forward = self._gauge("forward_seconds", "Mean duration of a forward pass.", [])
+
+    def render(self) -> bytes:
+        """The metrics page."""
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, text: str, labels: list[str]) -> Gauge:
+        return Gauge(f"ebbench_gateway_{name}", text, labels, registry=self._registry)
+
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -10,7 +10,7 @@ from ebbench.papers.eb.figure11 import FIGURE11
 from ebbench.papers.eb.figure12 import FIGURE12
 from ebbench.papers.eb.kernel_parts import FIGURE2, FIGURE8, FIGURE9, FIGURE10
 from ebbench.papers.eb.linear_fit import FIGURE7
-from ebbench.papers.figure import PaperFigure
+from ebbench.papers.table import PaperFigure
 
 FIGURES: tuple[PaperFigure, ...] = (
     FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE7, FIGURE8, FIGURE9, FIGURE10, FIGURE11, FIGURE12,

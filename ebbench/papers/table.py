@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ebbench.analysis.documents import Column, Document, Section
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.render.live import with_progress
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
 
@@ -205,3 +206,47 @@ def pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
     if not absent:
         return ()
     return (f"{absent} of {len(set(cells))} runs have not been made with this version of the code; --run makes them.",)
+
+
+# A figure: its cells, and the chart of their results.
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """One published figure. ``chart`` returns an altair chart, with published values if its last argument is true;
+    ``caption`` says which parts are ours.
+
+    ``reads``, ``workloads`` and ``published_on`` are as in PaperTable, for the options of ``ebbench figures``.
+    """
+
+    name: str
+    title: str
+    cells: Callable[[PaperOptions], list[RunSpec]]
+    chart: Callable[[PaperOptions, RunStore, bool], Any]
+    caption: str
+    reads: tuple[str, ...]
+    whole: bool = True
+    workloads: tuple[str, ...] = ()
+    published_on: Published | None = None
+
+    def drawn(self, options: PaperOptions, store: RunStore) -> tuple[Any, str]:
+        """The chart and its caption, which says what was run where that is not the published setting; published values
+        of another setting are left out."""
+        setting = setting_of(options, self.reads, self.published_on)
+        said = f"{said_of(setting, 'figure')} " if setting.deviations else ""
+        return self.chart(options, store, setting.beside_print), said + self.caption
+
+
+def no_cells(_wish: PaperOptions) -> list[RunSpec]:
+    """No cells, for figures that need no run."""
+    return []
+
+
+# Executes the runs that a table, a figure or an advice lacks, with a progress line on stderr.
+
+
+def make_runs(
+    table: PaperTable | PaperFigure, options: PaperOptions, store: RunStore, *, workers: int | None, quiet: bool
+) -> None:
+    """Execute the missing runs of a table or figure, with a progress line on stderr."""
+    with_progress(table.name, table.cells(options), store, whole=table.whole, workers=workers, quiet=quiet)

@@ -125,7 +125,7 @@ def _raises(react: Callable[[], None]) -> bool:
 
 
 def held() -> Reaction:
-    """Inside, signals wait, but for blocks in it that react to them."""
+    """Inside, signals stay pending, except in inner blocks that react to them."""
     return Reaction(_signals.hold)
 
 
@@ -145,7 +145,7 @@ def on_signal(react: Callable[[], None]) -> Reaction:
 
 
 def hastened(react: Callable[[], None]) -> Reaction:
-    """Inside, every signal calls ``react``, which only makes haste: the signal waits for another reaction."""
+    """Inside, every signal calls ``react``, which shortens the current work; the signal itself stays pending."""
     return Reaction(react)
 
 

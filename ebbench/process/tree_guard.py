@@ -47,7 +47,7 @@ def main(root: int, mark: str) -> None:
 
 
 def descendants(roots: set[int], known: set[Process]) -> set[Process]:
-    """What runs below ``roots``, and of ``known`` what still runs; without this process."""
+    """Running descendants of ``roots``, and the processes of ``known`` that still run; without this process."""
     running = {process: parent for process, parent in _processes() if process[0] != os.getpid()}
     found, waiting = known & running.keys(), set(roots)
     while waiting:

@@ -30,7 +30,7 @@ def process_of_ebbench() -> None:
 
 
 def skip_pandas() -> None:
-    """In a process of ebbench: let pyarrow look for pandas now, in vain. It looks once, unless it needs pandas."""
+    """Make pyarrow's one-time pandas check fail now, before it costs time; in processes of ebbench only."""
     if not _of_ebbench or "pandas" in sys.modules:
         return
     import pyarrow as pa

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +16,65 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbench.errors import DataError, InputFileError, RunError
+from ebbench.errors import DataError, InputFileError, RunError, UsageError
 from ebbench.foreign.documents import read_json
-from ebbench.foreign.opening import open_regular, read_bytes
-from ebbench.foreign.tables import open_parquet, parquet_errors
+from ebbench.foreign.opening import open_parquet, open_regular, parquet_errors, read_bytes
+
+# A directory of results belongs to one command at a time.
+
+LOCK = ".lock"
+
+
+@contextmanager
+def sole_use(directory: Path) -> Iterator[None]:
+    """Inside, no other process can enter ``directory``, which is made if it does not exist.
+
+    The kernel releases the lock when this process ends; if it is killed, the file stays and means nothing. Raises
+    UsageError if another process holds the directory, RunError if a lock cannot be made there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(directory)
+    except OSError as error:
+        raise RunError(f"cannot lock {error.filename or directory}: {error.strerror or error}") from error
+    try:
+        with suppress(OSError):  # a full disk; the name is only for the message
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):  # the directory may be gone
+            (directory / LOCK).unlink()
+        os.close(descriptor)
+
+
+def _locked(directory: Path) -> int:
+    """An open descriptor of the lock file, locked."""
+    path = directory / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, directory)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder removed it between the two calls
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        raise UsageError(
+            f"{directory} is in use by {holder}; wait until it ends, or give another output directory"
+        ) from None
+
 
 _NAMED = 3
 _NAME_LETTERS = 50  # of a file's name in that of its temporary file: four bytes each in UTF-8, and at most 255 bytes
@@ -57,7 +115,7 @@ def write_table(table: pa.Table, path: Path) -> None:
 
 
 def write_parts(parts: Iterable[pa.Table], path: Path) -> None:
-    """What :func:`write_table` does, of a table in parts; the file is the same."""
+    """As :func:`write_table`, for a table in parts; the file is the same."""
     _replace(path, lambda temporary: _write_parts(iter(parts), temporary))
 
 
@@ -67,7 +125,7 @@ def write_bytes(content: bytes, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """What :func:`write_bytes` does, of text in UTF-8, in a directory that is made if it does not exist."""
+    """As :func:`write_bytes`, for text in UTF-8; creates the directory if it does not exist."""
     write_with(path, lambda temporary: temporary.write_bytes(text.encode()) and None)
 
 
@@ -132,7 +190,7 @@ def read_stored_json(path: Path) -> Any:
 
 @contextmanager
 def stored(path: Path) -> Iterator[None]:
-    """What is wrong with a stored file is a DataError."""
+    """Inside, errors in a stored file's content are raised as DataError."""
     try:
         yield
     except InputFileError as error:

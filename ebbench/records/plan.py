@@ -1,12 +1,17 @@
-"""The request plan: which requests are sent and when, independent of engine and policy."""
+"""The request plan: which requests are sent, when, and after which others; independent of engine and policy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Plan:
     ``phases`` not empty: closed loop. Empty: open loop, sessions start at ``arrival_ns``; ``max_concurrency`` may cap
     open sessions (a request above the cap waits; its intended start does not change). ``facts``: entries for the
     manifest (workload, scenario, seed, source and others). ``release_for_s``: a closed loop releases no session after
-    so many seconds; open sessions run to their end. ``cut_from``: the original plan, if this one holds only its
+    this many seconds; open sessions run to their end. ``cut_from``: the original plan, if this one holds only its
     released sessions.
     """
 
@@ -49,3 +54,123 @@ class Plan:
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
+
+
+# The order of a session's requests: which request waits for which others, and how long it pauses then.
+#
+# Without a column `after` the turns of a session follow one another. With it a session is a directed graph without
+# cycles: a turn may wait for several others, and several turns may wait for one (PLAN_EXTRAS in
+# `ebbench.records.schema`). The simulator, the emulated engine and the load generator all release requests by this
+# graph.
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TurnGraph:
+    """One entry per row of a plan.
+
+    ``waits``: how many requests a row waits for, shape (rows,). Row r is followed by
+    ``follower_rows[follower_starts[r]:follower_starts[r + 1]]``. ``pause_ns``: see PLAN_EXTRAS; None if no row pauses.
+    ``first_rows``: the first row of each session, in plan order. ``parallel_starts``: further rows that start with
+    their session, by its first row. ``branched``: whether a row may wait for several others, or be followed by several.
+    """
+
+    waits: Ints
+    follower_starts: list[int]
+    follower_rows: list[int]
+    pause_ns: Ints | None
+    first_rows: list[int]
+    parallel_starts: Mapping[int, list[int]]
+    branched: bool
+
+    def followers(self, row: int) -> list[int]:
+        """Rows that wait for ``row``, by turn."""
+        return self.follower_rows[self.follower_starts[row] : self.follower_starts[row + 1]]
+
+    def descendants(self, row: int) -> Iterator[int]:
+        """Every row that waits for ``row``, directly or through others, once each."""
+        seen: set[int] = set()
+        open_rows = self.followers(row)
+        while open_rows:
+            following = open_rows.pop()
+            if following not in seen:
+                seen.add(following)
+                yield following
+                open_rows += self.followers(following)
+
+    def pause_of(self, row: int) -> int:
+        """The pause (ns) of a row; 0 for rows after the plan's own, which are warm-up requests."""
+        return 0 if self.pause_ns is None or row >= len(self.pause_ns) else int(self.pause_ns[row])
+
+
+def turn_graph(table: pa.Table) -> TurnGraph:
+    """The graph of a plan's table. Raises UsageError for a turn that waits for one that is not before it."""
+    sessions = np.asarray(table["session"])
+    turns = np.asarray(table["turn"])
+    order = np.lexsort((turns, sessions))
+    same = sessions[order][1:] == sessions[order][:-1]
+    first = np.ones(len(order), np.bool_)
+    first[order[1:][same]] = False
+    parents, children = order[:-1][same], order[1:][same]
+    branched = "after" in table.column_names
+    if branched:
+        parents, children = _edges(table, parents, children, sessions, turns)
+    waits = np.bincount(children, minlength=len(order)).astype(np.int64)
+    by_parent = np.argsort(parents, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(parents, minlength=len(order)))])
+    return TurnGraph(
+        waits,
+        starts.tolist(),
+        children[by_parent].tolist(),
+        optional_ns(table, "pause_ns"),
+        np.flatnonzero(first).tolist(),
+        _parallel_starts(sessions, first, np.flatnonzero((waits == 0) & ~first)) if branched else {},
+        branched,
+    )
+
+
+def optional_ns(table: pa.Table, name: str, null: int = 0) -> Ints | None:
+    """A column of times (ns) with ``null`` for null, shape (rows,); None if the table lacks it or has only nulls."""
+    if name not in table.column_names or table[name].null_count == table.num_rows:
+        return None
+    values: Ints = np.asarray(table[name].fill_null(null), np.int64)
+    return values
+
+
+def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns: Ints) -> tuple[Ints, Ints]:
+    """Rows waited for and rows that wait, one entry per pair, ordered by session and turn of the waiting row.
+
+    ``before`` and ``following``: the pairs if every turn waited for the one before it.
+    """
+    after = table["after"].combine_chunks()
+    listed = after.is_valid().to_numpy(zero_copy_only=False)
+    by_default = ~listed[following]
+    waiting = pc.list_parent_indices(after).to_numpy(zero_copy_only=False).astype(np.int64)
+    wanted = pc.list_flatten(after).to_numpy(zero_copy_only=False).astype(np.int64)
+    _, codes = np.unique(sessions, return_inverse=True)
+    width = int(turns.max()) + 1 if len(turns) else 1
+    keys = codes * width + turns
+    by_key = np.argsort(keys, kind="stable")
+    places = np.minimum(np.searchsorted(keys, codes[waiting] * width + wanted, sorter=by_key), len(keys) - 1)
+    rows = by_key[places]
+    bad = (wanted >= turns[waiting]) | (wanted < 0) | (sessions[rows] != sessions[waiting]) | (turns[rows] != wanted)
+    if bad.any():
+        place = int(np.flatnonzero(bad)[0])
+        name = table["request_id"][int(waiting[place])].as_py()
+        raise UsageError(
+            f"request {name} waits for turn {wanted[place]}, which is not an earlier turn of its session; "
+            "`after` lists lower turn numbers of the same session"
+        )
+    parents = np.concatenate([before[by_default], rows])
+    children = np.concatenate([following[by_default], waiting])
+    order = np.lexsort((turns[children], sessions[children]))
+    return parents[order], children[order]
+
+
+def _parallel_starts(sessions: Ints, first: npt.NDArray[np.bool_], others: Ints) -> dict[int, list[int]]:
+    first_of = dict(zip(sessions[first].tolist(), np.flatnonzero(first).tolist(), strict=True))
+    found: dict[int, list[int]] = {}
+    for row in others.tolist():
+        found.setdefault(first_of[int(sessions[row])], []).append(row)
+    return found

@@ -15,7 +15,7 @@ from ebbench.untrusted import visible
 class Console(rich.console.Console):
     """rich's console, on which the control characters of what is printed are visible.
 
-    rich writes its own control sequences apart from the text, so that every one in the text is another's.
+    rich writes its own control sequences separately, so any in the text came from outside.
     """
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **how: Any) -> None:

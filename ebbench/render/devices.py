@@ -10,8 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.devices.describe import DeviceFacts
-from ebbench.devices.marginal import MarginalCurve
+from ebbench.devices.describe import DeviceFacts, MarginalCurve
 from ebbench.errors import UsageError
 
 BAR_CELLS = 44

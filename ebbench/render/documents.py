@@ -1,11 +1,12 @@
-"""Renders documents as rich tables, HTML and CSV. Markdown and LaTeX are in :mod:`ebbench.export`."""
+"""Renders documents as rich tables, HTML, CSV, Markdown and LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import html
 import io
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Literal
@@ -17,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
-from ebbench.untrusted import csv_cell
+from ebbench.render.console import Console
+from ebbench.untrusted import csv_cell, markdown, visible
 
 LABEL_WIDTH = 22
 """Longer labels are wrapped."""
@@ -244,3 +246,160 @@ def _html_cell(value: Value, column: Column) -> str:
     if column.kind == "label":
         return f'<th scope="row">{shown}</th>'
     return f"<td><b>{shown}</b></td>" if column.ours else f"<td>{shown}</td>"
+
+
+# Renders documents as GitHub Markdown.
+
+
+def as_markdown(document: Document) -> str:
+    """A heading, the command that reproduces the document, one table per section, the notes."""
+    written = _own_markup if document.markup else markdown
+    parts = [f"# {written(document.title)}", ""]
+    if document.command:
+        parts += [*fenced(document.command), ""]
+    for section in document.sections:
+        parts += [*section_lines(section, markup=document.markup), ""]
+    parts += [f"- {written(note)}" for note in document.notes]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def fenced(text: str) -> list[str]:
+    """The text as a block of code that nothing in it ends."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return [fence, visible(text, lines=True), fence]
+
+
+def section_lines(section: Section, *, repeat_labels: bool = False, markup: bool = False) -> list[str]:
+    """A section as a heading and a table. Labels that repeat those of the row above are left out, or repeated.
+
+    ``markup``: as in Document.
+    """
+    written = _own_markup if markup else markdown
+    lines = [f"## {written(section.title)}", ""] if section.title else []
+    lines.append(_line(written(_header(column)) for column in section.columns))
+    lines.append(_line("---" if column.kind == "label" else "---:" for column in section.columns))
+    for shown in cells(section, repeat_labels=repeat_labels):
+        marked = zip(shown, section.columns, strict=True)
+        safe = ((written(cell), column.ours and cell != "–") for cell, column in marked)
+        lines.append(_line(f"**{cell}**" if ours else cell for cell, ours in safe))
+    return lines
+
+
+def _own_markup(text: str) -> str:
+    """Text of this project, whose Markdown counts; only what would end a cell is escaped."""
+    return visible(text).replace("|", "\\|")
+
+
+def _header(column: Column) -> str:
+    return f"{column.group} {column.name}".strip()
+
+
+def _line(values: Iterable[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+# Renders documents as LaTeX with booktabs rules, for papers that load `booktabs` and `graphicx`.
+#
+# Every table fits a page of the standard classes. A table with too many columns or rows is split into several, each
+# with the row labels; a table that is slightly too wide is scaled to the text width.
+
+WIDTH = 100
+"""Characters per table row: at most about 1.3 times what fits, so that scaled text keeps 7 points."""
+ROWS = 38
+"""Rows that fit on a page below a caption."""
+
+_NUMBERED = re.compile(r"(?:.*, )?([Tt]able|[Ff]igure) ([\w.]+): ")
+_SPECIAL = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "–": "--", "±": r"$\pm$", "µ": r"$\mu$", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$", "→": r"$\to$",
+    "−": "$-$", "\n": " ",
+}  # fmt: skip
+
+
+def as_latex(document: Document) -> str:
+    """One or more ``table`` environments per section; the command and the notes are comments before the first."""
+    comments = [f"% {line}" for line in (NEEDS, document.command, *document.notes) if line]
+    parts = [part for section in document.sections for part in _parts(section)]
+    tables = [_table(document, part, index, continued) for index, (part, continued) in enumerate(parts)]
+    return "\n".join([*comments, *tables]) + "\n"
+
+
+NEEDS = "needs \\usepackage{booktabs,graphicx}"
+
+
+def _parts(section: Section) -> Iterator[tuple[Section, bool]]:
+    """Sections that fit a page, and whether each continues the one before."""
+    continued = False
+    for piece in pieces(section, WIDTH):
+        for start in range(0, max(len(piece.rows), 1), ROWS):
+            yield replace(piece, title=section.title, rows=piece.rows[start : start + ROWS]), continued
+            continued = True
+
+
+def escaped(value: str) -> str:
+    """The text with LaTeX's special characters escaped."""
+    return "".join(_SPECIAL.get(character, character) for character in value)
+
+
+def _table(document: Document, section: Section, index: int, continued: bool) -> str:
+    alignment = "".join("l" if column.kind == "label" else "r" for column in section.columns)
+    lines = [
+        r"\begin{table}",
+        r"\centering\small\setlength{\tabcolsep}{4pt}",
+        _caption(document, section, continued),
+        rf"\label{{tab:{document.name}{'' if index == 0 else f'-{index + 1}'}}}",
+        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+        rf"\begin{{tabular}}{{{alignment}}}",
+        r"\toprule",
+        *_group_header(section),
+        _row(column.name for column in section.columns),
+        r"\midrule",
+        *(_row(shown) for shown in cells(section)),
+        r"\bottomrule",
+        r"\end{tabular}}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines)
+
+
+def _caption(document: Document, section: Section, continued: bool) -> str:
+    """The caption, without the number in print, beside which LaTeX would write its own.
+
+    The parts of a table have one number and one caption.
+    """
+    if continued:
+        return r"\addtocounter{table}{-1}\caption{(continued)}"
+    numbered = _NUMBERED.match(document.title)
+    words = document.title[numbered.end() :] if numbered else document.title
+    words = words[:1].upper() + words[1:] + (f": {section.title}" if section.title else "")
+    printed = f" ({numbered[1].lower()} {numbered[2]} in print)" if numbered else ""
+    return rf"\caption{{{escaped(words + printed)}}}"
+
+
+def _group_header(section: Section) -> list[str]:
+    groups = grouped(section.columns)
+    if not any(name for name, _ in groups):
+        return []
+    spans, rules, at = [], [], 1
+    for name, count in groups:
+        spans.append(rf"\multicolumn{{{count}}}{{c}}{{{escaped(name)}}}")
+        if name and count > 1:
+            rules.append(rf"\cmidrule(lr){{{at}-{at + count - 1}}}")
+        at += count
+    return [" & ".join(spans) + r" \\", " ".join(rules)] if rules else [" & ".join(spans) + r" \\"]
+
+
+def _row(values: Iterable[str]) -> str:
+    return " & ".join(escaped(value) for value in values) + r" \\"
+
+
+def rendered(document: Document, style: str, *, width: int | None = None) -> str:
+    """The document as text: markdown, latex, html, csv, or else as on a terminal of ``width`` columns."""
+    formats = {"markdown": as_markdown, "latex": as_latex, "html": as_html, "csv": as_csv}
+    if style in formats:
+        return formats[style](document)
+    console = Console(highlight=False, width=width)
+    with console.capture() as capture:
+        console.print(as_rich(document, console.width), soft_wrap=False)
+    return capture.get()

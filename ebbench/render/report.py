@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rich.console import Group as Stack
@@ -12,20 +12,156 @@ from rich.text import Text
 
 from ebbench.analysis.compare.cases import ComparisonCase
 from ebbench.analysis.documents import Document
+from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
 from ebbench.analysis.failures import merge_failures
 from ebbench.analysis.summary import Summary
-from ebbench.render import conditions, sentences, tables
+from ebbench.render import sentences, tables
 from ebbench.render.console import Console
 from ebbench.render.documents import section_tables
-from ebbench.render.doubts import doubts_of
+from ebbench.render.numbers import count, percent
+from ebbench.render.sentences import doubts_of
+
+# The conditions that all runs share, in sentences: machine, load, requests, limits. Tables show what differs.
+
+
+def machine(summaries: Sequence[Summary]) -> str:
+    """``qwen3-8b on h200 (1 GPU), engine sim in virtual time``."""
+    model = _common(summaries, lambda s: s.model) or "several models"
+    device = _common(summaries, lambda s: s.device) or "several devices"
+    joined = _common(summaries, lambda s: str(s.machine))
+    where = f"{model} on {device}" + (f" ({joined})" if joined else "")
+    if device == UNKNOWN_DEVICE:
+        where = f"{model} on a server whose device is unknown"
+    engine = _common(summaries, lambda s: s.engine) or "several engines"
+    if engine == "endpoint" and device != UNKNOWN_DEVICE:
+        where += " (device as stated, not verified)"
+    times = {summary.virtual for summary in summaries}
+    clock = "" if len(times) > 1 else " in virtual time" if times == {True} else ", real time"
+    served = "" if engine == "endpoint" else f", engine {engine}{clock}"
+    return f"{where}{served}"
+
+
+def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
+    """Lines about the load, the requests, the scheduler's limits and the policies' settings."""
+    lines = (
+        _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _clients(summaries),
+        _limits(summaries), _reported(summaries), _settings(summaries),
+    )  # fmt: skip
+    return [line for line in lines if line]
+
+
+def _load(summaries: Sequence[Summary]) -> str:
+    scenario = _common(summaries, lambda s: s.scenario) or "several scenarios"
+    parts = [summary.load.parts() for summary in summaries]
+    shared = [text for name, text in parts[0].items() if all(each.get(name) == text for each in parts)]
+    return f"Load: {', '.join([*shared, f'scenario {scenario}'])}, {_seeds(summaries)}."
+
+
+def _trace(summaries: Sequence[Summary]) -> str:
+    """How the times of the replayed trace were read, with its rate and duration; empty without a trace."""
+    note = _common(summaries, lambda s: s.load.trace)
+    return f"{note[0].upper()}{note[1:]}." if note else ""
+
+
+def _prefix_cache(summaries: Sequence[Summary]) -> str:
+    """The share of the prompt tokens that the prefix cache held, per policy if it differs."""
+    rates: dict[str, list[float]] = {}
+    for summary in summaries:
+        if summary.metrics.prefix_hit_rate is not None:
+            rates.setdefault(summary.policy, []).append(summary.metrics.prefix_hit_rate)
+    if not rates:
+        known = any(summary.metrics.completed for summary in summaries)
+        kept = ", and nothing emptied it before the run" if any(s.machine.cache_kept for s in summaries) else ""
+        return f"Prefix cache: the server does not report hits{kept}." if known else ""
+    shown = {policy: percent(sum(values) / len(values)) for policy, values in rates.items()}
+    if len(set(shown.values())) == 1:
+        return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits."
+    shares = ", ".join(f"{share} ({policy})" for policy, share in shown.items())
+    return f"Prefix cache: hits among the prompt tokens {shares}."
+
+
+def _clients(summaries: Sequence[Summary]) -> str:
+    """The client machines, with the worst alignment of their clocks, and the most connections."""
+    several = [summary.clients for summary in summaries if summary.clients.count]
+    if not several:
+        shown = max((summary.clients for summary in summaries), key=lambda one: one.connections or 0)
+        return f"Client: {shown}." if str(shown) else ""
+    counts = {(one.count, one.workers, one.lost) for one in several}
+    if len(counts) > 1 or len(several) < len(summaries):
+        return "Clients: different numbers of nodes."
+    return f"Clients: {max(several, key=lambda one: one.alignment_error_ms or 0.0)}."
+
+
+def requests(summaries: Sequence[Summary]) -> str:
+    """The source of the request lengths, and their means in the first run."""
+    summary = summaries[0]
+    m = summary.metrics
+    if _common(summaries, lambda s: s.workload) is None:
+        return ""
+    line = f"Requests: {count(m.planned)} of {summary.workload}, lengths from {summary.source or 'the plan'}"
+    if m.completed:
+        mean_in, mean_out = m.total_input_tokens / m.completed, m.total_output_tokens / m.completed
+        which = "" if m.completed == m.planned else " of those completed"
+        line += f", mean{which} {count(mean_in)} tokens in, {count(mean_out)} out"
+    return f"{line}."
+
+
+def _limits(summaries: Sequence[Summary]) -> str:
+    shown = _common(summaries, lambda s: s.machine.limits())
+    return f"Scheduler: {shown}." if shown else ""
+
+
+def _reported(summaries: Sequence[Summary]) -> str:
+    """What servers say of their own settings."""
+    shown = _common(summaries, lambda s: s.machine.reported)
+    return f"The server reports: {shown}." if shown else ""
+
+
+def _settings(summaries: Sequence[Summary]) -> str:
+    """The settings in force with defaults; settings shared by several policies are named once.
+
+    Left out: values that a policy computes by itself (they are shown with the reasons), and settings that are part of
+    its name, requests waiting in the order they came (``order=fcfs``), and those of a policy that is only a label.
+    """
+    owners: dict[str, list[str]] = {}
+    known = [summary for summary in summaries if summary.machine.policy_known]
+    for policy in dict.fromkeys(summary.policy for summary in known):
+        for name, value in (policy_settings(policy) or {}).items():
+            if value is not None and f"{name}=" not in policy and (name, value) != ("order", "fcfs"):
+                owners.setdefault(f"{name} {_setting(value)}", []).append(policy)
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for text, policies in owners.items():
+        shared.setdefault(tuple(policies), []).append(text)
+    parts = [f"{', '.join(policies)}: {', '.join(texts)}" for policies, texts in shared.items()]
+    return f"Settings of {'; '.join(parts)}." if parts else ""
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _seeds(summaries: Sequence[Summary]) -> str:
+    seeds = sorted({summary.seed for summary in summaries})
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    in_a_row = seeds[-1] - seeds[0] == len(seeds) - 1  # they are different; a date may be among them: no range of them
+    return f"seeds {seeds[0]}–{seeds[-1]}" if in_a_row else f"seeds {', '.join(map(str, seeds))}"
+
+
+def _common(summaries: Sequence[Summary], of: Callable[[Summary], str]) -> str | None:
+    """The value that all runs share; None if they differ."""
+    found = {of(summary) for summary in summaries}
+    return found.pop() if len(found) == 1 else None
 
 
 def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool = False) -> RenderableType:
     """The output for ``cases``, for a terminal of ``width`` characters."""
     summaries = [summary for case in cases for summary in case.summaries]
     document = tables.comparison(cases, all_percentiles=all_percentiles)
-    parts: list[RenderableType] = [Text(conditions.machine(summaries), style="bold")]
-    parts += [Text(line) for line in conditions.load_and_limits(summaries)]
+    parts: list[RenderableType] = [Text(machine(summaries), style="bold")]
+    parts += [Text(line) for line in load_and_limits(summaries)]
     for section in document.sections:
         parts += [Text(), *section_tables(section, width)]
     parts += [Text(note, style="dim") for note in document.notes]
@@ -45,7 +181,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
     groups = [group for case in cases for group in case.groups]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
     said = [
-        *conditions.load_and_limits(summaries),
+        *load_and_limits(summaries),
         *compared.notes,
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
         *(f"Did not complete: {line}" for line in failure_lines(summaries)),
@@ -54,9 +190,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
         *sentences.caveats(groups),
     ]
     phases = tuple(filter(None, map(tables.phases, cases)))
-    return replace(
-        compared, title=conditions.machine(summaries), sections=(*compared.sections, *phases), notes=tuple(said)
-    )
+    return replace(compared, title=machine(summaries), sections=(*compared.sections, *phases), notes=tuple(said))
 
 
 def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> None:

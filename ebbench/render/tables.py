@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from ebbench.analysis.compare.cases import ComparisonCase, by_phase
-from ebbench.analysis.compare.policies import (
+from ebbench.analysis.compare.cases import (
+    ComparisonCase,
     Figure,
     Group,
     baseline_of,
+    by_phase,
     differing,
     gain,
     output_throughput,
@@ -23,9 +24,8 @@ from ebbench.analysis.compare.policies import (
     request_goodput,
     steady_throughput,
 )
-from ebbench.analysis.distribution import QUANTILES, Distribution
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value
-from ebbench.analysis.metrics import Metrics
+from ebbench.analysis.metrics import QUANTILES, Distribution, Metrics
 from ebbench.render import numbers
 
 INVALID = " INVALID"

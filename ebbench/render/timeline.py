@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.recovery import served_spans, token_times
+from ebbench.analysis.phases import served_spans, token_times
 from ebbench.errors import DataError
 from ebbench.records.run import Run
 from ebbench.render import palette

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ebbench.analysis.caveats import by_settings, told_once
+from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.compare.certainty import ALPHA
 from ebbench.analysis.compare.paired import (
     REQUEST_TIME,
@@ -20,7 +21,6 @@ from ebbench.analysis.compare.paired import (
     PolicyContrasts,
     pairs_needed_by,
 )
-from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS, GateUnit
 from ebbench.analysis.gate.verdict import COPIES, GATED, repeated_until_clear

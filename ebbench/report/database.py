@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from ebbench.analysis.load import flat_load, load_of_run, machine_of_run
+from ebbench.analysis.environment import flat_load, load_of_run, machine_of_run
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
 from ebbench.extras import need

@@ -10,20 +10,25 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.compare.cases import ComparisonCase, cases_of
-from ebbench.analysis.compare.policies import Group
+from ebbench.analysis.compare.cases import ComparisonCase, Group, cases_of
 from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.explain import explain
-from ebbench.analysis.metrics import itl_ns, tpot_ns
-from ebbench.analysis.slo import Slo
-from ebbench.analysis.slo_surface import latencies_ms, run_surfaces
+from ebbench.analysis.metrics import Slo, itl_ns, tpot_ns
+from ebbench.analysis.phases import latencies_ms, run_surfaces
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
-from ebbench.render import conditions, sentences
-from ebbench.render.doubts import doubts_of
+from ebbench.render import sentences
+from ebbench.render.report import load_and_limits, machine
+from ebbench.render.sentences import doubts_of
 from ebbench.render.timeline import Timeline, timeline_of
-from ebbench.report.page_tables import Table, comparison_tables, environment_tables, failures_tables, phase_tables
-from ebbench.report.searches import SearchSection
+from ebbench.report.page_tables import (
+    SearchSection,
+    Table,
+    comparison_tables,
+    environment_tables,
+    failures_tables,
+    phase_tables,
+)
 
 MAX_STEPS = 20_000
 """Steps kept per run for the zoomed chart; of longer runs the first ones, which the page says."""
@@ -77,7 +82,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
     doubtful = doubts_of(cases)
     return Page(
         title=title or _title(summaries),
-        subtitle=(conditions.machine(summaries), *conditions.load_and_limits(summaries)),
+        subtitle=(machine(summaries), *load_and_limits(summaries)),
         verdicts=tuple((title, tuple(lines), shown) for title, lines, shown in sentences.verdicts(cases)),
         warnings=(*notes, *sentences.missing(groups), *doubtful, *sentences.caveats(groups)),
         tables=(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import os
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +22,220 @@ import msgspec
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.records.run import slug
-from ebbench.runs.code import SETTLED_NS, code_fingerprint
+from ebbench.resources import bundled_dir
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import is_server
-from ebbench.workloads.log_files import files_of
+from ebbench.workloads.files import files_of
 from ebbench.workloads.options import RECORDED, is_recorded
+
+# The fingerprint of the code and data that compute a result.
+#
+# A stored result is valid as long as nothing that determines it has changed. The source files are found by following
+# import statements (also inside functions) from the modules that compute a result; ebbench's data files are added.
+# Hash and imports of a file are cached by path, size and modification time, so that a fingerprint takes a few
+# milliseconds if nothing has changed.
+
+MAKE = ("ebbench.runs.execute", "vllm_eb.policies")
+"""Module from which every run starts; policies are loaded by name."""
+ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
+    "sim": ("ebbench.engines.sim",),
+    # vLLM loads the scheduler by name, so no import statement of ebbench leads to it.
+    "emulated": ("ebbench.engines.emulated", "ebbench.engines.emulated_core", "vllm_eb.scheduler"),
+    "vllm": ("ebbench.engines.vllm", "ebbench.engines.replicas", "vllm_eb.scheduler"),
+    "endpoint": ("ebbench.engines.endpoint",),
+}
+"""Entry modules per engine."""
+CHOOSERS = frozenset({"ebbench.engines", "ebbench.engines.setup"})
+"""Modules that select an engine by name: their functions import every engine, of which a cell uses one."""
+LOADED_BY_NAME = frozenset({"vllm_eb.policies"})
+"""Packages whose modules are all loaded, without import statements."""
+SETTLED_NS = 2_000_000_000
+"""A file modified within this time before it is read may be modified again with the same time stamp."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Location of code and data: top-level packages by name, and directories of data files."""
+
+    packages: Mapping[str, Path]
+    data: tuple[Path, ...]
+
+    def file_of(self, module: str) -> tuple[str, os.stat_result] | None:
+        """The source file of a module of these packages with its status; None for other modules."""
+        top, *rest = module.split(".")
+        if top not in self.packages:
+            return None
+        path = os.path.join(self.packages[top], *rest)  # noqa: PTH118  as strings: hundreds of files in milliseconds
+        for candidate in (f"{path}.py", f"{path}/__init__.py"):
+            try:
+                return candidate, os.stat(candidate)  # noqa: PTH116
+            except OSError:
+                continue
+        return None
+
+    def data_files(self) -> Iterator[tuple[str, str, os.stat_result]]:
+        """All data files in a fixed order: name from its directory on, path, status."""
+        for folder in self.data:
+            waiting = [str(folder)]
+            found = []
+            while waiting:
+                for entry in os.scandir(waiting.pop()):
+                    if entry.is_dir():
+                        waiting.append(entry.path)
+                    else:
+                        found.append((entry.path, entry.stat()))
+            for path, stat in sorted(found, key=lambda one: one[0]):
+                yield f"{folder.name}{path.removeprefix(str(folder))}", path, stat
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Hash of a file and the modules that it imports."""
+
+    digest: str
+    imports: tuple[str, ...] = ()
+
+
+@dataclass
+class FileCache:
+    """Hashes and imports of files by path, size and modification time; stored in ``path`` (None: in memory only)."""
+
+    path: Path | None = None
+    _known: dict[str, list[Any]] = field(default_factory=dict)
+    _changed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            with suppress(OSError, msgspec.DecodeError):
+                self._known = msgspec.json.decode(self.path.read_bytes(), type=dict[str, list[Any]])
+
+    def facts(self, path: str, stat: os.stat_result, module: str = "") -> _Facts:
+        """Hash of a file and, for the source of ``module``, what it imports."""
+        stamp = [stat.st_mtime_ns, stat.st_size, module]
+        known = self._known.get(path)
+        if known is not None and known[:3] == stamp:
+            return _Facts(known[3], tuple(known[4]))
+        content = Path(path).read_bytes()
+        imports = imports_of(content, module, path) if module else []
+        found = _Facts(hashlib.sha256(content).hexdigest(), tuple(imports))
+        if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
+            self._known[path] = [*stamp, found.digest, list(imports)]
+            self._changed = True
+        return found
+
+    def save(self) -> None:
+        """Store what is known; a directory that cannot be written costs only time."""
+        if self.path is None or not self._changed:
+            return
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent)
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(self._known))
+            Path(name).replace(self.path)
+            self._changed = False
+
+
+def imports_of(source: bytes, module: str, path: str) -> list[str]:
+    """The relevant imports of a module: all, or only top-level ones if it selects an engine by name."""
+    is_package = path.endswith("__init__.py")
+    return imported_modules(source, module, is_package=is_package, in_functions=module not in CHOOSERS)
+
+
+def imported_modules(source: bytes, module: str, *, is_package: bool = False, in_functions: bool = True) -> list[str]:
+    """Modules that a source file imports at run time, also in functions; without imports for type checkers."""
+    found: list[str] = []
+    package = module if is_package else module.rpartition(".")[0]
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            base = node.module or ""
+            if node.level:
+                base = f"{parent}.{base}" if base else parent
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not in_functions:
+            continue
+        elif isinstance(node, ast.If) and _for_type_checkers(node.test):
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return sorted(set(found))
+
+
+def _for_type_checkers(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[str, tuple[Path, str]]:
+    """All modules of the tree that the entries import, directly or indirectly, with file and hash."""
+    files: dict[str, tuple[Path, str]] = {}
+    seen, plain = set(entries), set[str]()
+    waiting = list(entries)
+    while waiting:
+        module = waiting.pop()
+        if module.rpartition(".")[0] in plain or (found := tree.file_of(module)) is None:
+            continue  # a name defined in a module
+        path, stat = found
+        if not path.endswith("__init__.py"):
+            plain.add(module)
+        facts = known.facts(path, stat, module)
+        files[module] = (Path(path), facts.digest)
+        parents = (module.rpartition(".")[0],) if "." in module else ()
+        if module in LOADED_BY_NAME:
+            inside = (f"{module}.{one.stem}" for one in sorted(Path(path).parent.glob("[!_]*.py")))
+            waiting += [name for name in inside if name not in seen]
+            seen.update(waiting)
+        # Names are taken from the end, so that a module precedes the names in it.
+        for name in (*reversed(facts.imports), *parents):
+            if name not in seen and name.partition(".")[0] in tree.packages:
+                seen.add(name)
+                waiting.append(name)
+    return files
+
+
+def fingerprint(tree: Tree, entries: Sequence[str], known: FileCache) -> str:
+    """Sixteen hex digits over the source files reachable from the entries and the data files."""
+    digest = hashlib.sha256()
+    for module, (_, content) in sorted(source_files(tree, entries, known).items()):
+        digest.update(f"{module} {content}\n".encode())
+    for name, path, stat in tree.data_files():
+        digest.update(f"{name} {known.facts(path, stat).digest}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def code_fingerprint(engine: str) -> str:
+    """The fingerprint of everything that computes results with an engine of ENGINE_MODULES; once per process."""
+    tree = installed_tree()
+    known = FileCache(cache_file(tree))
+    found = fingerprint(tree, (*MAKE, *ENGINE_MODULES[engine]), known)
+    known.save()
+    return found
+
+
+def installed_tree() -> Tree:
+    """The code that runs in this process, and the data that it reads."""
+    import ebbench
+    import vllm_eb
+
+    package = Path(ebbench.__file__).resolve().parent
+    return Tree(
+        {"ebbench": package, "vllm_eb": Path(vllm_eb.__file__).resolve().parent},
+        (package / "devices" / "data", *(bundled_dir(name) for name in ("workloads", "scenarios", "reference"))),
+    )
+
+
+def cache_file(tree: Tree) -> Path:
+    """Where the facts of a tree's files are kept. Each installation has a file of its own, so that it stays small."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    name = hashlib.sha256(str(tree.packages["ebbench"]).encode()).hexdigest()[:8]
+    return (Path(base) if base else Path.home() / ".cache") / "ebbench" / f"code-{name}.json"
 
 
 def key_of(spec: RunSpec) -> str:

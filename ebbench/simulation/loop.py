@@ -1,6 +1,6 @@
 """The event loop: one virtual clock for clients, dispatchers, engines, decode pools and KV transfers.
 
-Events at the same nanosecond are taken in the order of :mod:`ebbench.simulation.events`. One engine alone runs in the
+Events at the same nanosecond are taken in the order of :mod:`ebbench.simulation.state`. One engine alone runs in the
 same loop, without dispatcher and network.
 """
 
@@ -15,9 +15,12 @@ import numpy as np
 
 from ebbench.dispatch.base import EndForward, Order
 from ebbench.records.plan import Plan
-from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.api_server import ApiServers, Failure, QueueLimits
 from ebbench.simulation.engine import OnPass
-from ebbench.simulation.events import (
+from ebbench.simulation.releases import Releases
+from ebbench.simulation.scheduler import HangUps
+from ebbench.simulation.stage import Stage
+from ebbench.simulation.state import (
     ARRIVAL,
     BACK,
     DELIVERY,
@@ -34,13 +37,9 @@ from ebbench.simulation.events import (
     TIMER,
     TRANSFER,
     TURNAROUND_NS,
+    UNSET,
     WAKE,
 )
-from ebbench.simulation.queue_limits import Failure, QueueLimits
-from ebbench.simulation.releases import Releases
-from ebbench.simulation.scheduler import HangUps
-from ebbench.simulation.stage import Stage
-from ebbench.simulation.state import UNSET
 from ebbench.simulation.transfer import Handover, StoreFullError, Transfer
 
 
@@ -543,6 +542,6 @@ class EventLoop:
         self._decode_pool.arrived(transfer)
 
     def push(self, time_ns: int, kind: int, subject: Any) -> None:
-        """Add an event; ``kind``: see :mod:`ebbench.simulation.events`."""
+        """Add an event; ``kind``: see :mod:`ebbench.simulation.state`."""
         self._sequence += 1
         heapq.heappush(self._events, (time_ns, kind, self._sequence, subject))

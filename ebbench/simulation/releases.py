@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, turn_graph
 from ebbench.records.schema import PLAN
-from ebbench.records.turn_graph import turn_graph
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step_log import FigureLog, StepLog, StepParts
+from ebbench.simulation.step import FigureLog, StepLog, StepParts
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Record
 
@@ -136,8 +135,8 @@ class Releases:
     Open loop: sessions start at their arrival time; a cap on open sessions makes later ones wait. A session is open
     until its last request has ended, also while it pauses.
 
-    ``warmup`` requests of one turn, in rows after the plan's (:mod:`ebbench.simulation.releases`), are sent first; the
-    plan begins when the last of them has ended.
+    ``warmup`` requests of one turn, in rows after the plan's, are sent first; the plan begins when the last of them has
+    ended.
     """
 
     def __init__(self, plan: Plan, warmup: int = 0) -> None:

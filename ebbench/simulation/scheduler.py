@@ -1,8 +1,8 @@
 """vLLM v1's scheduler (0.32): requests and KV blocks of one unit, and the requests that a step holds.
 
 It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, preemption,
-admission of waiting requests, and clients that hang up. :mod:`ebbench.simulation.gate` decides the phase of
-a step, :mod:`ebbench.simulation.engine` when steps are made and how long they take.
+admission of waiting requests, and clients that hang up. :mod:`ebbench.simulation.engine` decides the phase of a step,
+when steps are made and how long they take.
 
 Tens of thousands of steps are made per second, so sums use plain functions (``np.count_nonzero``, ``np.add.reduce``):
 the methods ``any``, ``all`` and ``sum`` cost several times as much. ``a.take(rows)`` costs half of ``a[rows]``.
@@ -18,9 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices.base import StepShape
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, optional_ns
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
-from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.kv import CountedKv, KvBlocks, LaidOutKv
 from ebbench.simulation.releases import Beginning, since_beginning
@@ -29,7 +28,7 @@ from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
 
 
 def chunk_limit(scheduler: Scheduler, candidates: int) -> int:
-    """Most tokens of one request in a step with so many running requests to choose from; 0: no limit.
+    """Most tokens of one request in a step with ``candidates`` running requests to choose from; 0: no limit.
 
     vLLM lifts ``long_prefill_token_threshold`` for a request alone. The adaptive form raises it to the budget divided
     by the number of running and waiting requests.
@@ -293,7 +292,7 @@ class SchedulerListener(Protocol):
         ...
 
     def withdrawn(self, row: int, output_tokens: int) -> None:
-        """The client of a request hung up after so many tokens."""
+        """The client of a request hung up after ``output_tokens`` tokens."""
         ...
 
 

@@ -60,7 +60,7 @@ class Stage:
                 one.scheduler.api_servers = servers
 
     def api_servers_of(self, unit: int) -> ApiServers | None:
-        """Those of the unit's engine; None where clients reach it without."""
+        """The API servers of the unit's engine; None if it has none."""
         return self.api_servers[self.engine_of_unit[unit]] if self.api_servers else None
 
     def dispatch_request(self, row: int) -> DispatchRequest:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS
-from ebbench.simulation.queue_limits import Failure
+from ebbench.simulation.api_server import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from vllm_eb.decisions import Record
 

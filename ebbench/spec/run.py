@@ -7,15 +7,49 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
-from ebbench.config.declare import CLIENT, ENGINE, MOST_SECONDS, Declared, declare, declared_in
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.declare import (
+    CLIENT,
+    CLUSTER,
+    DEFAULT_DEVICE,
+    DEFAULT_MODEL,
+    ENGINE,
+    MOST_SECONDS,
+    Declared,
+    declare,
+    declared_in,
+)
 from ebbench.config.topology import TopologySpec
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.cluster import ClusterOptions
-from ebbench.spec.host import HostCosts
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
-from ebbench.traffic.choice import scenario_meant
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server
+from ebbench.traffic.spec import scenario_meant
 from ebbench.workloads.options import PlanOptions, is_recorded
+
+# Several instances: topology, dispatch policies, replicas.
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Several instances; None where not given. A scenario file may also contain a topology."""
+
+    topology: TopologySpec | str | None = declare(
+        None, "dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table.", CLUSTER, text=str
+    )
+    link: str | None = declare(
+        None, "Kind of link between the GPUs of a server: pcie, nvlink, ...; see `ebbench devices show`.", CLUSTER
+    )
+    dispatch: str | None = declare(
+        None, "round-robin, least-outstanding (default), power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
+        CLUSTER, complete="dispatch",
+    )  # fmt: skip
+    decode_dispatch: str | None = declare(None, "Dispatch policy of the decode pool. Default: iqr with sbs.", CLUSTER)
+    replicas: int | None = declare(
+        None, "Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.", CLUSTER
+    )
+
+    def named(self) -> ClusterOptions:
+        """The same with the topology's label, for tables and file names."""
+        topology = self.topology
+        return replace(self, topology=topology.label) if isinstance(topology, TopologySpec) else self
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from statistics import fmean
 from typing import Any, Protocol
 
 from rich.console import Group as Stack
@@ -15,19 +17,125 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.caveats import by_settings, told_once
-from ebbench.analysis.compare.policies import TIE
+from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.sensitivity import Sensitivity, least_difference, sensitivity
 from ebbench.render import numbers
 from ebbench.render.console import Console
 from ebbench.render.live import Work, shown
 from ebbench.render.report import notes
+from ebbench.runs.file import plain
 from ebbench.runs.key import key_of
-from ebbench.runs.settings import plain
 from ebbench.spec.run import RunSpec, settings_of
-from ebbench.spec.server import DEFAULT_CLASS, OFF
-from ebbench.sweep.checks import problem_of
-from ebbench.sweep.drive import Result, SweepProgress, named, summary_lines
-from ebbench.sweep.findings import Finding, baseline_of
-from ebbench.sweep.spec import Sweep
+from ebbench.spec.server import DEFAULT_CLASS, OFF, is_server
+from ebbench.sweep.drive import Finished, Result, SweepProgress, named, summary_lines
+from ebbench.sweep.spec import Sweep, problem_of
+
+METRIC, GOODPUT = "request_throughput", "request_goodput"
+# Results of a sweep: per policy and setting of the other axes, the best configuration and the sensitivity.
+
+_BASELINE = "v1"
+_CONFIGURATION = ("policy", "max_num_batched_tokens", "max_num_seqs", "seed")
+Configuration = tuple[int, int]
+"""Token budget B and batch size N."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One policy in one setting. ``setting``: values of the other axes. Throughputs are means over the seeds.
+
+    ``equal``: other configurations that are not worse than the best one beyond ``noise``, the least relative difference
+    that is more than chance; None where no seeds were repeated. ``gain_shown``: the gain goes beyond it.
+    """
+
+    setting: tuple[tuple[str, Any], ...]
+    policy: str
+    sensitivity: Sensitivity
+    gain: float | None
+    invalid: int
+    equal: tuple[Configuration, ...] = ()
+    noise: float | None = None
+    gain_shown: bool = True
+
+
+def metric_of(cells: Sequence[RunSpec]) -> str:
+    """The figure that ranks if none was chosen: goodput if all cells have limits, else requests/s."""
+    return GOODPUT if all(cell.goodput for cell in cells) else METRIC
+
+
+def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = METRIC) -> list[Finding]:
+    """One entry per setting and policy, in grid order. INVALID cells are counted and left out.
+
+    ``gain``: best throughput over the best of :func:`baseline_of` in the same setting, minus one.
+    """
+    others = tuple(name for name in axes if name not in _CONFIGURATION)
+    settings: dict[tuple[Any, ...], dict[str, list[Finished]]] = {}
+    for entry in entries:
+        own = settings_of(entry.cell)
+        setting = tuple(plain(own[name]) for name in others)
+        settings.setdefault(setting, {}).setdefault(entry.cell.policy, []).append(entry)
+    found = [
+        finding
+        for setting, policies in settings.items()
+        for finding in _of_setting(tuple(zip(others, setting, strict=True)), policies, metric)
+    ]
+    baseline = baseline_of(found)
+    bests = {one.setting: one.sensitivity.best for one in found if one.policy == baseline}
+    return [_with_gain(one, bests.get(one.setting)) if one.policy != baseline else one for one in found]
+
+
+def _of_setting(
+    setting: tuple[tuple[str, Any], ...], policies: Mapping[str, Sequence[Finished]], metric: str
+) -> list[Finding]:
+    """The findings of one setting, whose policies and configurations share their noise."""
+    values = {policy: _values_by_configuration(members, metric) for policy, members in policies.items()}
+    noise = least_difference({(policy, each): seeds for policy, own in values.items() for each, seeds in own.items()})
+    found = []
+    for policy, members in policies.items():
+        means = {each: fmean(seeds.values()) for each, seeds in values[policy].items()}
+        if not means:
+            continue
+        best = sensitivity(means)
+        equal = _equal(means, noise)
+        if any(is_server(entry.cell.engine) for entry in members):
+            best, equal = replace(best, best_budget=None, best_size=None), ()
+        invalid = len(members) - sum(len(seeds) for seeds in values[policy].values())
+        found.append(Finding(setting, policy, best, None, invalid, equal, noise))
+    return found
+
+
+def _values_by_configuration(members: Sequence[Finished], metric: str) -> dict[Configuration, dict[int, float]]:
+    """The figure of the valid cells by configuration and seed."""
+    found: dict[Configuration, dict[int, float]] = {}
+    for entry in members:
+        value = entry.measured.figures.get(metric)
+        if entry.measured.valid and value is not None:
+            found.setdefault(_configuration(entry.cell), {})[entry.cell.plan.seed] = float(value)
+    return found
+
+
+def _equal(means: Mapping[Configuration, float], noise: float | None) -> tuple[Configuration, ...]:
+    """The configurations but the best that do not differ from it beyond noise; within TIE where that is unknown."""
+    best, *others = sorted(means, key=lambda pair: (-means[pair], pair))
+    reach = TIE if noise is None else noise
+    return tuple(pair for pair in others if means[best] <= means[pair] * (1 + reach))
+
+
+def _with_gain(finding: Finding, baseline: float | None) -> Finding:
+    if not baseline:
+        return finding
+    gain = finding.sensitivity.best / baseline - 1
+    reach = TIE if finding.noise is None else finding.noise
+    return replace(finding, gain=gain, gain_shown=abs(math.log1p(gain)) > math.log1p(reach) if gain > -1 else True)
+
+
+def baseline_of(found: Sequence[Finding]) -> str:
+    """The policy that the others are compared with: v1, else the first one of the grid."""
+    policies = [finding.policy for finding in found]
+    return policies[0] if policies and _BASELINE not in policies else _BASELINE
+
+
+def _configuration(cell: RunSpec) -> Configuration:
+    return cell.server.max_num_batched_tokens, cell.server.max_num_seqs
 
 
 class Report(Protocol):
@@ -40,7 +148,7 @@ class Report(Protocol):
 
 @contextmanager
 def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
-    """A bar on a terminal, else a line every 10 s, and one at the end of what took so long."""
+    """A bar on a terminal; elsewhere a line every 10 s, and a last one at the end of longer work."""
     with shown(console, Work("sweep", unit="cells"), quiet=quiet) as work:
 
         def report(progress: SweepProgress) -> None:

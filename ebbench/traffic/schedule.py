@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from ebbench.errors import UsageError
 from ebbench.records.plan import ClosedPhase
-from ebbench.traffic.arrivals import Curve, arrival_times
+from ebbench.traffic.arrivals import Curve, arrival_times, substream
 from ebbench.traffic.spec import Phase, ScenarioSpec
-from ebbench.traffic.substreams import substream
 
 Floats = npt.NDArray[np.float64]
 

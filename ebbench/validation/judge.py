@@ -162,7 +162,7 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
 
 
 def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
-    """The typical standard deviation within groups, and that of each group: its own, but no less than the typical one.
+    """The typical standard deviation within groups, and that of each group, at least the typical one.
 
     The typical one is the median over groups, divided by the median of a standard deviation of as many values of
     deviation 1 (Wilson and Hilferty's approximation). Infinite if no group has two values.
@@ -178,7 +178,7 @@ def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
 
 
 def freedom(groups: Sequence[Sequence[float]]) -> int:
-    """Degrees of freedom of the noise within groups: as many as they have values beyond one each."""
+    """Degrees of freedom of the noise within groups: the number of values less the number of groups."""
     return sum(len(values) - 1 for values in groups)
 
 

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from ebbench.errors import InputFileError
-from ebbench.foreign.documents import DEPTH, BadValueError, json_value, too_deep, with_unique_keys
-from ebbench.foreign.opening import BLANK_LINES, LINE_BYTES, open_unpacked
-from ebbench.foreign.tables import parquet_rows
+from ebbench.foreign.documents import (
+    DEPTH,
+    YAML_BYTES,
+    BadValueError,
+    json_document,
+    json_value,
+    too_deep,
+    with_unique_keys,
+    yaml_document,
+)
+from ebbench.foreign.opening import (
+    BLANK_LINES,
+    COLUMNS,
+    DOCUMENT_BYTES,
+    LINE_BYTES,
+    csv_rows,
+    decoded,
+    lines_of,
+    not_text,
+    open_unpacked,
+    parquet_rows,
+    read_rest,
+)
 
 CHUNK_BYTES = 1 << 20
 _NOT_WHITE = re.compile(r"[^ \t\r\n\ufeff]")
@@ -199,3 +222,243 @@ def _row(text: _Text, row: str) -> Any:
     except BadValueError as error:
         hint = "; a file with one JSON object over several lines must be an array" if row == "{" else ""
         raise InputFileError(text.name, f"{error}{hint}", text.line) from None
+
+
+# Opens a log of requests in any of its file formats and yields its records with their line numbers.
+#
+# JSON lines, a JSON array or document, a YAML document, Parquet, CSV (separated by commas, semicolons or tabs) and
+# access logs, each also compressed with gzip. A folder holds files of one format. Every record is a mapping from
+# column names to values; an access log's columns are its `name=value` pairs, and its fields by number, `1` for the
+# first.
+
+Kind = Literal["JSON lines", "JSON", "YAML", "Parquet", "CSV", "access log"]
+
+_PARQUET = b"PAR1"
+_OTHER_BYTES = {
+    b"PK\x03\x04": "is a zip archive or an Excel sheet; unpack it, or save the sheet as CSV",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first: zstd -d",
+    b"\xfd7zX": "is compressed with xz; unpack it first: xz -d",
+    b"BZh": "is compressed with bzip2; unpack it first: bzip2 -d",
+    b"\xff\xfe": "is UTF-16 text; convert it first: iconv -f utf-16 -t utf-8",
+    b"\xfe\xff": "is UTF-16 text; convert it first: iconv -f utf-16 -t utf-8",
+    b"SQLi": "is an SQLite database; export its table as CSV",
+    b"Obj\x01": "is an Avro file; convert it to Parquet or JSON lines",
+    b"ORC": "is an ORC file; convert it to Parquet",
+}
+"""What files begin with that are often logs and cannot be read, and what to do."""
+_SAMPLE = 50  # records that are looked at to recognise columns
+_IN_FOLDERS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_YAML_START = re.compile(r"(---|%YAML|\w+:)(\s|$)")
+
+
+class LogRecord(NamedTuple):
+    """A record and where it is: its line, or in Parquet its number from 1."""
+
+    line: int
+    value: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A recognised file, or a folder of them.
+
+    ``columns``: names in the header of a table, empty for JSON; ``sample``: first records; ``parts``: the files of a
+    folder, which has the kind of the first one.
+    """
+
+    path: Path
+    kind: Kind
+    columns: tuple[str, ...]
+    sample: tuple[LogRecord, ...]
+    parts: tuple[Path, ...] = ()
+
+    def files(self) -> Iterator[LogFile]:
+        """The files of a folder by name; a file is its only one. Raises InputFileError."""
+        return map(open_log, self.parts) if self.parts else iter((self,))
+
+    def records(self) -> Iterator[LogRecord]:
+        """All records in order. Raises InputFileError with the line."""
+        if self.parts:
+            return chain.from_iterable(one.records() for one in self.files())
+        return _READERS[self.kind](self.path)
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """The files of a log: those of a folder that end in .json or .jsonl (also .gz), by name; else the file itself."""
+    if not path.is_dir():
+        return (path,)
+    return tuple(one for one in sorted(path.iterdir()) if one.is_file() and one.name.endswith(_IN_FOLDERS))
+
+
+def open_log(path: Path) -> LogFile:
+    """Recognise the kind of a file, or of a folder's files, and read the first records. Raises InputFileError."""
+    if path.is_dir():
+        return _open_folder(path)
+    kind = _kind_of(path)
+    sample = tuple(islice(_READERS[kind](path), _SAMPLE))
+    if not sample:
+        raise InputFileError(path, "holds no requests, only a header" if kind == "CSV" else "holds no requests")
+    _check_width(path, sample)
+    columns = tuple(sample[0].value) if kind in ("CSV", "Parquet") else ()
+    return LogFile(path, kind, columns, sample)
+
+
+def _open_folder(path: Path) -> LogFile:
+    parts = files_of(path)
+    if not parts:
+        raise InputFileError(path, f"is a folder without files that end in {', '.join(_IN_FOLDERS)}")
+    first = open_log(parts[0])
+    sample = chain.from_iterable(_READERS[_kind_of(part)](part) for part in parts)
+    return LogFile(path, first.kind, first.columns, tuple(islice(sample, _SAMPLE)), parts)
+
+
+def _check_width(path: Path, sample: tuple[LogRecord, ...]) -> None:
+    names: set[str] = set()
+    for record in sample:
+        names.update(record.value)
+        if len(names) > COLUMNS:
+            problem = f"has more than {COLUMNS:,} columns; keep those of times and token counts"
+            raise InputFileError(path, problem, record.line)
+
+
+def _kind_of(path: Path) -> Kind:
+    with open_unpacked(path) as stream:
+        start = stream.read(4)
+        stream.seek(0)
+        if start == _PARQUET:
+            return "Parquet"
+        if problem := next((what for mark, what in _OTHER_BYTES.items() if start.startswith(mark)), ""):
+            raise InputFileError(path, problem)
+        if len(start) == 4 and {start[0::2], start[1::2]} & {b"\0\0"} and any(start):
+            code = "utf-16be" if start[0] == 0 else "utf-16le"  # without its mark
+            problem = f"is UTF-16 text; convert it first: iconv -f {code} -t utf-8"
+            raise InputFileError(path, problem)
+        number, line = next(lines_of(path, stream), (1, b""))
+    text = decoded(path, line, number).strip()
+    if not text:
+        raise InputFileError(path, "is empty; expected one record per line, a table with a header, or JSON")
+    if text.startswith("["):
+        return "JSON"
+    if text.startswith("{"):
+        return "JSON lines" if _is_json(text) else "JSON"
+    if _CLOCK.search(text):
+        return "access log"
+    return "YAML" if _YAML_START.match(text) and not any(mark in text for mark in ",;\t") else "CSV"
+
+
+def _is_json(text: str) -> bool:
+    """Whether the line is a whole JSON value; a broken one is taken as such if it is closed or followed by others."""
+    try:
+        json_value(text.encode())
+    except BadValueError:
+        return text not in ("{", "{ ") and not text.endswith(("{", "[", ",", ":"))
+    return True
+
+
+def _json_lines(path: Path) -> Iterator[LogRecord]:
+    with open_unpacked(path) as stream:
+        for number, line in lines_of(path, stream):
+            try:
+                value = json_value(line)
+            except BadValueError as error:
+                raise InputFileError(path, str(error), number) from None
+            yield LogRecord(number, value if type(value) is dict else _mapping(path, number, value))
+
+
+def _mapping(path: Path, line: int, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputFileError(path, f"expected an object with one request's columns, found {str(value)[:60]!r}", line)
+    return value
+
+
+def _json(path: Path) -> Iterator[LogRecord]:
+    """Records of an array, or a document as one record."""
+    with open_unpacked(path) as stream:
+        start = stream.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")
+        stream.seek(0)
+        if start.startswith(b"["):
+            for record in read_json(stream, str(path)):
+                yield LogRecord(record.line or 1, _mapping(path, record.line or 1, record.value))
+            return
+        value = json_document(path, read_rest(path, stream, DOCUMENT_BYTES))
+    yield LogRecord(1, _mapping(path, 1, value))
+
+
+def _yaml(path: Path) -> Iterator[LogRecord]:
+    """A document as one record."""
+    with open_unpacked(path) as stream:
+        value = yaml_document(path, read_rest(path, stream, YAML_BYTES))
+    yield LogRecord(1, _mapping(path, 1, value))
+
+
+def _parquet(path: Path) -> Iterator[LogRecord]:
+    with open_unpacked(path) as stream:
+        # A stream that is unpacked cannot be read from its end, as Parquet is.
+        whole = stream if isinstance(stream.raw, io.FileIO) else io.BytesIO(read_rest(path, stream, DOCUMENT_BYTES))
+        for record in read_parquet(whole, str(path), None):
+            yield LogRecord(record.number, record.value)
+
+
+def _csv(path: Path) -> Iterator[LogRecord]:
+    with open_unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        rows = csv_rows(path, text)
+        try:
+            line, names = next(rows)
+            if names[0] == "Run Info":
+                raise InputFileError(
+                    path, "is GuideLLM's CSV, which holds totals; its requests are in benchmarks.json", 1
+                )
+            for line, row in rows:
+                yield LogRecord(line, dict(zip(names, row, strict=True)))
+        except UnicodeDecodeError as error:
+            raise not_text(path, error) from None
+
+
+_CLOCK = re.compile(r"\[(\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]|(?:^|\s)\"(?:GET|POST) ")
+"""What tells an access log from a table: the time in brackets, or a quoted request line."""
+# None of the following looks at a character twice, however a line is written.
+_REQUEST = re.compile(r"\"(?P<request>[A-Z]++ [^\s\"]++ HTTP/[\d.]++)\" (?P<status>\d{3})")
+_FIELD = re.compile(r"\[[^\[\]]*+\]|\"(?:[^\"\\]|\\.)*+\"|\S++")
+_PAIR = re.compile(r"(?<![\w.@-])-*+([A-Za-z_@][\w.\-]*+)[=:](\"[^\"]*+\"|[^\s,;\"]++)")
+
+
+_MOST_FIELDS = 500
+"""Fields and pairs that are looked at of a line of more than ``_LONG_LINE`` characters."""
+_LONG_LINE = 4000
+
+
+def _access_log(path: Path) -> Iterator[LogRecord]:
+    with open_unpacked(path) as stream:
+        for number, line in lines_of(path, stream):
+            yield LogRecord(number, _access_fields(decoded(path, line, number)))
+
+
+def _access_fields(line: str) -> dict[str, Any]:
+    """Fields of a line: by number, ``name=value`` pairs by name, ``time_local``, ``request`` and ``status``."""
+    parts = _first(_FIELD, line)
+    fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(parts, start=1)}
+    clock, request = _CLOCK.search(line), _REQUEST.search(line)
+    if clock is not None and clock[1]:
+        fields["time_local"] = clock[1]
+    if request is not None:
+        fields |= request.groupdict()
+        line = line[request.end() :]
+    fields |= {name: value.strip('"') for name, value in _first(_PAIR, line)}
+    return fields
+
+
+def _first(pattern: re.Pattern[str], line: str) -> list[Any]:
+    """What ``findall`` finds in a line, of a very long line only the first."""
+    if len(line) < _LONG_LINE:
+        return pattern.findall(line)
+    return [match.groups() or match[0] for match in islice(pattern.finditer(line), _MOST_FIELDS)]
+
+
+_READERS = {
+    "JSON lines": _json_lines,
+    "JSON": _json,
+    "YAML": _yaml,
+    "Parquet": _parquet,
+    "CSV": _csv,
+    "access log": _access_log,
+}

@@ -1,6 +1,6 @@
 """A workload learned from a log: distributions of arrivals, joint lengths, turns and shared prefixes, no record of it.
 
-Every number in the file is a mean over at least :data:`ebbench.workloads.points.GROUP` requests, or a count or rate
+Every number in the file is a mean over at least :data:`ebbench.workloads.fitted.GROUP` requests, or a count or rate
 over more of them.
 """
 
@@ -12,17 +12,124 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.stretches import order_with
-from ebbench.traffic.substreams import substream
-from ebbench.workloads.drift import Drift
+from ebbench.traffic.arrivals import order_with, roots_of, substream
 from ebbench.workloads.lengths import LONGEST
 from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
-from ebbench.workloads.points import Points
-from ebbench.workloads.prefix_tree import shared_prefixes
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
+from ebbench.workloads.shared_prefix import shared_prefixes
 
 if TYPE_CHECKING:
     from ebbench.traffic.spec import ScenarioSpec
+
+
+_SESSIONS_PER_LEVEL, _MOST_LEVELS = 8, 1200
+"""Fewest sessions behind a level, and most levels."""
+
+
+# How the requests of a log become longer and shorter in its course.
+#
+# Requests drawn one by one have the log's lengths, but not its stretches of longer or shorter prompts. In the Azure
+# code trace the prompts of successive requests are nearly uncorrelated, and yet the means of 128 successive prompts
+# vary 1.8 times as much as in random order; a burst of long prompts is a queue. So the mean of each stretch is
+# learned, and drawn requests are put into an order that has it (`ebbench.traffic.arrivals`). The lengths stay as
+# drawn. Of outputs, whose largest often makes the mean of a stretch, the mean square root is learned, too.
+
+
+class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Mean lengths of each ``sessions_per_level`` successive sessions, in the mean of all; they repeat after the last.
+
+    ``prompts``: prompt tokens; of a session those of all turns. Not learned of logs whose prompts repeat earlier ones.
+    ``outputs``: output tokens; empty if the log has sessions of several turns. ``output_roots``: mean
+    square roots of the outputs in the mean of all; empty in files of earlier versions.
+    """
+
+    sessions_per_level: float
+    prompts: tuple[float, ...]
+    outputs: tuple[float, ...] = ()
+    output_roots: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sessions_per_level <= 0 or not self.prompts or min(self.prompts + self.outputs) < 0:
+            raise ValueError("a drift needs sessions_per_level above 0 and at least one level, none below 0")
+        if {len(one) for one in (self.outputs, self.output_roots)} - {0, len(self.prompts)}:
+            raise ValueError("a drift needs as many levels of outputs and of output_roots as of prompts")
+        if self.output_roots and not self.outputs:
+            raise ValueError("output_roots need outputs")
+
+    def level_of(self, sessions: int, rate_scale: float) -> Int64s:
+        """Index of the level of each session. At twice the rate twice as many sessions have a level."""
+        place = np.arange(sessions) / (self.sessions_per_level * rate_scale)
+        found: Int64s = place.astype(np.int64) % len(self.prompts)
+        return found
+
+
+def drift_of(prompts: Any, outputs: Any | None = None) -> Drift | None:
+    """The drift of sessions with these tokens, in the order of their starts; None of too few sessions."""
+    count = min(_MOST_LEVELS, len(prompts) // _SESSIONS_PER_LEVEL)
+    if count < 2:
+        return None
+    drift = Drift(sessions_per_level=round(len(prompts) / count, 6), prompts=(1.0,) * count)
+    level = drift.level_of(len(prompts), 1.0)
+    found = {"prompts": _levels(level, count, prompts)}
+    if outputs is not None:
+        found |= {"outputs": _levels(level, count, outputs), "output_roots": _means(level, count, roots_of(outputs))}
+    return msgspec.structs.replace(drift, **found)
+
+
+def _levels(level: Int64s, count: int, tokens: Any) -> tuple[float, ...]:
+    return _means(level, count, tokens / max(float(np.mean(tokens)), 1e-9))
+
+
+def _means(level: Int64s, count: int, values: Any) -> tuple[float, ...]:
+    means = np.bincount(level, values, count) / np.maximum(np.bincount(level, minlength=count), 1)
+    return tuple(round(float(one), 4) for one in means)
+
+
+# Distributions by means of equally many sorted values, so that none of the values stands in a file.
+
+GROUP = 8
+"""Fewest requests behind a number of a fitted file."""
+
+
+class Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A distribution by means of equally many sorted values, lowest first; drawn by interpolation between them."""
+
+    means: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.means:
+            raise ValueError("a distribution needs at least one value")
+
+    def at(self, shares: Floats) -> Floats:
+        """The values below which these shares of the distribution lie; shape of ``shares``."""
+        places = (np.arange(len(self.means)) + 0.5) / len(self.means)
+        found: Floats = np.interp(shares, places, self.means)
+        return found
+
+    def tailed_at(self, shares: Floats) -> Floats:
+        """As :meth:`at`, with an exponential tail: the values of the highest group are above those of the next by
+        exponential numbers, and have its mean. Without one none would be above that mean."""
+        found = self.at(shares)
+        count = len(self.means)
+        if count > 1:
+            below, mean = sum(self.means[-2:]) / 2, self.means[-1]
+            highest = shares > 1 - 1 / count
+            above = np.minimum(shares[highest] * count - (count - 1), 1 - 1e-9)
+            found[highest] = below - (mean - below) * np.log1p(-above)
+        return found
+
+
+def points_of(values: Any, digits: int = 2, most: int = 48, tailed: bool = False) -> tuple[float, ...]:
+    """Means of groups of sorted values for :class:`Points`, moved so that draws have the values' mean."""
+    ordered = np.sort(np.asarray(values, np.float64))
+    count = max(1, min(most, len(ordered) // GROUP))
+    means = np.array([group.mean() for group in np.array_split(ordered, count)])
+    drawn = float(means.mean())
+    if tailed and count > 1:
+        drawn += (means[-1] - means[-2]) / 8 / count  # tailed_at has the mean of the highest group, at less
+    if drawn > 0 and (ordered >= 0).all():
+        means = means * (ordered.mean() / drawn)
+    return tuple(round(float(one), digits) for one in means)
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -213,8 +320,8 @@ def _draw_lengths(
 
 
 def _ranges(tokens: Int32s, count: int, rng: np.random.Generator) -> Int64s:
-    """Index of a range of lengths for each request: ``count`` ranges, alike in the sum of their shares of the requests
-    and of the tokens, so that the few longest, too, are apart from the others."""
+    """Index of a range of lengths for each request: ``count`` ranges with equal sums of their shares of
+    requests and tokens, so that the few longest requests have ranges of their own."""
     rising = np.lexsort((rng.random(len(tokens)), tokens))
     share = np.arange(len(tokens)) / max(len(tokens), 1) + np.cumsum(tokens[rising]) / max(int(tokens.sum()), 1)
     found = np.empty(len(tokens), np.int64)

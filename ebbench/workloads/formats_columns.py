@@ -5,30 +5,163 @@ They have one reader; a format only adds what its definition says beyond the nam
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from ebbench.errors import InputFileError, UsageError
-from ebbench.workloads.column_hints import columns_like_times, nearest_columns
-from ebbench.workloads.log_columns import ALIASES, Columns, names_in, plain_name, recognise, value_at
-from ebbench.workloads.log_delays import Delays, has_delays
-from ebbench.workloads.log_failures import failure_of, tells_failures
-from ebbench.workloads.log_files import LogFile, LogRecord
-from ebbench.workloads.log_texts import BLOCK_TOKENS, answer_of, text_of
+from ebbench.workloads.files import LogFile, LogRecord
+from ebbench.workloads.log_columns import (
+    ALIASES,
+    Columns,
+    failure_of,
+    names_in,
+    plain_name,
+    recognise,
+    tells_failures,
+    value_at,
+)
 from ebbench.workloads.recorded import (
+    BLOCK_TOKENS,
+    MOST_TOKENS,
     Dropped,
     Reading,
     ReadOptions,
     Recorded,
     Rows,
     TraceFormat,
+    answer_of,
+    text_of,
     tokens_of,
     turn_of,
     unusable,
 )
-from ebbench.workloads.trace_times import Stamp, read_stamp
+from ebbench.workloads.trace_times import Stamp, parse_stamp, read_stamp
+
+# Hints for error messages: which columns of a log look like those that were not found.
+
+_COUNTS = re.compile(r"|unnamed.*|index|idx|row|number|(\w*_)?id")
+"""Names of columns that count rows, as the index of pandas does."""
+MOST_LOOKED_AT = 300
+"""Names that are compared with those known; each takes 0.1 ms."""
+
+
+def nearest_columns(names: Sequence[str], role: str) -> str:
+    """Names of columns most like those of a role, for an error message; empty if none is similar."""
+    plain = {plain_name(name).rpartition(".")[2]: name for name in names[:MOST_LOOKED_AT]}
+    close = [
+        match for alias in ALIASES[role] for match in difflib.get_close_matches(alias, list(plain), n=1, cutoff=0.75)
+    ]
+    return ", ".join(dict.fromkeys(repr(plain[match]) for match in close[:3]))
+
+
+def columns_like_times(log: LogFile, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
+    possible = [name for name in names if not _COUNTS.fullmatch(plain_name(name))]
+    return [name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])]
+
+
+def _like_times(values: Sequence[object]) -> bool:
+    if len(values) < 2:
+        return False
+    stamps: list[Stamp] = []
+    for value in values:
+        if isinstance(value, bool):
+            return False
+        try:
+            stamps.append(parse_stamp(value))  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return False
+    if all(stamp.iso for stamp in stamps):
+        return True
+    numbers = [stamp.value for stamp in stamps]
+    return numbers[0] < numbers[-1] and all(one <= later for one, later in pairwise(numbers))
+
+
+def looks_like_values(names: Sequence[str]) -> bool:
+    """Whether a table's first line holds values instead of names."""
+    numbers = 0
+    for name in names:
+        try:
+            parse_stamp(name)
+        except ValueError:
+            continue
+        numbers += 1
+    return 2 * numbers > len(names)
+
+
+# Turns with a delay instead of a time, as in AIPerf's sessions: each starts that long after the turn before has ended.
+#
+# Such a turn's length is that of its new part, and its prompt holds the session so far. Its hash ids are of that part
+# too, so that they are no prefix and are not used.
+
+
+def has_delays(names: Mapping[str, str], log: LogFile, asked: Mapping[str, str]) -> bool:
+    """Whether a column of delays says when turns start: some requests of sessions have no time."""
+    if "delay" not in names or "session" not in names:
+        return False
+    untimed = "time" not in names or any(record.value.get(names["time"]) is None for record in log.sample)
+    return "delay" in asked or untimed
+
+
+@dataclass
+class Delays:
+    """Places turns after those before them. ``lengths_add``: lengths are of the new part of a prompt."""
+
+    log: LogFile
+    columns: Columns
+    lengths_add: bool
+    _last: dict[Any, tuple[Stamp | None, int]] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str:
+        """What is said about such a log."""
+        added = "; their prompts hold the session so far, and their hash_ids are not used" if self.lengths_add else ""
+        return (
+            f"later turns start {self.columns.names['delay']} after the turn before has ended{added}. Rates count "
+            "answers as if they took no time"
+        )
+
+    def placed(self, record: LogRecord, row: Recorded) -> Recorded:
+        """The request with its time, pause and whole prompt. Raises InputFileError."""
+        delay = self._delay(record)
+        stamp, history = self._last.get(row.session, (None, 0))
+        if row.stamp is not None:
+            stamp, pause_s = row.stamp, None
+        elif row.session in self._last:
+            pause_s = delay * _SECONDS[self.columns.units.get("delay", "ms")]
+            stamp = None if stamp is None else stamp._replace(value=stamp.value + (0 if stamp.iso else delay))
+        elif "time" in self.columns.names:
+            name = self.columns.names["time"]
+            raise InputFileError(self.log.path, f"the first turn of its session has no {name}", record.line)
+        else:
+            pause_s = None
+        inputs = row.input_tokens + (history if self.lengths_add else 0)
+        if inputs > MOST_TOKENS:
+            problem = f"its session has more than {MOST_TOKENS:,} tokens by then"
+            raise InputFileError(self.log.path, problem, record.line)
+        if row.session is not None:
+            self._last[row.session] = (stamp, inputs + row.output_tokens)
+        ids = None if self.lengths_add else row.hash_ids
+        return row._replace(stamp=stamp, input_tokens=inputs, hash_ids=ids, pause_s=pause_s)
+
+    def _delay(self, record: LogRecord) -> float:
+        value = record.value.get(self.columns.names["delay"])
+        if value is None or value == "":
+            return 0.0
+        try:
+            delay = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            delay = math.nan
+        if not 0.0 <= delay < math.inf:
+            problem = f"expected a delay of 0 or more in {self.columns.names['delay']}, found {str(value)[:40]!r}"
+            raise InputFileError(self.log.path, problem, record.line)
+        return delay
+
 
 _MORE = ("end", "duration", "turn", "hash_ids", "session", "cached")
 """Roles that make a row more than a time and two lengths."""
@@ -103,7 +236,7 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
 
 
 def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
-    """Columns that look like times, as a clause for a message; empty if none does."""
+    """Columns that look like times, as a clause for a message; empty if there are none."""
     unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
     found = columns_like_times(log, unused)
     if not found:
@@ -132,7 +265,7 @@ def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str
 
 
 def holds_answers(names: Mapping[str, str], log: LogFile) -> bool:
-    """Whether the last of the messages is the answer, since no column has it."""
+    """Whether the last message is the answer, since no column holds it."""
     if {"output", "answer"} & names.keys():
         return False
     get = value_at(names.get("messages"))
@@ -334,3 +467,88 @@ def _refuse_questions(log: LogFile, columns: Columns, asked: Mapping[str, str]) 
         problem = "is a table of questions and answers, not a log: it has neither times nor token counts"
         remedy = f"to send its texts all the same, name them: --columns prompt={prompt},answer={answer}"
         raise InputFileError(log.path, f"{problem}; {remedy}", _names_line(log))
+
+
+# Data sets given as logs: LongBench v2 is read; of the others, the error says how their texts are sent.
+
+
+def _messages_with(name: str, *keys: str) -> Callable[[LogFile], bool]:
+    """Whether the first record has a list under ``name`` of messages with these keys, and no token counts."""
+
+    def recognises(log: LogFile) -> bool:
+        messages = log.sample[0].value.get(name)
+        return isinstance(messages, list) and bool(messages) and _has_texts(messages[0], keys)
+
+    return recognises
+
+
+def _fields(*names: str) -> Callable[[LogFile], bool]:
+    return lambda log: _has_texts(log.sample[0].value, names)
+
+
+def _has_texts(value: Any, names: tuple[str, ...]) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in names)
+
+
+def _is_longbench(log: LogFile) -> bool:
+    return _fields("context", "input")(log) and isinstance(log.sample[0].value.get("answers"), list)
+
+
+def _without_counts(log: LogFile) -> bool:
+    columns = recognise(names_in(record.value for record in log.sample), {})
+    return not {"input", "output"} <= columns.names.keys()
+
+
+def _data_set(name: str, workload: str, recognises: Callable[[LogFile], bool], hint: str = "") -> TraceFormat:
+    """A data set that a bundled workload reads; as a log only by the columns that the user names."""
+
+    def read(log: LogFile, options: ReadOptions) -> Reading:
+        if options.columns:
+            return read_columns(log, options, Definition())
+        command = f"ebbench run {workload} --source file:{log.path}"
+        problem = f"is {name}, a data set without token counts and no log; send its texts with: {command}{hint}"
+        raise InputFileError(log.path, problem)
+
+    return TraceFormat(
+        f"{name} data set", "", (), lambda log: recognises(log) and _without_counts(log), read, choices=CHOICES
+    )
+
+
+_ROUNDS = " (conversations of 6 to 12 rounds; a copy of workloads/wildchat.toml with another rounds_min takes others)"
+_LETTERS = ("choice_A", "choice_B", "choice_C", "choice_D")
+
+
+def _read_longbench_v2(log: LogFile, options: ReadOptions) -> Reading:
+    return Reading(
+        _longbench_v2_rows(log, options), block_tokens=BLOCK_TOKENS, from_texts=True,
+        notes=("LongBench v2 is a data set without times; a prompt is its context, question and choices",),
+    )  # fmt: skip
+
+
+def _longbench_v2_rows(log: LogFile, options: ReadOptions) -> Rows:
+    texts = options.texts
+    for record in log.records():
+        parts = [record.value.get(name) for name in ("context", "question", *_LETTERS)]
+        prompt, answer = "\n".join(part for part in parts if isinstance(part, str)), record.value.get("answer")
+        inputs = texts.tokens(prompt) if prompt else None
+        outputs = texts.tokens(answer) if isinstance(answer, str) and answer else None
+        if inputs is None or outputs is None:
+            yield Dropped(record.line, unusable(inputs, outputs))
+            continue
+        ids = texts.prefix_ids(prompt, inputs)
+        yield Recorded(record.line, None, inputs, outputs, ids, prompt=prompt if texts.keep else None)
+
+
+DATA_SETS = (
+    _data_set("ShareGPT", "sharegpt", _messages_with("conversations", "from", "value")),
+    _data_set("WildChat or LMSYS-Chat", "wildchat", _messages_with("conversation", "role", "content"), _ROUNDS),
+    _data_set("NuminaMath", "numinamath", _fields("problem", "solution")),
+    _data_set("LongBench", "longbench", _is_longbench),
+    TraceFormat(
+        "LongBench v2",
+        "",
+        (),
+        _fields("question", "choice_A", "context", "answer"),
+        _read_longbench_v2,
+    ),
+)

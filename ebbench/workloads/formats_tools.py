@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ebbench.errors import InputFileError
+from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import value_at
-from ebbench.workloads.log_files import LogFile, LogRecord
 from ebbench.workloads.recorded import (
     Dropped,
     Reading,

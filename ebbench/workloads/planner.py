@@ -1,27 +1,283 @@
-"""Builds a Plan from PlanOptions, step by step."""
+"""Builds a Plan from PlanOptions: requests, arrivals, attachments, and the facts that describe it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from ebbench.config.declare import MOST_SECONDS
+from ebbench.config.setting_strings import named_settings, settings_of
 from ebbench.errors import UsageError
+from ebbench.records.content import with_block_tokens
 from ebbench.records.plan import Plan
-from ebbench.traffic.schedule import Schedule, make_schedule, phase_rate
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
+from ebbench.traffic.arrivals import substream
+from ebbench.traffic.schedule import Schedule, closed_phases, make_schedule, phase_rate
 from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
-from ebbench.traffic.substreams import substream
-from ebbench.workloads.attachments import parse_adapters, parse_images, with_adapters, with_images
-from ebbench.workloads.build import LengthLimits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
-from ebbench.workloads.requests import Requests, part_of, repeatable
+from ebbench.workloads.requests import (
+    Floats,
+    ImageSettings,
+    Int64s,
+    Requests,
+    int_lists,
+    ints,
+    part_of,
+    repeatable,
+    strings,
+)
 from ebbench.workloads.sessions import session_spec, with_sessions
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.sources import Selection, gather
-from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
-from ebbench.workloads.trace import read_trace, replayed, sliced
+from ebbench.workloads.sources import draw_requests, gather
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
+
+# Assembles a plan from requests and a schedule.
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """Longest prompt plus output in tokens (None: no limit), and whether longer requests are dropped or refused."""
+
+    max_model_len: int | None = None
+    drop_too_long: bool = False
+
+
+def assemble(
+    requests: Requests, schedule: Schedule, limits: LengthLimits, *, cap: int | None, seed: int, facts: dict[str, Any]
+) -> Plan:
+    """Assign phase and arrival time to each session, apply the length limit and build the table. Raises UsageError."""
+    phase = schedule.phase_of_session
+    arrival_s = schedule.arrival_s
+    requests, kept, warnings = _within(requests, limits)
+    phase = phase[kept]
+    arrival_s = None if arrival_s is None else arrival_s[kept]
+    if arrival_s is not None and arrival_s.size and arrival_s.max() > MOST_SECONDS:
+        years = min(float(arrival_s.max()) / (365 * 86_400), 1e9)
+        faster = "--speed" if facts["loop"] == "trace" else "rate (requests/s)"
+        raise UsageError(f"the last request would come after {years:,.0f} years; give a higher {faster}")
+    sizes = np.bincount(phase, minlength=len(schedule.names))
+    table = _table(requests, schedule.names, phase, arrival_s, seed)
+    phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()
+    facts = {**facts, **_counts(requests)}
+    return Plan(table, phases, facts, cap if arrival_s is not None else None, warnings)
+
+
+def _counts(requests: Requests) -> dict[str, Any]:
+    return {
+        "sessions": requests.sessions,
+        "requests": len(requests),
+        "mean_input_tokens": float(np.mean(requests.input_tokens)),
+        "mean_output_tokens": float(np.mean(requests.output_tokens)),
+    }
+
+
+def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[str, ...]]:
+    """Requests within the limit, indices of the sessions kept, and warnings."""
+    everything = np.arange(requests.sessions)
+    if limits.max_model_len is None:
+        return requests, everything, requests.warnings
+    total = requests.input_tokens.astype(np.int64) + requests.output_tokens
+    fits = total <= limits.max_model_len
+    if fits.all():
+        return requests, everything, requests.warnings
+    first = int(np.argmin(fits))
+    count = int((~fits).sum())
+    size = f"{requests.input_tokens[first]} + {requests.output_tokens[first]} tokens"
+    name = f"request {_ids(requests)[first].as_py()} ({size})"
+    if not limits.drop_too_long:
+        raise UsageError(
+            f"{name} and {count - 1} more of {len(requests)} do not fit max_model_len {limits.max_model_len}; "
+            "raise it, or drop them with --drop-too-long"
+        )
+    if not fits.any():
+        raise UsageError(f"none of the {len(requests)} requests fits max_model_len {limits.max_model_len}; raise it")
+    note = f"{count} of {len(requests)} requests longer than max_model_len {limits.max_model_len} were dropped"
+    return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
+
+
+def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s: Floats | None, seed: int) -> pa.Table:
+    n = len(requests)
+    # Contents of different seeds share no tokens, so that a server's prefix cache does not carry over between seeds.
+    base = int(substream(seed, "content/streams").integers(1, 2**30)) << 32
+    columns: dict[str, Any] = {
+        "request_id": _ids(requests),
+        "session": ints(requests.session, pa.int64()),
+        "turn": ints(requests.turn, pa.int32()),
+        "phase": strings(names).take(ints(phase[requests.session], pa.int64())),
+        "arrival_ns": _arrivals_ns(requests, arrival_s),
+        "input_tokens": ints(requests.input_tokens, pa.int32()),
+        "output_tokens": ints(requests.output_tokens, pa.int32()),
+        "content": ints((requests.session if requests.content is None else requests.content) + base, pa.int64()),
+        "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type) if requests.hash_ids is None else requests.hash_ids,
+        "prompt": pa.nulls(n, pa.string()) if requests.prompt is None else requests.prompt,
+    }
+    table = pa.Table.from_arrays([columns[field.name] for field in PLAN], schema=PLAN)
+    for name, values in _extras(requests).items():
+        table = table.append_column(PLAN_EXTRAS.field(name), values)
+    return table if requests.block_tokens is None else with_block_tokens(table, requests.block_tokens)
+
+
+def _extras(requests: Requests) -> dict[str, pa.Array]:
+    """The columns of PLAN_EXTRAS that the requests need."""
+    found: dict[str, pa.Array] = {}
+    if requests.pause_s is not None and (known := requests.pause_s > 0).any():
+        ns = np.rint(np.where(known, requests.pause_s, 0.0) * 1e9)
+        found["pause_ns"] = ints(ns, pa.int64(), valid=known)
+    if requests.after is not None and any(waits is not None for waits in requests.after):
+        found["after"] = int_lists(requests.after).cast(PLAN_EXTRAS.field("after").type)
+    if requests.hang_up_s is not None and (known := np.isfinite(requests.hang_up_s)).any():
+        ns = np.rint(np.where(known, requests.hang_up_s, 0.0) * 1e9)
+        found["hang_up_ns"] = ints(ns, pa.int64(), valid=known)
+    if requests.thinking_tokens is not None:
+        found["thinking_tokens"] = ints(requests.thinking_tokens, pa.int32())
+    if requests.lora is not None:
+        found["lora"] = pa.array(requests.lora, pa.string())
+    if requests.images is not None:
+        tokens = [requests.images.tokens] * requests.images.count
+        found["image_tokens"] = pa.array([tokens] * len(requests), pa.list_(pa.int32()))
+        found["image_side"] = ints(np.full(len(requests), requests.images.side), pa.int32())
+    return found
+
+
+def _ids(requests: Requests) -> pa.Array:
+    """``r000123``, or ``r000123.4`` in multi-turn workloads."""
+    number = pc.utf8_lpad(ints(requests.session, pa.int64()).cast(pa.string()), 6, "0")
+    ids = pc.utf8_replace_slice(number, 0, 0, "r")
+    if not requests.turn.any():
+        return ids
+    points = strings(["."]).take(ints(np.zeros(len(requests)), pa.int64()))
+    return pc.binary_join_element_wise(ids, ints(requests.turn, pa.int32()).cast(pa.string()), points)
+
+
+def _arrivals_ns(requests: Requests, arrival_s: Floats | None) -> pa.Array:
+    if arrival_s is None:
+        return pa.nulls(len(requests), pa.int64())
+    ns = np.rint(arrival_s * 1e9).astype(np.int64)
+    return ints(ns[requests.session], pa.int64(), valid=requests.turn == 0)
+
+
+def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Requests:
+    """Requests of a scenario with its own lengths, one random substream per phase."""
+    pieces = []
+    for index, (phase, size) in enumerate(zip(spec.phases, sizes, strict=True)):
+        assert phase.input is not None  # the caller checked spec.own_lengths
+        assert phase.output is not None
+        pieces.append(draw_requests(Profile(input=phase.input, output=phase.output), size, seed, f"/{index}"))
+    inputs = np.concatenate([piece.input_tokens for piece in pieces])
+    outputs = np.concatenate([piece.output_tokens for piece in pieces])
+    return Requests(np.arange(len(inputs)), np.zeros(len(inputs), np.int32), inputs, outputs)
+
+
+# LoRA adapters and images of requests: what a request over HTTP carries besides its text.
+
+BASE_MODEL = "base"
+"""Stands for the model itself among the names of adapters."""
+
+
+def parse_images(text: str) -> ImageSettings:
+    """Parse ``tokens=256,count=2,side=448``. Raises UsageError."""
+    given: dict[str, Any] = named_settings(text, settings_of(ImageSettings), "--images")
+    if "tokens" not in given:
+        raise UsageError("--images needs tokens, what one image is in your model's prompt, as in tokens=256,count=2")
+    return ImageSettings(**given)
+
+
+def parse_adapters(text: str) -> dict[str, float]:
+    """Parse ``NAME,NAME=WEIGHT,...`` to weights by name. Raises UsageError."""
+    found: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, weight = part.partition("=")
+        try:
+            found[name] = float(weight or 1)
+        except ValueError:
+            found[name] = 0.0
+        if not name or not 0 < found[name] < float("inf"):
+            raise UsageError(
+                f"--lora-assignment {part!r}: write names of adapters as the server serves them, each with a weight "
+                f"above 0 if they differ, as in sql=3,chat=1 ({BASE_MODEL}: the model itself)"
+            )
+    if not found:
+        raise UsageError("--lora-assignment names no adapter; write names as the server serves them, such as sql,chat")
+    return found
+
+
+def with_adapters(requests: Requests, adapters: dict[str, float], seed: int) -> Requests:
+    """Give each session one of the adapters, drawn by weight; all its requests use it."""
+    names, weights = list(adapters), np.array(list(adapters.values()))
+    drawn = substream(seed, "attachments/lora").choice(len(names), requests.sessions, p=weights / weights.sum())
+    chosen = [None if name == BASE_MODEL else name for name in names]
+    lora = [chosen[place] for place in drawn[requests.session].tolist()]
+    facts = {**requests.facts, "lora_assignment": {name: adapters[name] for name in names}}
+    return replace(requests, lora=lora, facts=facts)
+
+
+def with_images(requests: Requests, images: ImageSettings) -> Requests:
+    """Put the images at the beginning of every prompt; later turns repeat those of their session."""
+    if requests.hash_ids is not None:
+        raise UsageError(
+            "hash ids (of a trace, --prefix-share or --cache-hit-rate) name the beginnings of these prompts, which "
+            "images would shift; leave out --images"
+        )
+    more = images.count * images.tokens
+    described = f"{images.count} of {images.tokens} tokens, {images.side} x {images.side} pixels"
+    return replace(
+        requests,
+        input_tokens=(requests.input_tokens + more).astype(np.int32),
+        images=images,
+        facts={**requests.facts, "images": described},
+    )
+
+
+# Statistics of a plan: means, percentiles and the decode share.
+
+PERCENTILES = (5, 50, 95, 99)
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """Counts, length statistics in tokens, decode share ``mu_o/(mu_l+mu_o)`` and, for an open loop, the mean rate."""
+    inputs = plan.table["input_tokens"].to_numpy()
+    outputs = plan.table["output_tokens"].to_numpy()
+    total = float(inputs.mean() + outputs.mean())
+    described: dict[str, Any] = {
+        "requests": len(plan),
+        "sessions": len(np.unique(plan.table["session"].to_numpy())),
+        "input_tokens": _lengths(inputs),
+        "output_tokens": _lengths(outputs),
+        "decode_share": float(outputs.mean()) / total,
+    }
+    if not plan.closed_loop:
+        described["arrivals"] = _arrival_statistics(plan)
+    return described
+
+
+def _lengths(values: Any) -> Mapping[str, float]:
+    points = np.percentile(values, PERCENTILES)
+    return {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "min": int(values.min()),
+        **{f"p{q}": float(point) for q, point in zip(PERCENTILES, points, strict=True)},
+        "max": int(values.max()),
+    }
+
+
+def _arrival_statistics(plan: Plan) -> Mapping[str, float]:
+    """Sessions per second over the time of arrivals, and their index of dispersion (1: Poisson)."""
+    times = plan.table["arrival_ns"].drop_null().to_numpy() / 1e9
+    gaps = np.diff(times)
+    mean_gap = float(gaps.mean()) if len(gaps) else 0.0
+    return {
+        "duration_s": float(times[-1]),
+        "sessions_per_s": 1.0 / mean_gap if mean_gap else 0.0,
+        "gap_variation": float(gaps.std()) / mean_gap if mean_gap else 0.0,
+    }
 
 
 def make_plan(options: PlanOptions) -> Plan:
@@ -170,7 +426,7 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
 
 
 def _rate_scale(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec) -> float:
-    """Factor of a fitted workload's own rate, by which its lengths change faster, too."""
+    """Factor of a fitted workload's own rate; the drift of its lengths is as much faster."""
     own = None if workload.fitted is None else workload.fitted.scenario()
     if own == scenario and options.request_rate is not None:
         return options.request_rate / (own.phases[0].rate or 1.0)
@@ -182,6 +438,8 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     assert path is not None  # make_plan checked
     if options.keep_text and not options.with_text:
         raise UsageError("--keep-text sends a log's prompts to a server; this engine reads no texts, leave it out")
+    from ebbench.workloads.trace import read_trace
+
     trace = read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text)
     if scenario.loop == "trace":
         return _replay(options, scenario, trace.timed(options.time_unit))
@@ -199,6 +457,8 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
 
 
 def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
+    from ebbench.workloads.trace import replayed, sliced
+
     replay = scenario.replay or Replay()
     if options.speed is not None:
         replay = msgspec.structs.replace(replay, speed=options.speed)
@@ -250,7 +510,7 @@ def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:
     return profile
 
 
-def _arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[str, Any]:
+def _described_arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[str, Any]:
     """Rates and burstiness in force, set by the caller or by the scenario file."""
     if scenario.loop != "open":
         return {}
@@ -288,7 +548,7 @@ def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> 
         **_rate_facts(options),
         **({"duration_s": options.duration_s} if options.duration_s else {}),
         **({"saturation_rate": options.saturation_rate} if options.saturation_rate else {}),
-        **_arrivals(options, scenario),
+        **_described_arrivals(options, scenario),
         **({"sessions_by_seed": True} if _count_is_random(options, scenario) else {}),
         **({**own, **_shape(requests)} if scenario.own_lengths else requests.facts),
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from ebbench.config.strict_toml import load_toml
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.foreign.documents import load_toml
 from ebbench.resources import bundled_dir, located
 from ebbench.workloads.fitted import Fitted
 from ebbench.workloads.lengths import LengthSpec
@@ -124,3 +125,20 @@ def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
         more = ["log:FILE"] if directory == "workloads" else []
         raise UnknownNameError(directory.removesuffix("s"), name_or_path, [*known, *more])
     return bundled_dir(directory) / f"{name_or_path}.toml"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The requests to gather: ``sessions`` sessions for ``seed``. ``lengths_set``: the caller set the lengths.
+
+    ``rate_scale``: factor of the arrival rate, for fitted workloads whose lengths change with time. ``redraw``: a data
+    set that holds too few is drawn from again, unless its texts are sent.
+    """
+
+    sessions: int
+    seed: int
+    lengths_set: bool = False
+    tokenizer: str | None = None
+    with_text: bool = True
+    rate_scale: float = 1.0
+    redraw: bool = False

@@ -1,4 +1,4 @@
-"""Refills of data-parallel ranks that make every pass together: all begin in the same passes, without talking.
+"""Refills of data-parallel ranks that make every pass together: all begin in the same passes, without communication.
 
 Ranks of a mixture-of-experts model wait for each other in every pass (for a dense model: up to vLLM 0.13), so a pass
 lasts as long as the slowest rank's step: a prompt of one rank costs all of them its time. If R ranks refill in passes
@@ -114,10 +114,10 @@ class JointRefill:
         self._answers.end()
 
     def decoded(self, seqs: int, context_tokens: float, left_out: float) -> None:
-        """Nothing to record: the rule looks ahead."""
+        """Do nothing: the rule looks ahead only."""
 
     def refilled(self) -> None:
-        """Nothing to record: the rule looks ahead."""
+        """Do nothing: the rule looks ahead only."""
 
     def choose(
         self, *, decoding: int, context_tokens: float, refill: Refill, must: bool, pass_number: int = 0

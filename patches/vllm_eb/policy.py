@@ -237,7 +237,7 @@ def settings_in_effect(spec: PolicySpec) -> tuple[str, ...]:
 
 
 def least_seqs(spec: PolicySpec) -> int:
-    """The smallest max_num_seqs that the policy supports: it may wait for so many idle slots."""
+    """The smallest max_num_seqs that the policy supports: its largest setting in slots."""
     slots = (getattr(spec, name) for name, about in settings_of(type(spec)).items() if about.unit == "slots")
     return max((value for value in slots if value is not None), default=1)
 

@@ -69,12 +69,12 @@ class QueueOrder(Protocol):
         ...
 
     def emptied(self, now_s: float) -> None:
-        """Record that an order was due and no request waited: the same as an ordering of none, at less cost."""
+        """Record that an ordering was due on an empty queue; cheaper than ordering no requests."""
         ...
 
 
 class ShortestFirst:
-    """Shortest prompt first, of equals the one that came first."""
+    """Shortest prompt first; equal ones in order of arrival."""
 
     def __init__(self) -> None:
         self._ordered_s = float("-inf")
@@ -135,7 +135,7 @@ class PunctualQueue:
         self._ordered_s, self._first_s = now_s, None
 
     def stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int, work: Work) -> bool:
-        """Whether ``waiting`` requests, in the order of their arrival, certainly need no other order.
+        """Cheap check that ``waiting`` requests in arrival order need no reordering; False if unknown.
 
         True if the last of them would be in time even if it were as old as the first, which came at ``oldest_s``. It
         then counts as an ordering, and costs less. ``prompt_tokens``: of all of them.
@@ -187,7 +187,7 @@ class PunctualQueue:
         return Places(first, by_age[:overdue], late, oldest is not None and self._turn_of(oldest, now_s))
 
     def _turn_of(self, oldest: Waited, now_s: float) -> bool:
-        """Whether ``oldest`` goes before all others, so that no request waits for ever."""
+        """Whether ``oldest`` is put first now, which it is from time to time so that no request starves."""
         if now_s - oldest.seen_s < PATIENCE * self._ttft_s:
             return False
         if self._turn and self._admitted_tokens:  # the request put first has been admitted

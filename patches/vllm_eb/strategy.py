@@ -166,7 +166,7 @@ class Strategy:
         return None
 
     def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
-        """Whether ``waiting`` never-started requests in the order of their arrival certainly need no other order.
+        """Cheap check that ``waiting`` never-started requests in arrival order need no reordering; False if unknown.
 
         ``oldest_s``: arrival of the first; ``prompt_tokens``: of all of them. If True, it counts as an ordering.
         """

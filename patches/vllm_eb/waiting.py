@@ -135,7 +135,7 @@ class WaitingOrder:
         return self._known and len(waiting) == self._overdue + len(self._late) + len(self._others)
 
     def _stands(self, now_s: float) -> bool:
-        """Whether the queue is short and certainly needs no other order, which costs less to find out than an order."""
+        """Cheap check that a short queue in arrival order needs no reordering."""
         seen_s = self._seen_s
         if not seen_s or len(seen_s) > SHORT or self._overdue or self._late or any(map(gt, seen_s, seen_s[1:])):
             return False
@@ -195,6 +195,6 @@ class WaitingOrder:
         return not request.num_preemptions and request.request_id in self.arrived_s
 
     def _is_overdue(self, request: Any) -> bool:
-        """Whether the last ordering found so old a request overdue."""
+        """Whether a request of this age was overdue at the last ordering."""
         seen_s = self.arrived_s.get(request.request_id, math.inf)
         return seen_s <= self._overdue_until_s and not request.num_preemptions

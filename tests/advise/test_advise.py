@@ -15,10 +15,9 @@ from typer.testing import CliRunner, Result
 from ebbench.advice import sentences, simulate
 from ebbench.advice.candidates import alike
 from ebbench.advice.choice import own_budget
-from ebbench.advice.results import AdviceQuestion
+from ebbench.advice.results import AdviceQuestion, ExpectedLoad
 from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
-from ebbench.advice.theory import ExpectedLoad
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import Slo
 from ebbench.cli.advise import plan_arguments
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash

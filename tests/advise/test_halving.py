@@ -8,9 +8,9 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.advice.halving import FACTOR, FEWEST, pairs_of, rounds_of, search
 from ebbench.advice.results import AdviceQuestion, BudgetedPolicy
-from ebbench.analysis.slo import Slo
+from ebbench.advice.simulate import FACTOR, FEWEST, pairs_of, rounds_of, search
+from ebbench.analysis.metrics import Slo
 from ebbench.spec.run import RunSpec
 
 POLICIES = ("v1", "eb", "ebplus", "marginal", "delayer", "ppas", "cadence:every=16", "batchwait:iters=32,ratio=0.5",

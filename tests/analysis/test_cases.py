@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ebbench.analysis.compare.cases import cases_of, partition
+from ebbench.analysis.compare.cases import cases_of, gain, group_by_policy, output_throughput, partition
 from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed
-from ebbench.analysis.compare.policies import gain, group_by_policy, output_throughput
 from ebbench.analysis.conclude import RunContext, conclude
-from ebbench.analysis.load import load_of_run
+from ebbench.analysis.environment import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.cli.main import app
 from ebbench.records.run import RunWriter
@@ -143,7 +142,7 @@ def test_the_load_is_recorded_in_json(summary: Summary) -> None:
 
 
 def test_a_topology_says_its_gpus(tmp_path: Path) -> None:
-    from ebbench.analysis.load import machine_of_run
+    from ebbench.analysis.environment import machine_of_run
     from ebbench.records.run import Run
 
     made(tmp_path / "r", "v1", topology="dp=2,tp=4", gpus=8, dispatch="round-robin")

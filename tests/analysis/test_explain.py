@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbench.analysis.compare.policies import Group, baseline_of, differing, gain, group_by_policy, ranked
+from ebbench.analysis.compare.cases import Group, baseline_of, differing, gain, group_by_policy, ranked
 from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.explain import Explanation, explain
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineResult
 from ebbench.records.run import Run, RunWriter

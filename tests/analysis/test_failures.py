@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ebbench.analysis.failures import LONGEST_EXAMPLE, failures_of, merge_failures
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
-from ebbench.fakeserver.config import FakeConfig
-from ebbench.fakeserver.faults import parse_fault
+from ebbench.fakeserver.config import FakeConfig, parse_fault
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.render.report import failure_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbench.analysis.load import Machine, _further_limits
+from ebbench.analysis.environment import Machine, _further_limits
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.analysis.slo import Slo, parse_slo, slo_from_limits
+from ebbench.analysis.metrics import Slo, parse_slo, slo_from_limits
 from ebbench.errors import UsageError
 
 LIMITS = st.none() | st.floats(1e-3, 1e6)

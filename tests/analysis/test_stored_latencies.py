@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import latency_columns, limited_ns, meets
-from ebbench.analysis.slo import parse_slo
+from ebbench.analysis.metrics import latency_columns, limited_ns, meets, parse_slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
 from ebbench.runs.execute import Task, make

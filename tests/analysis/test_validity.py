@@ -12,8 +12,7 @@ import pytest
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.conclude import RunContext, conclude
-from ebbench.analysis.metrics import measure
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.engines.base import EngineResult

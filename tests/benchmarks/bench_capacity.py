@@ -23,9 +23,9 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from typer.testing import CliRunner
 
+from ebbench.capacity.estimate import MetCounts
 from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.capacity.probe import read_probe
-from ebbench.capacity.search_types import MetCounts
 from ebbench.cli.main import app
 from ebbench.records.run import Run
 

@@ -19,7 +19,7 @@ import httpx
 import uvloop
 
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.http_streams import ConnectionPool
+from ebbench.client.request_sender import ConnectionPool
 from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.spec.client import ClientOptions

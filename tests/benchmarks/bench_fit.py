@@ -40,7 +40,7 @@ from ebbench.dispatch import parse_dispatch
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
-from ebbench.traffic.stretches import centres_of, order_centred
+from ebbench.traffic.arrivals import centres_of, order_centred
 from ebbench.workloads import build_plan
 from ebbench.workloads.fit_log import as_toml, fit_workload
 from ebbench.workloads.trace import read_trace

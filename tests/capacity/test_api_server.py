@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from ebbench.advice.results import AdviceQuestion, BudgetedPolicy
 from ebbench.advice.simulate import api_server_left_out
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import Slo
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
 from ebbench.runs.store import Measured

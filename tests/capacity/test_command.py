@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.capacity.result_rows import load
+from ebbench.capacity.sentences import load
 from ebbench.cli.main import app
 from ebbench.render import numbers
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.workloads.own_arrivals import poisson_instead
+from ebbench.workloads.log_report import poisson_instead
 
 SERVER = "--device l40s --model qwen3-8b --policy v1 --max-num-seqs 16 -q"
 

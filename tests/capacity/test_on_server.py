@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
-from ebbench.fakeserver.faults import Fault
+from ebbench.fakeserver.config import Fault
 
 REQUESTS = "--input-len 20 --output-len 5"
 LATE = "--lag-limit-ms 5000"

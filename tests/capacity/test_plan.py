@@ -29,11 +29,11 @@ from ebbench.capacity.deployments import (
     size,
     stress,
 )
+from ebbench.capacity.estimate import Probe
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.plan_sentences import parts
 from ebbench.capacity.prices import check_prices, parse_prices, sources
 from ebbench.capacity.probe import ProbeReading
-from ebbench.capacity.search_types import Probe
 from ebbench.cli.main import app
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import InputFileError, UsageError

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from ebbench.analysis.slo import parse_slo
+from ebbench.analysis.metrics import parse_slo
 from ebbench.capacity.drive import SearchConfig, SearchOutcome, _too_short, judged
+from ebbench.capacity.estimate import Estimate, MetCounts, Probe
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
-from ebbench.capacity.search_types import Estimate, MetCounts, Probe
 from ebbench.devices import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.manifest import PhaseFact, phase_facts

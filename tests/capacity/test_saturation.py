@@ -12,16 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.capacity.drive import SearchOutcome
+from ebbench.capacity.estimate import Estimate, Probe
 from ebbench.capacity.saturation import saturation_of, with_saturation
-from ebbench.capacity.search_types import Estimate, Probe
 from ebbench.cli.main import app
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.render.console import Console
-from ebbench.runs.prepare import device_of
-from ebbench.runs.series import Series
+from ebbench.runs.prepare import Series, device_of
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads.options import PlanOptions

@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.capacity.estimate import bracket, estimate, supported
+from ebbench.capacity.estimate import (
+    Estimate,
+    MetCounts,
+    Probe,
+    Requirement,
+    SearchSettings,
+    bracket,
+    estimate,
+    supported,
+)
 from ebbench.capacity.search import next_load
-from ebbench.capacity.search_types import Estimate, MetCounts, Probe, Requirement, SearchSettings
 
 SERVICE_S, SHARE = 0.05, 0.95
 

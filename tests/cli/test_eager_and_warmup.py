@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.environment import LATER_OPTIONS, differences, environment_of
-from ebbench.analysis.load import machine_of_run
+from ebbench.analysis.environment import LATER_OPTIONS, differences, environment_of, machine_of_run
 from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.devices.base import StepShape

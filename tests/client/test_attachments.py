@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from ebbench.client import drive
-from ebbench.client.bodies import RequestBodies
-from ebbench.client.images import png
+from ebbench.client.bodies import RequestBodies, png
 from ebbench.client.session_plan import plan_sessions
 from ebbench.engines.checks import IMAGES_AS_TOKENS
 from ebbench.engines.sim import SimEngine

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from ebbench.devices import load_device
 from ebbench.devices.base import Device
-from ebbench.engines.duration import run_plan
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.manifest import plan_hash
+from ebbench.runs.execute import run_plan
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan

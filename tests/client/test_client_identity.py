@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from ebbench.client.prefix_cache import MOST_LINES, note_prompts, prompts_of, record_path
 from ebbench.client.response import LONGEST_MODEL, MOST_MODELS, StreamedResponse
-from ebbench.client.sent_before import MOST_LINES, note_prompts, prompts_of, record_path
 from ebbench.client.verdict import other_models_warning
 from ebbench.engines.endpoint import drive
 from ebbench.records.plan import Plan

@@ -16,9 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ebbench.client import http_streams
 from ebbench.client.classify import BODY_LIMIT, transport_failure
-from ebbench.client.http_streams import BODY_S
+from ebbench.client.request_sender import BODY_S, is_event_stream
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.process.open_files import OTHER_FILES, allow_open_files
@@ -141,8 +140,7 @@ def test_a_refusal_that_drips_is_cut(transport: str, monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0.05)
 
     assert BODY_S == 10.0
-    for module in ("http_streams", "request_sender"):
-        monkeypatch.setattr(f"ebbench.client.{module}.BODY_S", 0.5)
+    monkeypatch.setattr("ebbench.client.request_sender.BODY_S", 0.5)
     with running(OddServer(post=dripping)) as server:
         result = run(server.url, plan_of(1), transport=transport)
     assert column(result, "error_class") == ["http_503"]
@@ -166,7 +164,7 @@ def test_a_media_type_in_another_case_is_a_stream(media_type: str, transport: st
     with running(OddServer(post=reply("200 OK", completion(6), content_type=media_type))) as server:
         result = run(server.url, plan_of(2), transport=transport)
     assert column(result, "status") == ["ok", "ok"]
-    assert not http_streams.is_event_stream("text/event-streams")
+    assert not is_event_stream("text/event-streams")
 
 
 def test_a_close_after_the_client_gave_up_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from ebbench.client import drive
 from ebbench.client.progress import Snapshot
-from ebbench.engines.duration import run_plan
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.setup import unknown_device
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.records.plan import Plan
+from ebbench.runs.execute import run_plan
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan

@@ -13,11 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.client.messages import Place, RequestRecord
-from ebbench.client.node_clock import ClockOffset, alignment_error_ns, measured_offset, offset_of
-from ebbench.client.node_senders import NodeSenders, Sending
-from ebbench.client.nodes import ClientNode, check_reachable, client_nodes
-from ebbench.client.plan_parts import PlanPart, shares, split, whole
+from ebbench.client.nodes import (
+    ClientNode,
+    ClockOffset,
+    NodeSenders,
+    Sending,
+    alignment_error_ns,
+    check_reachable,
+    client_nodes,
+    measured_offset,
+    offset_of,
+)
 from ebbench.client.ray_node import this_place
+from ebbench.client.session_plan import PlanPart, shares, split, whole
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan

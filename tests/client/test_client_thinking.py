@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ebbench.analysis.columns import MISSING, RequestColumns
-from ebbench.analysis.metrics import measure, meets
-from ebbench.analysis.slo import parse_slo
+from ebbench.analysis.metrics import measure, meets, parse_slo
 from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from tests.client.client_runs import plan_of, run

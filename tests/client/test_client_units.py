@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.classify import FirstMessage, classify, token_times
 from ebbench.client.lag import lag_percentile_ns
-from ebbench.client.pacing import NEVER, Arrivals, Slots
-from ebbench.client.ramp import ramped, slow_start_ns
-from ebbench.client.release_schedule import ReleaseSchedule
+from ebbench.client.release_schedule import NEVER, Arrivals, ReleaseSchedule, Slots, ramped, slow_start_ns
 from ebbench.client.response import StreamedResponse
 from ebbench.client.scrape import parse
 from ebbench.client.session_plan import plan_sessions, unique_ids
-from ebbench.client.sse import SseSplitter
+from ebbench.client.stream_messages import SseSplitter
 from ebbench.errors import UsageError
-from ebbench.fakeserver.http_messages import Messages
+from ebbench.fakeserver.scheduled_response import Messages
 from ebbench.network.credentials import api_key
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 from ebbench.records.plan import ClosedPhase

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import httpx
 import pytest
 
-from ebbench.client.http_streams import ConnectionPool, HttpExchange
+from ebbench.client.request_sender import ConnectionPool, HttpExchange
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
 from tests.client.client_runs import column, plan_of, run
 

@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.client import bodies_ahead
-from ebbench.client.bodies import _WORDS, RequestBodies, Turn
-from ebbench.client.bodies_ahead import BodiesAhead
-from ebbench.client.prompt_json import PromptTable
-from ebbench.client.session_plan import plan_sessions
+from ebbench.client import session_plan
+from ebbench.client.bodies import _WORDS, PromptTable, RequestBodies, Turn
+from ebbench.client.session_plan import LONG_PROMPT_TOKENS, BodiesAhead, plan_sessions
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.content import token_ids
 from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import column, plan_of, run
 
-LONG = bodies_ahead.LONG_PROMPT_TOKENS
+LONG = LONG_PROMPT_TOKENS
 
 
 @given(st.lists(st.integers(0, 999), min_size=1), st.sampled_from([1000, 100_000]))
@@ -57,7 +55,7 @@ def test_a_body_built_ahead_is_the_one_built_when_due() -> None:
 
 
 def test_bodies_are_built_ahead_up_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies_ahead, "LIMIT_BYTES", 1)
+    monkeypatch.setattr(session_plan, "LIMIT_BYTES", 1)
     ahead, _ = ahead_of(50)
     ahead.start(50)  # returns although only one body fits
     assert list(ahead._built) == [0]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.client.blocking import run_to_end
-from ebbench.client.server_queries import Served, ServerQueries
+from ebbench.client.server_queries import Served, ServerQueries, run_to_end
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.spec.client import ClientOptions

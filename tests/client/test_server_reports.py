@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.client.blocking import run_to_end
-from ebbench.client.scrape import parse
-from ebbench.client.server_reports import reported_settings
+from ebbench.client.scrape import parse, reported_settings
+from ebbench.client.server_queries import run_to_end
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 

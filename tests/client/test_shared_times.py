@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import measure
-from ebbench.analysis.slo import parse_slo
+from ebbench.analysis.metrics import measure, parse_slo
 from ebbench.client import DriveResult
 from ebbench.client.verdict import token_time_warning
 from tests.client.client_runs import column, plan_of, run

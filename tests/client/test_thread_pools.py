@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbench.client.connection_use import slow_first_uses
-from ebbench.client.drive import DriveResult
+from ebbench.client.drive import DriveResult, slow_first_uses
 from ebbench.errors import UsageError
 from tests.client.client_runs import column, plan_of, run
 from tests.client.odd_server import OddServer, completion, models, reply, running, streamed

@@ -17,7 +17,7 @@ from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.simulation import engine as engine_module
-from ebbench.simulation.gate import OpenGate
+from ebbench.simulation.engine import OpenGate
 from ebbench.simulation.step import Step
 from ebbench.spec.server import EngineOptions
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run

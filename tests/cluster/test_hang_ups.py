@@ -17,9 +17,8 @@ from ebbench.analysis.metrics import measure
 from ebbench.config.topology import TopologySpec, parse_topology
 from ebbench.engines import sim
 from ebbench.engines.base import EngineResult
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, turn_graph
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
-from ebbench.records.turn_graph import turn_graph
 from ebbench.simulation.loop import EventLoop
 from ebbench.spec.server import EngineOptions
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run

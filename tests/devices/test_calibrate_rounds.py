@@ -11,8 +11,7 @@ import pytest
 
 from ebbench.calibration.check import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
-from ebbench.calibration.rounds import measure_steps, summarise, without_stalls
-from ebbench.calibration.vllm_steps import SteppedVllm
+from ebbench.calibration.rounds import SteppedVllm, measure_steps, summarise, without_stalls
 from ebbench.devices import StepShape, load_device
 from ebbench.devices.gridcost import GridCost
 from ebbench.engines.setup import unknown_device

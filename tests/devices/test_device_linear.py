@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbench.devices import StepShape, load_device
-from ebbench.devices.fit import decode_shape, prefill_shape
+from ebbench.devices.linear import decode_shape, prefill_shape
 
 
 def test_published_coefficients_are_used() -> None:

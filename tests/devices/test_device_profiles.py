@@ -11,7 +11,7 @@ from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
-from ebbench.devices.startup import EB_VLLM
+from ebbench.devices.request import EB_VLLM
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 
 GOOD = """

@@ -11,15 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbench.devices import StepShape, load_device
-from ebbench.devices.fit import decode_shape, prefill_shape
+from ebbench.devices.describe import marginal_curve
 from ebbench.devices.kerneltables import SCHEMAS, kernel_table, read_table, select
-from ebbench.devices.linear import published_calibration
-from ebbench.devices.marginal import marginal_curve
+from ebbench.devices.linear import decode_shape, prefill_shape, published_calibration
 from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.devices.surfaces import US, surfaces
 from ebbench.devices.table import TableCost
 from ebbench.errors import DataError
-from ebbench.spec.host import HostCosts
+from ebbench.spec.server import HostCosts
 
 AS_PROFILED = HostCosts(0.0, 0.0, 1.0)
 

@@ -18,9 +18,16 @@ from ebbench.papers.fidelity.case import FIT_ROWS, Case, best_settings, referenc
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases, real_workloads, table3
 from ebbench.papers.fidelity.cases_repetition import GROUP
 from ebbench.papers.fidelity.cases_servers import table17
-from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
-from ebbench.papers.fidelity.runs import as_answered, calibration_cells, case_runs, cells_of, replay_cells, run_cases
+from ebbench.papers.fidelity.runs import (
+    _gauss_newton,
+    as_answered,
+    calibration_cells,
+    case_runs,
+    cells_of,
+    replay_cells,
+    run_cases,
+)
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
 from ebbench.runs.execute import Task, make
 from ebbench.runs.prepare import plan_of

@@ -11,8 +11,7 @@ import pytest
 
 from ebbench.devices import load_device
 from ebbench.devices.base import Device
-from ebbench.devices.identity import has_bundled_shape
-from ebbench.devices.profiles import find_model, list_models
+from ebbench.devices.profiles import find_model, has_bundled_shape, list_models
 from ebbench.runs.key import key_of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec

@@ -15,10 +15,9 @@ from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases import table6
 from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, silicon, table20
-from ebbench.papers.fidelity.report import BOARD
+from ebbench.papers.fidelity.report import BOARD, front
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
 from ebbench.papers.fidelity.scores import PublishedFigure
-from ebbench.papers.fidelity.tables import front
 
 COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
 

@@ -7,12 +7,12 @@ from statistics import median
 
 import pytest
 
-from ebbench.config.defaults import DEFAULT_VLLM
+from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices import load_device
 from ebbench.devices.capacity import reserve_bytes
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
-from ebbench.devices.startup import EB_VLLM, STARTS, start_up
+from ebbench.devices.request import EB_VLLM, STARTS, start_up
 from ebbench.errors import UsageError
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_kv import STARTS as TABLE

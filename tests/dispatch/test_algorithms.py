@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.allocate import ChunkPacking, DecodeLoad, Hit, allocate_decode, no_hit, outlier_bound
-from ebbench.dispatch.interval import AdaptiveInterval
+from ebbench.dispatch.allocate import (
+    AdaptiveInterval,
+    ChunkPacking,
+    DecodeLoad,
+    Hit,
+    allocate_decode,
+    no_hit,
+    outlier_bound,
+)
 
 LENGTHS = st.lists(st.integers(1, 5000), max_size=12)
 CAPACITY = st.lists(st.integers(-2000, 4000), min_size=1, max_size=5)

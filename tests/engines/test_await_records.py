@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from ebbench.engines.started import await_records
+from ebbench.engines.vllm import await_records
 
 
 def test_the_engine_waits_for_a_record_that_still_grows(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbench.engines.server_log import memory_remedy
+from ebbench.engines.vllm_server import memory_remedy
 
 PREFIX = "(EngineCore pid=22169) ValueError: "
 

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.engines.model_folder import check_positions, check_servable, position_limit, random_weight_options
 from ebbench.engines.vllm import VllmEngine
-from ebbench.engines.vllm_command import Emulation
+from ebbench.engines.vllm_command import (
+    Emulation,
+    check_positions,
+    check_servable,
+    position_limit,
+    random_weight_options,
+)
 from ebbench.errors import UsageError
 from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ebbench.engines.started import joined_requests, planned_name, read_recording
+from ebbench.engines.vllm import joined_requests, planned_name, read_recording
 from ebbench.errors import DataError
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from vllm_eb.decisions import Record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebbench.engines.started import planned_name, read_recording
+from ebbench.engines.vllm import planned_name, read_recording
 from vllm_eb.recorder import Recorder, StepRecord
 
 

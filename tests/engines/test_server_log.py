@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.engines.server_log import explain, first_error, reason_of
 from ebbench.engines.vllm_command import hub_name
-from ebbench.engines.vllm_server import ServerProcess
+from ebbench.engines.vllm_server import ServerProcess, explain, first_error, reason_of
 from ebbench.errors import RunError, UsageError
 
 WARNING = (

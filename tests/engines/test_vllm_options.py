@@ -8,8 +8,7 @@ import pytest
 from ebbench.analysis.environment import differences, environment_of
 from ebbench.cli.main import app
 from ebbench.engines.setup import make_engine
-from ebbench.engines.started import server_facts
-from ebbench.engines.vllm import VllmEngine
+from ebbench.engines.vllm import VllmEngine, server_facts
 from ebbench.engines.vllm_command import check_vllm_options, plain_line
 from ebbench.errors import UsageError
 from ebbench.records.manifest import Manifest

@@ -11,7 +11,7 @@ import pytest
 
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, Fault, parse_fault
-from ebbench.fakeserver.faults import KINDS
+from ebbench.fakeserver.config import KINDS
 
 ASK = {"model": "fake-model", "prompt": [1, 2, 3], "max_tokens": 4}
 

@@ -19,17 +19,14 @@ from ebbench.papers.eb.figure01 import step_ms
 from ebbench.papers.eb.figure04_06 import MODELS6
 from ebbench.papers.eb.figure11 import hazard_panels
 from ebbench.papers.eb.figure12 import sweep12
-from ebbench.papers.figure import PaperFigure
 from ebbench.papers.figures import FIGURES, find_figure
-from ebbench.papers.table import PaperOptions
+from ebbench.papers.table import PaperFigure, PaperOptions
 from ebbench.records.run import Run
 from ebbench.render import palette
-from ebbench.render.figures import save
-from ebbench.render.figures_slo import surface_chart
+from ebbench.render.figures import save, surface_chart
 from ebbench.render.timeline import BINS, timeline_chart, timeline_of
 from ebbench.report.page import specs
-from ebbench.runs.drive import run_missing
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, run_missing
 from ebbench.spec.run import simulated
 from vllm_eb.policy import policy_types
 

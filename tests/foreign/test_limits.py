@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ebbench.config.strict_toml import load_toml
 from ebbench.devices import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import read_profile
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError
-from ebbench.foreign import opening, tables
+from ebbench.foreign import opening
+from ebbench.foreign.documents import load_toml
 from ebbench.hazard.lengths import read_lengths
 from ebbench.records.manifest import decode_manifest
 from ebbench.records.run import Run
@@ -189,7 +189,7 @@ def test_an_object_has_a_bounded_number_of_columns(tmp_path: Path) -> None:
 def test_parquet_rows_are_counted_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "long.parquet"
     pq.write_table(pa.table({"timestamp": [1.0] * 2000, "input_tokens": [1] * 2000, "output_tokens": [1] * 2000}), path)
-    monkeypatch.setattr(tables, "ROWS", 1000)
+    monkeypatch.setattr(opening, "ROWS", 1000)
     with pytest.raises(InputFileError, match="has 2,000 rows, and at most 1,000 are read"):
         read_trace(path)
 

@@ -9,8 +9,7 @@ import pytest
 
 from ebbench.analysis.environment import differences, environment_of, load_of
 from ebbench.engines import machine
-from ebbench.engines.machine import Gpu
-from ebbench.engines.versions import engine_versions
+from ebbench.engines.machine import Gpu, engine_versions
 from ebbench.records.run import Run
 from tests.gate.gate_data import SMALL, invoke
 

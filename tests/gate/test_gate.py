@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.analysis.gate.baselines import save_baseline, stored_units
-from ebbench.analysis.gate.margins import parse_margins
-from ebbench.analysis.gate.units import GateUnit
+from ebbench.analysis.gate.units import GateUnit, parse_margins
 from ebbench.analysis.gate.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files

@@ -9,8 +9,7 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
-from ebbench.analysis.gate.margins import parse_figures
-from ebbench.analysis.gate.units import LABELS, MEASURED, NAMES, GateUnit, load_units
+from ebbench.analysis.gate.units import LABELS, MEASURED, NAMES, GateUnit, load_units, parse_figures
 from ebbench.analysis.gate.verdict import GATED, Rules, judge, pair_units
 from ebbench.errors import UsageError
 from tests.gate.gate_data import SMALL, invoke, side

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.analysis.sequential import anytime_p, anytime_p_two_sided, confidence_sequence, evidence
-from ebbench.analysis.statistics import sign_flip_p
+from ebbench.analysis.statistics import anytime_p, anytime_p_two_sided, confidence_sequence, evidence, sign_flip_p
 
 losses = st.lists(st.floats(-1, 1, allow_nan=False), min_size=1, max_size=12)
 TRIALS, LOOKS = 2_000, 40

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from ebbench.gateway import client_limits
-from ebbench.gateway.prompts import dispatch_request
+from ebbench.gateway import serve
+from ebbench.gateway.relay import dispatch_request
+from ebbench.gateway.serve import MAX_HEAD_BYTES, LimitedProtocol
 from tests.gateway.raw_servers import OK, RawServer, ask, behind_gateway, bytes_of, post, silence, status_of
 
 pytest.importorskip("starlette")
 
 CHUNKED = b"transfer-encoding: chunked"
-LONG = b"a" * (client_limits.MAX_HEAD_BYTES + 1)
+LONG = b"a" * (MAX_HEAD_BYTES + 1)
 
 
 def chunked(end: bytes = b"0\r\n\r\n", *headers: bytes) -> bytes:
@@ -93,8 +94,8 @@ def test_requests_that_queue_on_one_connection_are_bounded() -> None:
 
 @pytest.mark.parametrize("sent", [b"GET / HT", b"GET / HTTP/1.1\r\nx: a", b"\r\n", post(body=b"x" * 99)[:-1]])
 def test_a_request_that_does_not_go_on_is_ended(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_limits, "HEAD_LIMIT_S", 0.2)
-    monkeypatch.setattr(client_limits, "STALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(serve, "HEAD_LIMIT_S", 0.2)
+    monkeypatch.setattr(serve, "STALL_LIMIT_S", 0.2)
     assert status_of(in_process(lambda port: ask(port, sent))) == 408
 
 
@@ -103,7 +104,7 @@ def test_a_connection_that_sends_nothing_is_closed_without_a_word(monkeypatch: p
 
 
 def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_limits, "STALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(serve, "STALL_LIMIT_S", 0.2)
 
     async def write_on(writer: asyncio.StreamWriter) -> None:
         while True:
@@ -138,7 +139,7 @@ def in_process(play: Any, keep_alive_s: int = 60) -> Any:
         await send({"type": "http.response.body", "body": b""})
 
     config = uvicorn.Config(
-        app, port=0, http=client_limits.LimitedProtocol, lifespan="off", log_level="critical",
+        app, port=0, http=LimitedProtocol, lifespan="off", log_level="critical",
         timeout_keep_alive=keep_alive_s, timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = uvicorn.Server(config)

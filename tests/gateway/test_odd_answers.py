@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from ebbench.client.sse import SseSplitter
-from ebbench.gateway.events import MAX_LINE_BYTES, LineBuffer
+from ebbench.client.stream_messages import SseSplitter
 from ebbench.gateway.process import GatewayProcess
+from ebbench.gateway.relay import MAX_LINE_BYTES, LineBuffer
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 

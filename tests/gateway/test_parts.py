@@ -12,12 +12,11 @@ import pytest
 
 from ebbench.dispatch import DispatchRequest, EndForward, UnitReport
 from ebbench.dispatch.base import Order
+from ebbench.gateway.app import SignalSubscriber
 from ebbench.gateway.dispatch_queue import DispatchQueue
-from ebbench.gateway.metrics import GatewayMetrics
 from ebbench.gateway.refusals import RefusedError
-from ebbench.gateway.relay import Relay
+from ebbench.gateway.relay import GatewayMetrics, Relay
 from ebbench.gateway.settings import GatewaySettings
-from ebbench.gateway.subscriber import SignalSubscriber
 from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstreams
 from vllm_eb.signals import Signal, SignalPublisher

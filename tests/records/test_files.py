@@ -18,9 +18,9 @@ PACKAGE = Path(files.__file__).parents[1]
 # Not results: what grows (a server's log, the journal, the plans sent so far, the summary of a CI service), files in
 # memory that worker processes share, a model's configuration in a temporary folder, a download that is renamed.
 OTHER_WRITERS = {
-    "cli/gate.py", "client/sent_before.py", "client/shared.py", "engines/emulated_core.py", "engines/started.py",
-    "engines/vllm_server.py", "records/files.py", "records/journal.py", "runs/code.py", "validation/steps.py",
-    "workloads/hub.py",
+    "cli/gate.py", "client/prefix_cache.py", "client/release_schedule.py", "engines/emulated_core.py",
+    "engines/vllm.py", "engines/vllm_server.py", "records/files.py", "records/journal.py", "runs/key.py",
+    "validation/drive.py", "workloads/data_sets.py",
 }  # fmt: skip
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from ebbench.errors import UsageError
 from ebbench.process.child import child_environ
-from ebbench.records.lock import sole_use
+from ebbench.records.files import sole_use
 from tests.processes.process_tree import wait_until
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ebbench.records.lock import sole_use
+from ebbench.records.files import sole_use
 with sole_use(Path(sys.argv[1])):
     Path(sys.argv[2]).touch()
     time.sleep(600)

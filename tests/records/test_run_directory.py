@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbench.analysis.metrics import METRICS
 from ebbench.analysis.rebuild import cut_off_runs
-from ebbench.analysis.slo import METRICS
 from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files

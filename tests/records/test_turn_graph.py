@@ -9,8 +9,8 @@ import pytest
 
 from ebbench.errors import UsageError
 from ebbench.records.manifest import plan_hash
+from ebbench.records.plan import turn_graph
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
-from ebbench.records.turn_graph import turn_graph
 from tests.simulation.worlds import plan
 
 

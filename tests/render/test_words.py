@@ -10,21 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.compare.cases import cases_of
-from ebbench.analysis.compare.policies import Group, group_by_policy
+from ebbench.analysis.compare.cases import Group, cases_of, group_by_policy
 from ebbench.analysis.conclude import RunContext, conclude
-from ebbench.analysis.distribution import Distribution
 from ebbench.analysis.documents import text
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts, explain
-from ebbench.analysis.metrics import SteadyRates
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import Distribution, Slo, SteadyRates
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import RunWriter
-from ebbench.render import conditions, sentences, tables
+from ebbench.render import sentences, tables
 from ebbench.render.console import Console
 from ebbench.render.documents import as_csv
-from ebbench.render.doubts import doubts
-from ebbench.render.report import print_report
+from ebbench.render.report import load_and_limits, print_report, requests
+from ebbench.render.sentences import doubts
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
@@ -128,15 +125,15 @@ def test_the_seeds_of_a_group_are_listed(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
     for seeds, shown in (((3,), "seed 3."), ((0, 1, 2), "seeds 0–2."), ((1, 5), "seeds 1, 5.")):
-        assert conditions.load_and_limits([replace(summary, seed=seed) for seed in seeds])[0].endswith(shown)
+        assert load_and_limits([replace(summary, seed=seed) for seed in seeds])[0].endswith(shown)
 
 
 def test_means_of_lengths_say_that_they_are_of_completed_requests(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
-    assert "of those completed" not in conditions.requests([summary])
+    assert "of those completed" not in requests([summary])
     metrics = replace(summary.metrics, planned=summary.metrics.completed + 3)
-    assert "mean of those completed" in conditions.requests([replace(summary, metrics=metrics)])
+    assert "mean of those completed" in requests([replace(summary, metrics=metrics)])
 
 
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
@@ -309,7 +306,7 @@ def test_deviations_are_columns_of_their_own_in_csv(tmp_path: Path) -> None:
 
 def test_the_header_says_which_settings_apply_shared_ones_once(tmp_path: Path) -> None:
     groups = made_groups(tmp_path, "v1", "eb:window=200", "ebplus", "deferred:k=8")
-    lines = conditions.load_and_limits([summary for group in groups for summary in group.summaries])
+    lines = load_and_limits([summary for group in groups for summary in group.summaries])
     [told] = [line for line in lines if line.startswith("Settings")]
     assert "eb:window=200, ebplus: " in told
     own = told.rpartition("; ebplus: ")[2]
@@ -319,7 +316,7 @@ def test_the_header_says_which_settings_apply_shared_ones_once(tmp_path: Path) -
     assert told.count("min_samples 30") == 1
     assert "kv_gate on" in told
     assert not any(hidden in told for hidden in ("None", "window 200", "deferred", "v1"))
-    assert not any("Settings" in line for line in conditions.load_and_limits(groups[0].summaries))
+    assert not any("Settings" in line for line in load_and_limits(groups[0].summaries))
 
 
 def facts_of(k: float, n: float, updates: int) -> DecisionFacts:
@@ -409,7 +406,7 @@ def test_runs_of_one_seed_are_not_averaged(tmp_path: Path) -> None:
 
 def test_documents_of_this_project_may_hold_markdown() -> None:
     from ebbench.analysis.documents import Document, Section, labels
-    from ebbench.export.markdown import as_markdown
+    from ebbench.render.documents import as_markdown
 
     section = Section("", labels("a"), (("**b|c**",),))
     own = as_markdown(Document("d", "t", (section,), ("see `x`",), markup=True))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ebbench.analysis.compare.cases import cases_of
-from ebbench.analysis.slo import Slo
+from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
 from ebbench.render import numbers

@@ -22,7 +22,7 @@ from ebbench.analysis.summary import summarise
 from ebbench.records.run import SCHEMAS, Run
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.report.database import TABLES
-from ebbench.sweep.store import SCHEMA
+from ebbench.sweep.drive import SCHEMA
 from tests.processes.process_tree import wait_until
 from tests.report.report_data import invoke, rewrite
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.runs import code
-from ebbench.runs.code import (
+from ebbench.runs import key
+from ebbench.runs.key import (
     ENGINE_MODULES,
     MAKE,
     FileCache,
@@ -85,7 +85,7 @@ def test_a_changed_byte_in_any_determining_file_changes_it(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["render/tables.py", "cli/run.py", "report/page.py", "papers/published.py", "client/sse.py"]
+    "name", ["render/tables.py", "cli/run.py", "report/page.py", "papers/published.py", "client/stream_messages.py"]
 )
 def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, name: str) -> None:
     before = fingerprint(tree, ENTRIES, FileCache())
@@ -98,7 +98,7 @@ def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, name: str
 
 def test_the_fingerprint_of_a_server_run_covers_the_client(tree: Tree) -> None:
     files = source_files(tree, (*MAKE, *ENGINE_MODULES["endpoint"]), FileCache())
-    assert {"ebbench.client.sse", "ebbench.client.worker"} <= set(files)
+    assert {"ebbench.client.stream_messages", "ebbench.client.worker"} <= set(files)
     assert "vllm_eb.scheduler" in source_files(tree, (*MAKE, *ENGINE_MODULES["emulated"]), FileCache())
 
 
@@ -129,7 +129,7 @@ def test_a_cache_on_disk_is_used_and_a_damaged_one_is_not(
     before = fingerprint(tree, ENTRIES, cold)
     cold.save()
     with monkeypatch.context() as patch:
-        patch.setattr(code, "imported_modules", lambda *args, **kwargs: pytest.fail("read again"))
+        patch.setattr(key, "imported_modules", lambda *args, **kwargs: pytest.fail("read again"))
         assert fingerprint(tree, ENTRIES, FileCache(path)) == before
     path.write_text("{")
     assert fingerprint(tree, ENTRIES, FileCache(path)) == before

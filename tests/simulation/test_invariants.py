@@ -12,14 +12,12 @@ from hypothesis import given, settings
 
 from ebbench.engines import sim
 from ebbench.simulation.engine import EngineLoop, Unit
-from ebbench.simulation.kv import CachingKv, CountingKv
+from ebbench.simulation.kv import CachingKv, CountingKv, StreamKv
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.step import SchedulerLimits
-from ebbench.simulation.step_log import StepLog
-from ebbench.simulation.streams import StreamKv
+from ebbench.simulation.step import SchedulerLimits, StepLog
 from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import MARGINAL, World, device, plan, worlds
 

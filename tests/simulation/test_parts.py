@@ -9,14 +9,12 @@ import pyarrow as pa
 
 from ebbench.devices.base import StepShape
 from ebbench.records.plan import ClosedPhase
-from ebbench.simulation.engine import EngineLoop, StepTimer, Unit
-from ebbench.simulation.gate import OpenGate
+from ebbench.simulation.engine import EngineLoop, OpenGate, StepTimer, Unit
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.step import SchedulerLimits, Step
-from ebbench.simulation.step_log import StepLog
+from ebbench.simulation.step import SchedulerLimits, Step, StepLog
 from tests.simulation.worlds import plan
 
 MS = 1_000_000

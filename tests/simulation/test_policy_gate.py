@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from ebbench.simulation.gate import PolicyGate
+from ebbench.simulation.engine import PolicyGate
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from ebbench.engines import sim
 from ebbench.engines.base import EngineResult
 from ebbench.simulation import engine as engine_module
-from ebbench.simulation.gate import OpenGate, PolicyGate
+from ebbench.simulation.engine import OpenGate, PolicyGate
 from ebbench.simulation.kv import CachingKv
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.step import Step

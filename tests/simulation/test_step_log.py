@@ -17,8 +17,8 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
 from ebbench.records import files
 from ebbench.records.run import NotStoredError, RunWriter
-from ebbench.simulation import step_log, tables
-from ebbench.simulation.step import Step
+from ebbench.simulation import step, tables
+from ebbench.simulation.step import FOLD, Step, StepLog
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.simulation.worlds import World, worlds
@@ -30,7 +30,7 @@ def test_tables_do_not_depend_on_the_size_of_their_pieces(world: World, fold: in
     world = replace(world, options=replace(world.options, warmup=warmup))
     at_once = world.run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_log, "FOLD", fold)
+        patch.setattr(step, "FOLD", fold)
         patch.setattr(tables, "_SLOTS_AT_ONCE", fold)
         folded = world.run()
         parts = world.on(SimEngine(steps_in_parts=True))
@@ -79,19 +79,19 @@ def _full_disk(*_: object) -> None:
 
 
 def test_no_more_steps_than_the_fold_are_kept_as_objects() -> None:
-    log = step_log.StepLog()
-    for number in range(2 * step_log.FOLD + 3):
+    log = StepLog()
+    for number in range(2 * FOLD + 3):
         log.step(number % 2, Step(number))
     assert len(log._kept.steps) == 3
-    assert len(log) == 2 * step_log.FOLD + 3
-    assert log.steps_per_instance() == {0: step_log.FOLD + 2, 1: step_log.FOLD + 1}
+    assert len(log) == 2 * FOLD + 3
+    assert log.steps_per_instance() == {0: FOLD + 2, 1: FOLD + 1}
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40))
 def test_steps_by_time_are_sorted_and_equal_times_keep_their_order(times_ns: list[int], fold: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_log, "FOLD", fold)
-        log = step_log.StepLog()
+        patch.setattr(step, "FOLD", fold)
+        log = StepLog()
         for place, time_ns in enumerate(times_ns):
             log.step(0, Step(time_ns, running=place))
     table = log.table(pa.array([], pa.string()), 1, by_time=True)
@@ -103,8 +103,8 @@ def test_steps_by_time_are_sorted_and_equal_times_keep_their_order(times_ns: lis
 def test_only_steps_out_of_order_are_copied_to_sort_them() -> None:
     """Parts in order are the largest tables of a run: each stays a part."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_log, "FOLD", 4)
-        log = step_log.StepLog()
+        patch.setattr(step, "FOLD", 4)
+        log = StepLog()
         for time_ns in (*range(17), 20, 18, 19):
             log.step(0, Step(time_ns))
     times_ns = log.table(pa.array([], pa.string()), 1, by_time=True)["scheduled_ns"]
@@ -114,14 +114,14 @@ def test_only_steps_out_of_order_are_copied_to_sort_them() -> None:
 
 def test_folded_steps_take_a_small_part_of_their_size() -> None:
     """Successive steps hold nearly the same requests; the log must not grow by each of their names."""
-    log, running = step_log.StepLog(), 200
-    for number in range(step_log.FOLD):
+    log, running = StepLog(), 200
+    for number in range(FOLD):
         rows = np.arange(number // 20, number // 20 + running)  # every 20 steps a request ends and another starts
         log.step(0, Step(number, rows=rows, tokens=np.ones(running, np.int64)))
     [part] = log._kept.folded
-    plain_bytes = 2 * 4 * running * step_log.FOLD
+    plain_bytes = 2 * 4 * running * FOLD
     assert part.stream.size < plain_bytes / 10
-    names = pa.array([f"r{row}" for row in range(step_log.FOLD)])
+    names = pa.array([f"r{row}" for row in range(FOLD)])
     table = log.table(names, 1)
     assert table["request_ids"][25].as_py() == [f"r{row}" for row in range(1, running + 1)]
     assert len(log) == 0

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 from ebbench.cli.main import app, load_command
 from ebbench.records.run import Run
 from ebbench.runs.execute import Task, execute, make
+from ebbench.runs.file import plain_type, spec_of_file
 from ebbench.runs.key import as_dict, key_of
 from ebbench.runs.prepare import prepare
-from ebbench.runs.settings import plain_type, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings, settings_of, spec_of
 
 OTHER: dict[str, Any] = {

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from ebbench.cli.sweep import PoolFlags, pool_of
-from ebbench.runs.ray_pool import RayCluster
-from ebbench.sweep.drive import SweepProgress, run_sweep
+from ebbench.runs.pool import RayCluster
+from ebbench.sweep.drive import SweepProgress, SweepStore, run_sweep
 from ebbench.sweep.spec import load_sweep
-from ebbench.sweep.store import SweepStore
 from tests.processes.process_tree import assert_gone, descendants, wait_until
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 from tests.sweep.sweep_jobs import slow

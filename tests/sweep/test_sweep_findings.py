@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.compare.policies import TIE
-from ebbench.analysis.noise import least_difference
-from ebbench.runs.settings import spec_of_file
+from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.sensitivity import least_difference
+from ebbench.runs.file import spec_of_file
 from ebbench.runs.store import Measured
-from ebbench.sweep.findings import Finding, findings, metric_of
-from ebbench.sweep.store import Finished
+from ebbench.sweep.drive import Finished
+from ebbench.sweep.show import Finding, findings, metric_of
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 
 LIMITED = TINY.replace("[common]", '[common]\ngoodput = "ttft:40 tpot:12"').replace(

@@ -18,15 +18,14 @@ from ebbench.analysis.summary import summarise
 from ebbench.devices import load_device
 from ebbench.records.run import Run
 from ebbench.runs.execute import Task, make
+from ebbench.runs.file import spec_of_file
 from ebbench.runs.key import directory_name, key_of
 from ebbench.runs.pool import ATTEMPTS, Processes, attempt
 from ebbench.runs.prepare import device_of
-from ebbench.runs.settings import spec_of_file
 from ebbench.runs.store import Measured
-from ebbench.sweep.drive import run_sweep
-from ebbench.sweep.findings import baseline_of, findings
+from ebbench.sweep.drive import SCHEMA, Finished, SweepStore, run_sweep
+from ebbench.sweep.show import baseline_of, findings
 from ebbench.sweep.spec import load_sweep
-from ebbench.sweep.store import SCHEMA, Finished, SweepStore
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 from tests.sweep.sweep_jobs import deadly
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.sweep.store import SPEC, SweepStore
+from ebbench.sweep.drive import SPEC, SweepStore
 
 
 def stored(directory: Path, text: str, *values: str) -> str:

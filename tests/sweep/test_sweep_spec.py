@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ebbench.errors import EbbenchError, InputFileError
+from ebbench.runs.file import spec_of_file
 from ebbench.runs.key import key_of, with_absolute_paths
-from ebbench.runs.settings import spec_of_file
 from ebbench.spec.server import EngineOptions
 from ebbench.sweep.spec import load_sweep
 from tests.sweep.sweep_data import TINY, invoke, spec_file

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.runs.drive import run_missing
-from ebbench.runs.store import Measured, RunStore
+from ebbench.runs.store import Measured, RunStore, run_missing
 from ebbench.spec.run import RunSpec, simulated
 
 SHIFT = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbench.analysis.recovery import Recovery
+from ebbench.analysis.phases import Recovery
 from ebbench.errors import UsageError
 from ebbench.papers.eb.adaptation import ADAPTATION, COMPARED, Phase, _row
 from ebbench.papers.table import PaperOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.devices.fit import mixed_shape
+from ebbench.devices.linear import mixed_shape
 from ebbench.errors import UsageError
 from ebbench.papers.eb.convexity import KAPPA, convexity_index
 from ebbench.papers.eb.figure01 import FIGURE1

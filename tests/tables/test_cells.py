@@ -16,14 +16,12 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
 from ebbench.records.run import MANIFEST, Run
 from ebbench.runs import key as key_module
-from ebbench.runs.drive import run_missing
 from ebbench.runs.execute import Task, make
 from ebbench.runs.key import directory_name, key_of
 from ebbench.runs.pool import Outcome
-from ebbench.runs.store import CELL, RunStore
-from ebbench.spec.host import HostCosts
+from ebbench.runs.store import CELL, RunStore, run_missing
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, HostCosts
 
 
 def test_a_second_call_runs_nothing(store: RunStore, small_cell: RunSpec, shift_cell: RunSpec) -> None:

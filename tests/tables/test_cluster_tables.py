@@ -15,15 +15,23 @@ from ebbench.analysis.pools import pool_figures
 from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
 from ebbench.papers.eb.table19_20 import explained
-from ebbench.papers.staggered.curves import SHARES, SHORT_3K, FiguresOverLoad, capacity_rps, prefill_cell
-from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
+from ebbench.papers.staggered.curves import (
+    MODEL,
+    SHARES,
+    SHORT_3K,
+    UNIT,
+    FiguresOverLoad,
+    capacity_rps,
+    deployed,
+    pass_s,
+    prefill_cell,
+)
 from ebbench.papers.table import PaperOptions
 from ebbench.records.manifest import plan_hash
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
-from ebbench.runs.drive import run_missing
 from ebbench.runs.key import key_of
 from ebbench.runs.prepare import plan_of
-from ebbench.runs.store import Measured, RunStore
+from ebbench.runs.store import Measured, RunStore, run_missing
 from ebbench.spec.run import RunSpec, simulated
 
 CELL = simulated(

@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.papers.figure import PaperFigure
 from ebbench.papers.figures import find_figure
 from ebbench.papers.items import AGREEMENTS, ITEMS, PAPERS, PaperItem
 from ebbench.papers.registry import find_table
-from ebbench.papers.table import PaperOptions, PaperTable
+from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST = {"eb": (20, 12), "deferred": (1, 7), "staggered": (1, 8)}

@@ -9,8 +9,15 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.phases import attainment_document, phases_document
-from ebbench.analysis.recovery import mode_changes, recoveries, served_spans, token_times, ttft_recovery
+from ebbench.analysis.phases import (
+    attainment_document,
+    mode_changes,
+    phases_document,
+    recoveries,
+    served_spans,
+    token_times,
+    ttft_recovery,
+)
 from ebbench.records.schema import REQUESTS
 from ebbench.runs.store import Measured
 

@@ -15,9 +15,7 @@ import pytest
 from rich.console import Console
 
 from ebbench.analysis.documents import Column, Document, Section, compared, comparison, labels, number
-from ebbench.export.latex import as_latex, escaped
-from ebbench.export.markdown import as_markdown, section_lines
-from ebbench.render.documents import as_csv, as_html, as_rich
+from ebbench.render.documents import as_csv, as_html, as_latex, as_markdown, as_rich, escaped, section_lines
 
 NASTY = "a_b & 50% </script> | $x$"
 

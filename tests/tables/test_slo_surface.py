@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import measure
-from ebbench.analysis.slo import Slo
-from ebbench.analysis.slo_surface import run_surfaces, surface
+from ebbench.analysis.metrics import Slo, measure
+from ebbench.analysis.phases import run_surfaces, surface
 from ebbench.errors import UsageError
 from ebbench.runs.store import Measured
 

@@ -11,10 +11,9 @@ from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
-from ebbench.papers.figure import PaperFigure
 from ebbench.papers.figures import FIGURES
 from ebbench.papers.registry import TABLES, find_table
-from ebbench.papers.table import PaperOptions, PaperTable
+from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable
 from ebbench.render.documents import as_csv
 from ebbench.runs.store import Measured, RunStore
 

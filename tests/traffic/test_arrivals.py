@@ -3,9 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.traffic.arrivals import Curve, arrival_times, dispersion
-from ebbench.traffic.step_gaps import step_edges, stepped_gaps
-from ebbench.traffic.substreams import substream
+from ebbench.traffic.arrivals import Curve, arrival_times, dispersion, step_edges, stepped_gaps, substream
 
 SEEDS = st.integers(0, 2**32)
 MANY = 200_000

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.traffic.stretches import centres_of, order_centred, order_with, roots_of
+from ebbench.traffic.arrivals import centres_of, order_centred, order_with, roots_of
 
 
 def per_stretch(values: np.ndarray, stretch: np.ndarray) -> np.ndarray:

@@ -14,14 +14,14 @@ import pytest
 
 from ebbench.calibration.measure import ProbeGrid
 from ebbench.devices import Device
-from ebbench.engines.started import StartedServers
-from ebbench.engines.vllm import VllmEngine, server_environment
+from ebbench.engines.vllm import StartedServers, VllmEngine, server_environment
 from ebbench.errors import RunError
 from ebbench.process.child import supervised
 from ebbench.runs.store import RunStore
 from ebbench.spec.server import EngineOptions
-from ebbench.validation import cpu_server, drive, question, steps
-from ebbench.validation.cpu_server import move_api_servers, server_processors, starting_on
+from ebbench.validation import drive, machine, question
+from ebbench.validation.drive import measure_step_times
+from ebbench.validation.machine import move_api_servers, server_processors, starting_on
 from ebbench.validation.question import MeasuringSchedule, PlannedRun, StepTimes, ValidationQuestion, measured_cell
 from vllm_eb.policy import PolicySpec
 
@@ -45,7 +45,7 @@ def test_vllm_gets_all_processors_but_one(
     usable: set[int], cpu: bool, engine: str, expected: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: usable)
-    monkeypatch.setattr(cpu_server, "cpu_build", lambda: cpu)
+    monkeypatch.setattr(machine, "cpu_build", lambda: cpu)
     assert server_processors(replace(QUESTION, engine=engine)) == expected
 
 
@@ -73,10 +73,10 @@ def test_step_times_are_measured_on_the_processors_of_the_servers(
         seen.append(os.sched_getaffinity(0))
         return 1, ""
 
-    monkeypatch.setattr(steps, "run_supervised", fails)
-    monkeypatch.setattr(steps, "server_processors", lambda _question: chosen)
+    monkeypatch.setattr(drive, "run_supervised", fails)
+    monkeypatch.setattr(drive, "server_processors", lambda _question: chosen)
     with pytest.raises(RunError):
-        steps.measure_step_times(QUESTION, tmp_path)
+        measure_step_times(QUESTION, tmp_path)
     assert seen == [chosen]
 
 
@@ -98,8 +98,8 @@ def test_servers_start_as_their_steps_were_measured(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(drive, "make_engine", lambda _setup: (Engine(), None))
     monkeypatch.setattr(drive, "device_of", lambda _cell: None)
-    monkeypatch.setattr(cpu_server, "server_processors", lambda _question: chosen)
-    monkeypatch.setattr(cpu_server, "cpu_build", lambda: cpu)
+    monkeypatch.setattr(machine, "server_processors", lambda _question: chosen)
+    monkeypatch.setattr(machine, "cpu_build", lambda: cpu)
     monkeypatch.setattr(question, "cpu_build", lambda: cpu)
     monkeypatch.setattr(drive, "run_cells", lambda *_cells, **_how: seen.append(os.sched_getaffinity(0)))
     profile = tmp_path / "profile.toml"

@@ -14,19 +14,19 @@ from ebbench.cli.main import app
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
 from ebbench.validation import drive
-from ebbench.validation.drive import validate
+from ebbench.validation.drive import measure_step_times, validate
 from ebbench.validation.machine import Call, write_manifest
 from ebbench.validation.question import (
     WARMUP,
     MeasuringSchedule,
     PlannedRun,
     StepTimes,
+    TimeBudget,
     ValidationQuestion,
+    fitted_schedule,
     measured_cell,
     predicted_cell,
 )
-from ebbench.validation.schedule import TimeBudget, fitted_schedule
-from ebbench.validation.steps import measure_step_times
 
 SMALL = [
     "--model", "qwen3-8b", "--engine", "sim", "--device", "rtx-pro-6000", "--tokens", "64,256,1024", "--seqs", "2,16",
@@ -239,8 +239,7 @@ def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypa
 def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
     """A profile without step times of the model would give a roofline."""
     from ebbench.errors import RunError
-    from ebbench.validation.drive import _check_device
-    from ebbench.validation.steps import stored_step_times
+    from ebbench.validation.drive import _check_device, stored_step_times
 
     validate(question(), tmp_path, TimeBudget(-1.0), lambda _text: None)
     steps = stored_step_times(tmp_path / "steps" / "round-1")

@@ -13,8 +13,7 @@ from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import CountingKv
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.step import SchedulerLimits
-from ebbench.simulation.step_log import StepLog
+from ebbench.simulation.step import SchedulerLimits, StepLog
 from tests.simulation.worlds import plan
 from tests.vllm.core_engine import POLICIES, Engine
 from tests.vllm.emulation import CALIBRATION, TestCost

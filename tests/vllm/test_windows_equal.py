@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.geometry import ModelGeometry, attention
 from ebbench.devices.kv_layout import KvGroup, KvLayout, layout_of
-from ebbench.devices.mixers import attention
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan

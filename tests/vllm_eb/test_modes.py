@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from vllm_eb.modes import ModeSelector
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import crossover
 
-MEANS = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
+MEANS: dict[str, Any] = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
 SEQS = 512
 STICKY, COOLDOWN = 3.0, 3
 

@@ -222,8 +222,8 @@ def test_the_switches_that_the_authors_print_use_the_threshold_in_use(
     h200 = Calibration(
         1.2786e-3, 2.48526e-5, 8.92118e-3, 4.58647e-5, mixed=MixedCost(2.493675e-05, 5.192856e-05, 1.477785e-05)
     )
-    lengths = {"mu_l": 1108 * (1 - r), "mu_o": 1108 * r}
-    sides = crossover(h200, **lengths, n_obs=n_obs, theta0=0.7)
+    mu_l, mu_o = 1108 * (1 - r), 1108 * r
+    sides = crossover(h200, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=0.7)
     assert sides.lhs == pytest.approx(lhs, rel=0.02)
     assert sides.rhs == pytest.approx(rhs, rel=0.06)
-    assert crossover(h200, **lengths, n_obs=n_obs, theta0=0.1).rhs < 0.7 * rhs
+    assert crossover(h200, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=0.1).rhs < 0.7 * rhs

@@ -15,14 +15,12 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
 from ebbench.records.content import block_tokens
-from ebbench.traffic.arrivals import dispersion
-from ebbench.traffic.stretches import centres_of
+from ebbench.traffic.arrivals import centres_of, dispersion
 from ebbench.workloads import build_plan
-from ebbench.workloads.arrow import int_lists
+from ebbench.workloads.fitted import GROUP, Points, points_of
 from ebbench.workloads.log_report import repeated_prefixes
-from ebbench.workloads.points import GROUP, Points, points_of
-from ebbench.workloads.prefix_tree import repeats_in, repeats_of, shared_prefixes
-from ebbench.workloads.requests import single_turn
+from ebbench.workloads.requests import int_lists, single_turn
+from ebbench.workloads.shared_prefix import repeats_in, repeats_of, shared_prefixes
 from ebbench.workloads.trace import read_trace
 
 

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from ebbench.errors import UsageError
 from ebbench.resources import bundled_dir
-from ebbench.traffic.substreams import substream
+from ebbench.traffic.arrivals import substream
 from ebbench.workloads import build_plan, load_workload
-from ebbench.workloads.fit import censored_moments, fit_censored
-from ebbench.workloads.lengths import LengthSpec, length_spec
-from ebbench.workloads.profile import continuation, draw_rounds
+from ebbench.workloads.lengths import LengthSpec, censored_moments, fit_censored, length_spec
+from ebbench.workloads.sources import continuation, draw_rounds
 from ebbench.workloads.spec import Turns
 
 MANY = 400_000

@@ -79,7 +79,7 @@ def test_published_schemas(logs: Path, name: str) -> None:
 
 
 def test_every_listed_format_has_a_file(logs: Path, data: Path) -> None:
-    from ebbench.workloads.trace_formats import FORMATS
+    from ebbench.workloads.trace import FORMATS
 
     known = {each.name for each in FORMATS if each.expected}
     assert known == {expected.format for expected in FILES.values()}
@@ -135,8 +135,7 @@ def test_pauses_and_parallel_requests(logs: Path) -> None:
 
 
 def _spans(spans: Sequence[tuple[float, float, int]]) -> Any:
-    from ebbench.workloads.log_rows import Collected
-    from ebbench.workloads.log_sessions import arranged
+    from ebbench.workloads.log_rows import Collected, arranged
     from ebbench.workloads.recorded import Recorded
     from ebbench.workloads.trace_times import Stamp
 

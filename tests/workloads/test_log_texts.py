@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.workloads.log_texts import answer_of, text_of
+from ebbench.workloads.recorded import answer_of, text_of
 from ebbench.workloads.trace import read_trace
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "a.py"}'}}

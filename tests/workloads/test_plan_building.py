@@ -13,7 +13,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.workloads import build_plan, list_workloads, load_workload
-from ebbench.workloads.statistics import describe
+from ebbench.workloads.planner import describe
 
 
 def ipc(plan: Plan) -> bytes:

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.errors import UsageError
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, turn_graph
 from ebbench.records.schema import PLAN
-from ebbench.records.turn_graph import turn_graph
 from ebbench.workloads import build_plan
-from ebbench.workloads.durations import DurationSpec, parse_duration
+from ebbench.workloads.sessions import DurationSpec, parse_duration
 
 
 def chat(**options: object) -> Plan:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ebbench.errors import RunError, UnknownNameError, UsageError
-from ebbench.workloads import build_plan, hub, load_workload
-from ebbench.workloads.hub import Cache, why_unreachable
+from ebbench.workloads import build_plan, data_sets, load_workload
+from ebbench.workloads.data_sets import Cache, checked_name, why_unreachable
 from ebbench.workloads.spec import Hub
 
 NUMINA = Hub(dataset="owner/name")
@@ -67,7 +67,7 @@ def test_a_hub_that_never_answers_is_given_up_at_the_deadline(silent: str) -> No
 def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is in a thread, so that a resolver that hangs does not delay the decision."""
     waited = []
-    monkeypatch.setattr(hub, "_ask", lambda *_: threading.Event().wait())
+    monkeypatch.setattr(data_sets, "_ask", lambda *_: threading.Event().wait())
     monkeypatch.setattr(threading.Thread, "join", lambda _, timeout=None: waited.append(timeout))
     assert why_unreachable(NUMINA, {"HF_ENDPOINT": "http://127.0.0.1:9"}) == (
         "no response from http://127.0.0.1:9 within 3 s"
@@ -114,8 +114,8 @@ def test_auto_falls_back_when_reading_fails(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("the cable\nwas cut")
         yield
 
-    monkeypatch.setattr(hub, "why_unreachable", lambda _: None)
-    monkeypatch.setattr(hub, "stream", broken)
+    monkeypatch.setattr(data_sets, "why_unreachable", lambda _: None)
+    monkeypatch.setattr(data_sets, "stream", broken)
     plan = build_plan("numinamath", num_prompts=5)
     assert plan.facts["source"] == "profile"
     assert plan.facts["source_reason"] == "AI-MO/NuminaMath-CoT cannot be read: OSError: the cable"
@@ -124,8 +124,8 @@ def test_auto_falls_back_when_reading_fails(monkeypatch: pytest.MonkeyPatch) -> 
 def test_auto_falls_back_when_the_data_set_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     from ebbench.workloads.files import FileRecord
 
-    monkeypatch.setattr(hub, "why_unreachable", lambda _: None)
-    monkeypatch.setattr(hub, "stream", lambda _: iter([FileRecord(None, 1, {"question": "x"})]))
+    monkeypatch.setattr(data_sets, "why_unreachable", lambda _: None)
+    monkeypatch.setattr(data_sets, "stream", lambda _: iter([FileRecord(None, 1, {"question": "x"})]))
     plan = build_plan("numinamath", num_prompts=5)
     assert plan.facts["source"] == "profile"
     assert "missing required field 'problem'" in plan.facts["source_reason"]
@@ -176,4 +176,4 @@ def test_every_bundled_hub_has_a_proper_name() -> None:
     for name in ("sharegpt", "longbench", "numinamath", "wildchat"):
         data_set = load_workload(name).hub
         assert data_set is not None
-        assert hub.checked_name(data_set)
+        assert checked_name(data_set)

@@ -5,7 +5,7 @@ is at most ALPHA. The tests of a comparison are throughput and the median latenc
 baseline. Copies (repeats in virtual time with equal figures) count once: they are not new measurements.
 
 Runs repeated until the answer was clear (``--repeats auto``) were tested after every pair, which makes a fixed-n test
-wrong too often. They get p-values that hold at every test (:mod:`ebbench.analysis.sequential`).
+wrong too often. They get p-values that hold at every test (:mod:`ebbench.analysis.statistics`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Literal, TypeVar
 
-from ebbench.analysis.compare.policies import (
+from ebbench.analysis.compare.cases import (
     TIE,
     Figure,
     Group,
@@ -27,8 +27,7 @@ from ebbench.analysis.compare.policies import (
     request_time,
 )
 from ebbench.analysis.metrics import Metrics
-from ebbench.analysis.sequential import anytime_p_two_sided, confidence_sequence
-from ebbench.analysis.statistics import holm, sign_flip_p
+from ebbench.analysis.statistics import anytime_p_two_sided, confidence_sequence, holm, sign_flip_p
 
 ALPHA = 0.05
 """Probability of calling any difference shown if there is none, over all tests of a comparison."""

@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ebbench.analysis.compare.cases import partition
+from ebbench.analysis.compare.cases import TIE, alike, partition
 from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
-from ebbench.analysis.compare.policies import TIE, alike
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, GateUnit, load_units
 from ebbench.analysis.gate.verdict import (
@@ -28,8 +27,7 @@ from ebbench.analysis.gate.verdict import (
     repeated_until_clear,
     worse_by_gate,
 )
-from ebbench.analysis.sequential import confidence_sequence
-from ebbench.analysis.statistics import detectable_loss, holm, paired_t
+from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
 
 THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "median_e2el_ms"

@@ -26,7 +26,7 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.gate.units import GateUnit, figures_of
 from ebbench.analysis.gate.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.analysis.metrics import measure
-from ebbench.analysis.sequential import evidence
+from ebbench.analysis.statistics import evidence
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.engines.sim import SimEngine

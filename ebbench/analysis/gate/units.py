@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,10 +17,10 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from ebbench.analysis.caveats import of_device
-from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of
-from ebbench.analysis.load import machine_of_run
+from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of, machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
+from ebbench.config.setting_strings import Setting, pairs_of, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.run import Run, find_runs
@@ -91,7 +91,7 @@ class GateUnit:
 
     @property
     def measurement(self) -> tuple[object, ...]:
-        """What tells one run from another wherever it is stored: no two of a plan and policy begin in one nanosecond.
+        """The identity of a run wherever it is stored: no two of one plan and policy begin in the same nanosecond.
 
         The directory does not: it may be copied, and a later run may have its name.
         """
@@ -107,7 +107,7 @@ class GateUnit:
 def load_units(paths: Sequence[Path]) -> list[GateUnit]:
     """:func:`units_of` of the runs among ``paths`` (run directories or directories of runs).
 
-    Raises DataError if there is no run, too.
+    Also raises DataError if there is no run.
     """
     units = units_of([Run.load(path) for path in find_runs(paths)])
     if not units:
@@ -138,7 +138,7 @@ def valid_units(runs: Sequence[Run]) -> tuple[list[GateUnit], list[Run]]:
 
 
 def _asked(run: Run) -> tuple[str, str]:
-    """What a run that is measured again has in common with the first one."""
+    """The key that a repeated run shares with the first one: policy and plan."""
     return run.manifest.policy, run.manifest.plan_hash
 
 
@@ -226,3 +226,33 @@ def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[Gate
         raise UsageError(
             f"{which} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
         )
+
+
+# Parses figures and margins in percent: `ttft-p99`; `3` for all figures, `ttft:10` for one.
+
+DEFAULT_PERCENT = 3.0
+MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, example=10)
+
+
+def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
+    """The columns of the named figures, in that order. Raises UnknownNameError."""
+    found: dict[str, None] = {}
+    for name in pairs_of(names):
+        if name not in NAMES:
+            raise UnknownNameError("figure", name, NAMES)
+        found[NAMES[name]] = None
+    return tuple(found)
+
+
+def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
+    """The default margin and the margins of single figures, as shares. Raises UsageError, also for one given twice."""
+    shares: dict[str, float] = {}
+    for pair in pairs_of(texts):
+        name, colon, text = pair.rpartition(":")
+        if colon and name not in NAMES:
+            raise UnknownNameError("figure", name, NAMES)
+        figure = NAMES[name] if colon else ""
+        if figure in shares:
+            raise UsageError(f"--margin: {name or 'the margin of all figures'} is given twice; give it once")
+        shares[figure] = value_of(name, text, MARGIN, "--margin", equals=colon) / 100
+    return shares.pop("", DEFAULT_PERCENT / 100), shares

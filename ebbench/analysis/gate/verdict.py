@@ -23,8 +23,16 @@ from typing import Literal
 from ebbench.analysis.caveats import told_once
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
-from ebbench.analysis.sequential import anytime_p, confidence_sequence
-from ebbench.analysis.statistics import PairedInterval, detectable_loss, holm, paired_t, pairs_to_pass, sign_flip_p
+from ebbench.analysis.statistics import (
+    PairedInterval,
+    anytime_p,
+    confidence_sequence,
+    detectable_loss,
+    holm,
+    paired_t,
+    pairs_to_pass,
+    sign_flip_p,
+)
 from ebbench.errors import DataError, UsageError
 from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels, relative
 from ebbench.devices.base import CostModel, StepShape
-from ebbench.devices.fit import decode_shape
+from ebbench.devices.linear import decode_shape
 from ebbench.papers.deferred.table01 import (
     DISTRIBUTIONS,
     MEAN_INPUT,

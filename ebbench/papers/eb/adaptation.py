@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.analysis.recovery import Recovery, recoveries
+from ebbench.analysis.phases import Recovery, recoveries
 from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.papers.eb.figure12 import COSTS, FIGURE12, SHAPES, THETAS, best_and_near, figure12_cells, sweep12
 from ebbench.papers.eb.table10_11 import PUBLISHED_E2, sweep_cell
 from ebbench.papers.published import EB_PAPER

@@ -9,9 +9,8 @@ import numpy as np
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.eb.figure01 import CONTEXT_TOKENS, FIGURE1_MODEL
 from ebbench.papers.eb.kernel_parts import GPUS, composed, step_parts, table_cost_of
-from ebbench.papers.figure import no_cells
 from ebbench.papers.published import EB_PAPER, gpu_title, rows
-from ebbench.papers.table import PaperOptions, PaperTable, Published
+from ebbench.papers.table import PaperOptions, PaperTable, Published, no_cells
 from ebbench.runs.store import RunStore
 
 TOKENS = 4096

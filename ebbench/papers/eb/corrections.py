@@ -6,7 +6,7 @@ The EB paper has no such table; its theorem 3.2 is the first column.
 from __future__ import annotations
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
-from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.papers.eb.table10_11 import REFILL_NOTE, SLOW, linear_costs, slow_refill, sweep_cell
 from ebbench.papers.published import gpu_title, model_title
 from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ebbench.devices.base import CostModel
-from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
-from ebbench.devices.marginal import marginal_curve
-from ebbench.papers.figure import PaperFigure, no_cells
+from ebbench.devices.describe import marginal_curve
+from ebbench.devices.linear import decode_shape, mixed_shape, prefill_shape
 from ebbench.papers.published import gpu_title, rows
-from ebbench.papers.table import PaperOptions, Published
+from ebbench.papers.table import PaperFigure, PaperOptions, Published, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREY, ORANGE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore

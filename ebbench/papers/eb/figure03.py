@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbench.papers.figure import PaperFigure
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold, protocol_cells
 from ebbench.papers.published import MAIN_MODEL, SYNTHETIC, gpu_title, rows
-from ebbench.papers.table import PaperOptions, Published, figure
+from ebbench.papers.table import PaperFigure, PaperOptions, Published, figure
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
 from ebbench.runs.store import RunStore

@@ -7,7 +7,6 @@ from typing import Any
 
 from ebbench.papers.eb.table02 import table2_cell
 from ebbench.papers.eb.table14_16 import real_cell
-from ebbench.papers.figure import PaperFigure
 from ebbench.papers.published import (
     GPUS,
     MAIN_MODEL,
@@ -19,7 +18,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )
-from ebbench.papers.table import PaperOptions, Published, figure
+from ebbench.papers.table import PaperFigure, PaperOptions, Published, figure
 from ebbench.render.figures import altair, values
 from ebbench.render.palette import BLACK
 from ebbench.runs.store import RunStore

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from ebbench.hazard.trend import Hazard, analyse_lengths
-from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import WORKLOADS
-from ebbench.papers.table import PaperOptions
+from ebbench.papers.table import PaperFigure, PaperOptions, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore

@@ -7,9 +7,8 @@ from typing import Any
 
 from ebbench.analysis.statistics import paired_t
 from ebbench.papers.eb.table10_11 import PUBLISHED_E2, SLOW, both_devices, sweep_cell
-from ebbench.papers.figure import PaperFigure
 from ebbench.papers.protocols import SYNTHETIC_WARMUP
-from ebbench.papers.table import PaperOptions, figure
+from ebbench.papers.table import PaperFigure, PaperOptions, figure
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLUE, VERMILION
 from ebbench.runs.store import RunStore

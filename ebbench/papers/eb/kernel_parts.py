@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ebbench.devices.base import StepShape
-from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
+from ebbench.devices.describe import marginal_curve
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS
-from ebbench.devices.marginal import marginal_curve
+from ebbench.devices.linear import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
 from ebbench.papers.eb.figure01 import CONTEXT_TOKENS, FIGURE1_MODEL, device_cost, time_panel
-from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import gpu_title, rows
-from ebbench.papers.table import PaperOptions, Published
+from ebbench.papers.table import PaperFigure, PaperOptions, Published, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -63,7 +62,7 @@ def _share_axis(alt: Any) -> Any:
 
 
 def _mixed_lines_and_pure_points(found: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """Lines over the mixed steps, and points for the pure ones, to which time does not lead over smoothly."""
+    """Lines over the mixed steps, and points for the pure ones, since time jumps between the two."""
     alt = altair()
     mixed = [row for row in found if 0.0 < row["r"] < 1.0]
     pure = [row for row in found if not 0.0 < row["r"] < 1.0]

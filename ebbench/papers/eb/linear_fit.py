@@ -10,14 +10,13 @@ import numpy as np
 from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel
-from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.layers import MAX_TOKENS
+from ebbench.devices.linear import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.profiles import find_model
 from ebbench.errors import UsageError
 from ebbench.papers.eb.table06 import MODELS as MODELS_WITH_DEVICE
-from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import EB_PAPER, gpu_title, rows
-from ebbench.papers.table import PaperOptions, PaperTable, Published
+from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ebbench.runs.store import RunStore

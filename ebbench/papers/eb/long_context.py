@@ -6,7 +6,7 @@ from functools import cache
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
-from ebbench.devices.units import unit_device
+from ebbench.devices.loader import unit_device
 from ebbench.errors import UsageError
 from ebbench.papers.eb.table19_20 import value_or_oom
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM

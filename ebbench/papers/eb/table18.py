@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
-from ebbench.analysis.slo_surface import Surface, run_surfaces
+from ebbench.analysis.phases import Surface, run_surfaces
 from ebbench.papers.eb.table03 import table3_cells
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, gpu_title, pick
 from ebbench.papers.table import PaperOptions, PaperTable, Published, pending

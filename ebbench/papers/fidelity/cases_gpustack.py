@@ -36,8 +36,7 @@ from ebbench.config.topology import PoolSpec, parse_topology
 from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
-from ebbench.devices.request import quantised
-from ebbench.devices.startup import start_up
+from ebbench.devices.request import quantised, start_up
 from ebbench.errors import UsageError
 from ebbench.papers.fidelity.case import Case, Published, reference_rows
 from ebbench.papers.protocols import Protocol
@@ -157,7 +156,7 @@ def kv_capacity(case: Case) -> int | str:
 
 
 def _refusal(case: Case, capacity: int | str) -> str:
-    """Why no simulated server can make this run; "" if one can."""
+    """Why no simulated server can execute this run; "" if one can."""
     if isinstance(capacity, str):
         return capacity
     plan = case.protocol.plan

@@ -117,7 +117,7 @@ def comparisons(cells: Iterable[PublishedFigure]) -> list[Comparison]:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a decision by our figures would have been worth: pairs that we tell apart by more than ``gap``, as a share.
+    """How often our figures name the faster one, of ``count`` pairs that differ with us by more than ``gap`` (a share).
 
     ``right``: those whose published difference has the same sign, whatever its size.
     """

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.papers.staggered.curves import STAGGERED_PAPER
-from ebbench.papers.staggered.deployment import MODEL, TOPOLOGIES, UNIT, deployed
+from ebbench.papers.staggered.curves import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated

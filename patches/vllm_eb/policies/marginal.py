@@ -177,7 +177,7 @@ class MarginalPolicy(Strategy):
         )
 
     def _cheaper_mixed(self, view: View, refill: int) -> bool:
-        """Whether the exclusive refill that goes on, of ``refill`` requests more, costs less as a mixed one.
+        """Whether the rest of the exclusive refill, ``refill`` requests, costs less as a mixed one.
 
         Answers of one length that begin together end together, so the whole batch is refilled at once, and nothing
         decodes at the moment when both ways are compared. With more requests than slots, only then: else both are
@@ -263,8 +263,8 @@ class MarginalPolicy(Strategy):
 
     @property
     def _fills_passes(self) -> bool:
-        """Whether prompts join in every pass: with answers of one token nothing is spared by refills that end, and the
-        last pass of each, which is not full, is as long as that of the slowest rank."""
+        """Whether prompts join in every pass, as with answers of one token: there, ending a refill saves
+        nothing, and its last, partly filled pass lasts as long as the slowest rank's."""
         return self._joint is not None and self._one_token and self._may_mix
 
     def _reason(self, refill: int) -> str:
