@@ -344,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--python", default="3.12", help="Python of the machine (3.12)")
     model = CHECKOUT / "reports" / "measured" / "configs" / "qwen3-8b" / "config.json"
     one.add_argument("--model", type=Path, default=model, help="a config.json (qwen3-8b)")
-    one.add_argument("--parcel-mib", type=int, default=48, help="largest size of a parcel in MiB (48)")
+    one.add_argument("--parcel-mib", type=int, default=50, help="largest size of a parcel in MiB (50)")
     one.add_argument("--without", action="append", default=[], help="leave out a distribution (on the machine); repeat")
     two = commands.add_parser(
         "measure",
