@@ -75,7 +75,7 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
         return
     if isinstance(cost, TableCost | RooflineCost):
         for text in of_device.unfitted_host(request, cost.host):
-            yield text, _sized_host(text, cost, batches)
+            yield text, _sized_host(text, cost, batches, request.parallel.tp)
     if isinstance(cost, TableCost):
         for text in of_device.unmeasured_mixing(profile):
             share = batches.steps.get("mixed", (0.0, None))[0]
@@ -88,9 +88,9 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
             yield text, text if _host_decides(cost, batches) else ""
 
 
-def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> str:
+def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches, tp: int) -> str:
     """What the constants that were fitted on other GPUs would change in the run's time; "" if too little."""
-    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts()]
+    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(tp)]
     least, most = min(changes), max(changes)
     if max(-least, most) < MATTERS:
         return ""
@@ -99,9 +99,10 @@ def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> 
     )
 
 
-def _fitted_hosts() -> list[HostCosts]:
+def _fitted_hosts(tp: int) -> list[HostCosts]:
     hosts = [find_profile(name).host.get("default") for name in list_devices()]
-    return [host for host in hosts if host is not None and host.fitted and not host.doubt]
+    found = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
+    return [host for host in found if not host.doubt]
 
 
 def _change(cost: TableCost | RooflineCost, other: TableCost | RooflineCost, batches: Batches) -> float:

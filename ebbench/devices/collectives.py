@@ -8,7 +8,7 @@ import numpy as np
 
 from ebbench.devices.kerneltables import select, source
 from ebbench.devices.profiles import DeviceProfile, Link
-from ebbench.devices.surfaces import Array
+from ebbench.devices.surfaces import Array, lower_envelope
 from ebbench.errors import UnknownNameError, UsageError
 
 GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step; larger steps call collectives eagerly
@@ -110,7 +110,7 @@ class Collectives:
             return None
         order = np.argsort(table["bytes"])
         times = np.array(table["time_us"], dtype=float)[order] * 1e-6
-        return np.array(table["bytes"], dtype=float)[order], np.maximum.accumulate(times)
+        return np.array(table["bytes"], dtype=float)[order], lower_envelope(times, 0)
 
 
 def choose_link(profile: DeviceProfile, wanted: str = "") -> str:

@@ -2,7 +2,8 @@
 
 Needs the extra ``tables`` (aiconfigurator-core) and a checkout of LLMServingSim's profiler output, neither of which is
 needed at run time. The tables keep: weights and KV cache in bfloat16 and FP8, no sliding window, a coarser grid of
-sizes, the geometries of the supported models and of their slices on 2, 4 and 8 GPUs, collectives inside one server.
+sizes, attention of the supported models and of their slices on 2, 4 and 8 GPUs, every shape of experts, collectives
+inside one server.
 """
 
 from __future__ import annotations
@@ -60,13 +61,7 @@ GEOMETRIES = tuple(
     )
     for heads in many
 )
-EXPERTS = {  # hidden, expert intermediate, experts, experts per token
-    (2048, 768, 128, 8): "qwen3-30b-a3b",
-    (4096, 1536, 128, 8): "qwen3-235b-a22b",
-    (4096, 14336, 8, 2): "mixtral-8x7b",
-    (2880, 2880, 128, 4): "gpt-oss-120b",
-}
-EXPERT_DTYPES = (*DTYPES, "w4a16_mxfp4")
+EXPERT_DTYPES = (*DTYPES, "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")
 # Kind of link -> the all-reduce table measured over it, per device. The RTX PRO 6000 was measured in two servers, whose
 # tables differ by a factor of 2.5 in bandwidth and 4 in latency: without and with peer access between its GPUs.
 COLLECTIVES = {
@@ -194,8 +189,7 @@ def _moe(systems: Path) -> Iterator[tuple[object, ...]]:
     names = ("hidden_size", "inter_size", "num_experts", "topk", "moe_tp_size", "moe_ep_size", "num_tokens")
     for device in AIC_SYSTEMS:
         for row in _aic_rows(systems, device, "moe", "moe", keep):
-            if tuple(row[name] for name in names[:4]) in EXPERTS:
-                yield (device, row["moe_dtype"], *(row[name] for name in names), _us(row))
+            yield (device, row["moe_dtype"], *(row[name] for name in names), _us(row))
 
 
 def _collectives(systems: Path) -> Iterator[tuple[object, ...]]:

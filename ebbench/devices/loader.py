@@ -117,7 +117,7 @@ def load(request: DeviceRequest) -> Device:
         )
     published = measured or _published(profile, geometry, request.parallel)
     own = None if has_other_shape(named) else profile.host.get(geometry.name)
-    constants = request.host or own or profile.host.get("default") or DEFAULT_HOST
+    constants = (request.host or own or profile.host.get("default") or DEFAULT_HOST).with_workers(request.parallel.tp)
     built = (
         _grid(profile, measured, own)
         if measured is not None and request.cost == "auto"

@@ -44,6 +44,8 @@ class DeviceProfile:
     0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures. ``collectives_from``: the device whose
     measured collectives over the link of the same name stand for its own. ``mixed_note``: what stands for the attention
     of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device;
+    ``mxfp4_experts``: the type of the kernel tables that servers use for experts in MXFP4, where it is not w4a16_mxfp4.
+    ``fp8_kv_as_16_bits``: decodes over a KV cache in FP8 are no faster than in 16 bits, as servers show.
     ``mixed_leaning``: which batches it makes look better than they may be, and by how much where that is known.
     """
 
@@ -68,6 +70,8 @@ class DeviceProfile:
     links: Mapping[str, Link] = field(default_factory=dict)
     gemm_factor: float = 1.0
     short_name: str = ""
+    fp8_kv_as_16_bits: bool = False
+    mxfp4_experts: str = ""
 
 
 def list_devices() -> tuple[str, ...]:

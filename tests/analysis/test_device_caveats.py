@@ -40,7 +40,19 @@ def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("concurrency", "doubted"), [("4", False), ("512", True)])
 def test_a_doubtful_constant_is_said_where_it_decides(tmp_path: Path, concurrency: str, doubted: bool) -> None:
-    words = ("--device", "h100", "--model", "gemma-3-1b-it", "--api-server", "off", "-c", concurrency, "-n", "600")
+    words = (
+        "--device",
+        "h100",
+        "--model",
+        "llama-3.1-8b",
+        "--topology",
+        "tp=4",
+        "--api-server",
+        "off",
+        "-c",
+        concurrency,
+    )
+    words += ("-n", "600")
     load = [word for word in LOAD if word not in ("-n", "60")]
     done = invoke(*load, *words, "-o", tmp_path / "run")
     assert done.exit_code == 0, done.output

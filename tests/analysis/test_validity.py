@@ -201,7 +201,7 @@ def test_phases_add_up_to_the_run(tmp_path: Path) -> None:
     assert phases[1].to_dict()["phase"] == "high"
 
 
-def test_means_over_repeats() -> None:
+def test_repeats_are_averaged_with_their_spread() -> None:
     base = {"seed": 1, "valid": True, "interrupted": False, "warnings": ["w"], "reasons": [], "duration": 2.0}
     base |= dict.fromkeys(
         ("planned", "completed", "failed", "timed_out", "cancelled", "never_sent", "total_input_tokens",

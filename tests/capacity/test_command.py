@@ -33,7 +33,7 @@ def answer(folder: Path, *more: str, goodput: str = "ttft:2000") -> dict[str, ob
     return found
 
 
-def test_the_json_interface(tmp_path: Path) -> None:
+def test_json_has_capacity_interval_and_run_directories(tmp_path: Path) -> None:
     found = answer(tmp_path / "search")
     fixed = {"policy", "capacity_requests_per_s", "low", "high", "attainment", "limited_by", "goodput_tokens_per_s"}
     assert {*fixed, "probes", "run_dirs"} <= found.keys()

@@ -170,7 +170,7 @@ def test_layers_that_share_the_cache_of_others_keep_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("given", "windowed"), [("LLLG", 6), ("LG", 4), (2, 4)])
-def test_windows_by_letters(tmp_path: Path, given: object, windowed: int) -> None:
+def test_a_pattern_of_letters_sets_the_windows(tmp_path: Path, given: object, windowed: int) -> None:
     model = read(tmp_path, LLAMA, model_type="exaone4", sliding_window=4096, sliding_window_pattern=given)
     assert sum(mixer.layers for mixer in model.windows) == windowed
 

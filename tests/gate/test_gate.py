@@ -100,7 +100,7 @@ def test_goodput_under_different_limits_is_not_compared() -> None:
     assert "different limits" in found.skipped["request_goodput"]
 
 
-def test_margins_by_figure() -> None:
+def test_each_figure_may_have_its_own_margin() -> None:
     default, single = parse_margins(["5", "ttft:10, tpot:2"])
     rules = Rules(default_margin=default, margin=single)
     assert [rules.margin_of(f) for f in ("output_throughput", "median_ttft_ms", "median_tpot_ms")] == [0.05, 0.1, 0.02]

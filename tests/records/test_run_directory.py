@@ -279,7 +279,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         Run.load(tmp_path / "nowhere")
 
 
-def test_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_run_directory_is_named(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text("{}")
     for read in (Run.load, lambda path: cut_off_runs([path])):
@@ -389,7 +389,7 @@ def test_equal_plans_hash_equal_and_every_difference_shows() -> None:
         ("x" * 300, "x" * 80),
     ],
 )
-def test_slugs(text: str, expected: str) -> None:
+def test_a_slug_keeps_letters_digits_and_dots(text: str, expected: str) -> None:
     assert slug(text) == expected
 
 
@@ -402,7 +402,7 @@ def test_a_slug_is_one_name_inside_its_directory(text: str) -> None:
     assert Path("runs", name).resolve().parent == Path("runs").resolve()
 
 
-def test_default_directories(tmp_path: Path) -> None:
+def test_default_directories_name_time_workload_and_policy(tmp_path: Path) -> None:
     from datetime import UTC, datetime
 
     now = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)

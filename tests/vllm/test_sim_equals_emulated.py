@@ -45,7 +45,7 @@ BUDGET = {"small": 48, "large": 4096}
     ("kv", "budget", "turns", "rate", "asynchronous"),
     list(itertools.product(KV, BUDGET, (1, 3), (None, 60.0), (True, False))),
 )
-def test_equal_step_by_step(
+def test_sim_and_emulated_are_equal_step_by_step(
     policy: str, kv: str, budget: str, turns: int, rate: float | None, asynchronous: bool
 ) -> None:
     traffic = Traffic(sessions=28 if turns == 1 else 10, turns=turns, concurrency=22, rate_per_s=rate, seed=turns)

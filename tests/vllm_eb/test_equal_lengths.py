@@ -61,7 +61,7 @@ def test_a_refill_of_the_whole_batch_goes_on_beside_its_answers() -> None:
     assert second_step() == "mixed"
 
 
-def test_so_does_one_with_a_queue() -> None:
+def test_a_refill_of_the_batch_with_a_queue_goes_on_mixed() -> None:
     assert second_step(waiting=200) == "mixed"
 
 

@@ -251,6 +251,6 @@ def test_any_policy_takes_the_order(policy: str) -> None:
     assert not controller(policy).orders_queue
 
 
-def test_two_orders_are_refused() -> None:
+def test_a_target_beside_another_order_is_refused() -> None:
     with pytest.raises(PolicyError, match="orders the queue itself"):
         parse_policy("marginal:ttft=5,order=shortest")
