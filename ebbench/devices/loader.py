@@ -37,6 +37,7 @@ from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import roofline_cost
 from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import caveat
 from ebbench.spec.server import HostCosts
 from vllm_eb.calibration import Calibration
 
@@ -212,14 +213,9 @@ def _calibration(built: Built, published: Calibration | None, margin: float) -> 
 
 
 def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibration) -> Built:
-    warnings: tuple[str, ...] = (
-        "linear cost model: step time does not grow with context length; good for the controller, coarse for a device",
-    )
+    warnings: tuple[str, ...] = (caveat("linear-cost"),)
     if calibration.mixed is None:
-        warnings += (
-            f"the mixed-batch cost of {model.name} on {profile.name} is not published: a mixed step is taken "
-            "to cost the sum of its parts, which flatters mixed batching (v1)",
-        )
+        warnings += (caveat("mixed-cost-unpublished", model=model.name, device=profile.name),)
     return Built(LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings)
 
 
@@ -231,12 +227,9 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
             f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
             f"{remedy}, or leave tp and ep out of the topology"
         )
-    warning = (
-        f"{model.name} on {profile.name}: step times come from data-sheet bandwidth and arithmetic rates "
-        "(roofline); trust them to a factor, not to a percent"
-    )
+    said = caveat("roofline", model=model.name, device=profile.name)
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
-    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning,))
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (said,))
 
 
 # A unit of several GPUs as a single device: its step times, KV capacity and memory.
