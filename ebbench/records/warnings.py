@@ -462,6 +462,10 @@ TEXTS: Texts = {
         "All {sessions:,} sessions of the plan were released before --duration {duration_s:g} was over; a larger "
         "--num-prompts fills it."
     ),
+    "published-lengths": (
+        "lengths come from the published statistics of {workload}, not from the data set: {why} (--source profile uses "
+        "them without asking the hub)"
+    ),
     "roofline": (
         "{model} on {device}: step times come from data-sheet bandwidth and arithmetic rates (roofline); trust them to "
         "a factor, not to a percent"
