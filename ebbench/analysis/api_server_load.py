@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ebbench.analysis.drafting import Drafted
 from ebbench.analysis.metrics import Metrics
 from ebbench.devices.apiserver import find_api_server
 from ebbench.records.warnings import RunWarning, warning
@@ -64,7 +65,9 @@ def api_server_warning(
     """
     if engine not in VIRTUAL_TIME or not metrics.duration_s:
         return None
-    each = metrics.completed, metrics.total_input_tokens, metrics.total_output_tokens
+    drafted = Drafted.of(facts)
+    messages = metrics.total_output_tokens / (1.0 if drafted is None else drafted.mean_acceptance_length)
+    each = metrics.completed, metrics.total_input_tokens, messages  # the tokens of a step leave in one message
     rates = [amount / metrics.duration_s for amount in each]
     units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
     if options.api_server == OFF:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run
+from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
 from ebbench.analysis.steady import steady_windows
@@ -224,7 +224,8 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     device = result.device or context.device
     if context.engine not in VIRTUAL_TIME:
         return (list(device.warnings) if context.policy.needs_costs else []), list(result.warnings)
-    return said_of_run(device, batches, device.warnings), said_of_run(device, batches, result.warnings)
+    of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches)]
+    return of_device, said_of_run(device, batches, result.warnings)
 
 
 def _of(about: str, said: Iterable[str]) -> list[RunWarning]:

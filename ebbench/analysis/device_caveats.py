@@ -23,19 +23,23 @@ from ebbench.spec.server import HostCosts
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
+MATTERS_TO_FIRST_TOKENS = 0.1
+"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True)
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use.
+    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
+    ``ttft_ms``: mean time to first token, 0 without any.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
     longest_tokens: int
     mean_tokens: float
     kv_peak: float
+    ttft_ms: float = 0.0
 
 
 def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
@@ -54,7 +58,9 @@ def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
             kinds[phase] = float(spent[rows].sum()) / whole, shape
     used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
     longest = int((inputs + outputs).max()) if len(inputs) else 0
-    return Batches(kinds, longest, mean, float(used.max(initial=0.0)))
+    waited = (requests.first_token - requests.intended)[requests.ok]
+    ttft_ns = float(waited.mean()) if len(waited) else 0.0
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -88,6 +94,27 @@ def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
     if said.code == HOST_DOUBTED and isinstance(cost, TableCost):
         return said if _host_decides(cost, batches) else None
     return said
+
+
+def shown_by_servers(device: Device, batches: Batches) -> list[str]:
+    """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
+    profile = device.profile
+    if profile is None or not profile.front_end_ms:
+        return []
+    said: list[str] = []
+    share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
+    if share > MATTERS_TO_FIRST_TOKENS:
+        said.append(caveat("front-end-unmodelled", front_end_ms=profile.front_end_ms, share=share))
+    spent, decodes = batches.steps.get("decode", (0.0, None))
+    mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
+    if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
+        said.append(caveat("experts-few-sequences"))
+    return said
+
+
+FEW_SEQUENCES = 8
+"""Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
+GPUs, MiniMax)."""
 
 
 def _fitted_hosts(tp: int) -> list[HostCosts]:

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Any
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.device_caveats import batches_of, said_of_run
+from ebbench.analysis.device_caveats import batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import kv_pressure
 from ebbench.capacity.drive import ALONE_SESSIONS
 from ebbench.capacity.limits import LatencyLimits
@@ -374,6 +374,7 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
     device, batches = result.device or _device(task), batches_of(result.steps, RequestColumns.of(result.requests))
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
     said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
+    said += shown_by_servers(device, batches)
     return replace(
         read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
     )

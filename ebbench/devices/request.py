@@ -10,6 +10,7 @@ from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, ModelGeometry
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.server import HostCosts
+from ebbench.spec.speculative import Speculative
 
 # What vLLM takes from the memory of a GPU at its start, before the KV cache, by version.
 #
@@ -120,6 +121,7 @@ class DeviceRequest:
     kv_cache_dtype: str = "auto"
     kv_tokens: int | None = None
     vllm_version: str | None = None
+    drafts: Speculative | None = None
 
     @property
     def vllm(self) -> str:

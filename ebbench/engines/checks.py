@@ -76,6 +76,11 @@ def _check_vllm_limits(options: EngineOptions) -> None:
             f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
             f"{threshold}"
         )
+    if options.drafts is not None and 0 < threshold <= options.drafts.tokens:
+        raise UsageError(
+            f"--long-prefill-token-threshold {threshold} is less than a decode with {options.drafts.tokens} drafted "
+            f"tokens computes, at which vLLM fails; give {options.drafts.tokens + 1} or more"
+        )
     if options.long_prefill_token_threshold_adaptive and not threshold:
         raise UsageError(
             "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
@@ -109,6 +114,11 @@ def refuse_simulated(options: EngineOptions, engine: str) -> None:
         raise UsageError(
             f"--vllm-version {options.vllm_version} is for engines sim and emulated; engine {engine} has the KV cache "
             "of the vLLM that runs: leave it out"
+        )
+    if options.speculative is not None:
+        raise UsageError(
+            f"--speculative is simulated by engines sim and emulated; engine {engine} drafts as its server does: leave "
+            "it out (vLLM: -- --speculative-config)"
         )
     if options.api_server != OFF:
         count = options.api_server_count

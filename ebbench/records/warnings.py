@@ -1,6 +1,6 @@
 """Caveats of a measurement as data, and the only place that puts them in words.
 
-A warning is stored as a code and the values it rests on, so that runs can be grouped by it; :func:`str` of it gives
+A warning is stored as a code and the values it rests on, so that runs can be grouped by it; ``str`` of it gives
 the sentence that is shown. Runs stored by earlier versions have the sentence itself, which is shown as it is.
 """
 
@@ -322,18 +322,6 @@ def _attention_scaled(wanted: Sequence[int], device: str, nearest: Sequence[int]
     )
 
 
-def _layers_estimated(estimated: int, layers: int, kind: str, device: str) -> str:
-    what = {
-        "latent": "latent (MLA) attention",
-        "index": "an index of keys",
-        "state": "a state per sequence in place of attention (linear attention, Mamba or convolutions)",
-    }[kind]
-    return (
-        f"{estimated} of {layers} layers have {what}, which was not measured on {device}: its time is a roofline "
-        "estimate, too fast rather than too slow"
-    )
-
-
 def _tokens_estimated(bytes_per_token: int, why: str = "") -> str:
     text = f"token counts of text are estimated (one per {bytes_per_token} bytes)"
     return f"{why}; {text}" if why else f"{text}; give --tokenizer for exact ones"
@@ -406,6 +394,10 @@ TEXTS: Texts = {
         "and arithmetic; shapes measured there are off by 10 to 20 % in the median when scaled so from each other, "
         "with any batch"
     ),
+    "experts-few-sequences": (
+        "decode steps of mixtures of experts are 10 to 27 % too fast with few sequences, against measured servers with "
+        "this GPU: router and choice of experts are not modelled"
+    ),
     "fewer-bits": (
         "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, "
         "and for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, "
@@ -420,6 +412,10 @@ TEXTS: Texts = {
         "{dtype} kernels were not measured on {device}: those of FP8 with one scale per tensor stand for them"
     ),
     "fp8-slower": _fp8_slower,
+    "front-end-unmodelled": lambda front_end_ms, share: (
+        f"times to first token are too short: on measured servers with this GPU requests took about {front_end_ms:g} "
+        f"ms (8 to 20) in front of the engine, which is not modelled: {100 * share:.0f} % of this run's mean"
+    ),
     HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,
     "images-as-tokens": (
@@ -431,7 +427,10 @@ TEXTS: Texts = {
         "hold {tokens:,} tokens, as it does of requests of the mean length ({mean_tokens:,.0f}); of longer ones more "
         "tokens would fit, of shorter ones fewer"
     ),
-    "layers-estimated": _layers_estimated,
+    "layers-estimated": (
+        "{estimated} of {layers} layers have {what}, which was not measured on {device}: its time is a roofline "
+        "estimate, too fast rather than too slow"
+    ),
     "linear-cost": (
         "linear cost model: step time does not grow with context length; good for the controller, coarse for a device"
     ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, declare
 from ebbench.config.server_url import is_server_url
+from ebbench.spec.speculative import Speculative, speculative_of
 
 # The free constants of a device and model, which a run may replace.
 
@@ -109,9 +110,26 @@ class EngineOptions:
     api_server_count: int | None = declare(
         None, "Its processes per engine; default: one per data-parallel unit.", ENGINE
     )
+    speculative: str | None = declare(
+        None, "Drafted tokens and how many are accepted: method=eagle3,tokens=3,acceptance=0.8,0.6,0.4.", ENGINE
+    )
     warmup: int = declare(
         0, "Requests before the start, of the plan's lengths; not recorded.", LOAD, names=("--warmup", "--num-warmups")
     )
+
+    def __post_init__(self) -> None:
+        if self.speculative is None:
+            return
+        drafts = speculative_of(self.speculative)
+        # A run's settings hold the rates, not the file that they are read from.
+        object.__setattr__(self, "speculative", drafts.text)
+        if not drafts.rules.asynchronous:
+            object.__setattr__(self, "async_scheduling", False)
+
+    @property
+    def drafts(self) -> Speculative | None:
+        """How the server drafts tokens; None: not at all. Raises UsageError."""
+        return None if self.speculative is None else speculative_of(self.speculative)
 
     @property
     def running_limit(self) -> int:

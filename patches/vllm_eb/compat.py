@@ -190,10 +190,23 @@ def _problems_of_phases(config: Any, holds_adapters: bool, counts_passes: bool) 
     ]
 
 
+def drafting_method(vllm_config: Any) -> str | None:
+    """How tokens are drafted, by vLLM's name; None: not at all."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return None if speculative is None else str(speculative.method)
+
+
+def _drafts_supported(method: str) -> bool:
+    return method in ("ngram", "ngram_gpu", "eagle", "eagle3") or method.endswith("mtp")
+
+
 def _problems(config: Any) -> list[tuple[bool, str]]:
     model, parallel = config.model_config, config.parallel_config
     return [
-        (config.speculative_config is not None, "speculative decoding (a decode step would not be one token each)"),
+        (
+            (method := drafting_method(config)) is not None and not _drafts_supported(method),
+            f"speculative decoding by {method} (tested are ngram, MTP, eagle and eagle3)",
+        ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (several steps of one request are in flight)"),
         (config.kv_transfer_config is not None, "a KV connector (loads are admissions the plugin cannot hold back)"),
         (getattr(config, "ec_transfer_config", None) is not None, "an encoder-cache connector"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
 @pytest.mark.parametrize(
     ("section", "setting", "value", "named"),
     [
-        ("", "speculative_config", object(), "speculative decoding"),
+        ("", "speculative_config", SimpleNamespace(method="medusa"), "speculative decoding by medusa"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("", "kv_transfer_config", object(), "a KV connector"),
         ("model_config", "runner_type", "pooling", "pooling models"),
@@ -54,8 +55,6 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
 def test_vllm_settings_that_the_plugin_does_not_support_are_refused(
     section: str, setting: str, value: object, named: str
 ) -> None:
-    from types import SimpleNamespace
-
     from vllm_eb.compat import refuse_unsupported
 
     config = SimpleNamespace(
@@ -104,8 +103,6 @@ def test_a_vllm_that_lacks_a_method_or_field_is_refused_in_one_sentence(name: st
 
 @pytest.mark.parametrize("group", compat.ATTRIBUTES)
 def test_a_scheduler_that_lacks_an_attribute_is_refused_in_one_sentence(group: tuple[str, ...]) -> None:
-    from types import SimpleNamespace
-
     def made(without: tuple[str, ...]) -> SimpleNamespace:
         found = SimpleNamespace()
         for path in (path for paths in compat.ATTRIBUTES for path in paths if paths != without):

@@ -82,7 +82,7 @@ def test_leaves_exclusive_batches_only_at_three_margins(margin: float, favours_e
 def _threshold_that_lags(mixed_s: float, lag_s: float) -> float:
     """The theta0 at which exclusive batches fall ``lag_s`` per token behind: a low one pays alpha_p often."""
     calibration = calibrated(mixed_s)
-    lengths = {name: MEANS[name] for name in ("mu_l", "mu_o")}
+    lengths: dict[str, Any] = {name: MEANS[name] for name in ("mu_l", "mu_o")}
 
     def lead(log_theta: float) -> float:
         return crossover(calibration, **lengths, n_obs=SEQS, theta0=math.exp(log_theta)).advantage + lag_s
