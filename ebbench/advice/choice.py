@@ -9,9 +9,12 @@ from ebbench.advice.results import PolicyScore
 from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.statistics import PairedInterval, paired_t
 from ebbench.render.numbers import change, listed
-from vllm_eb.policy import policy_class
 
 BASELINE = "v1"
+SIMPLEST_FIRST = (
+    BASELINE, "cadence", "ppas", "batchwait", "slochunk", "ebplus", "marginal", "eb", "v0", "delayer", "deferred",
+)  # fmt: skip
+"""Kinds of policies by how much they depart from vLLM's own scheduling; all others depart more."""
 
 
 def own_budget(policy: str) -> int | None:
@@ -184,4 +187,6 @@ def _simplest(scores: Sequence[PolicyScore]) -> PolicyScore:
 
 def _rank(one: PolicyScore) -> tuple[int, bool, bool]:
     """Sort key: departure from vLLM's default behaviour, then without settings, then at the reference budget first."""
-    return policy_class(one.policy.partition(":")[0]).departure, ":" in one.policy, not one.at_reference
+    kind = one.policy.partition(":")[0]
+    place = SIMPLEST_FIRST.index(kind) if kind in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+    return place, ":" in one.policy, not one.at_reference

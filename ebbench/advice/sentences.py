@@ -17,7 +17,9 @@ from ebbench.config.setting_strings import option_name
 from ebbench.engines.checks import rank_notes
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate, sentence
 from ebbench.render.tables import framed
-from vllm_eb.policy import parse_policy
+from vllm_eb.policies.cadence import CadenceSpec
+from vllm_eb.policies.v1 import V1
+from vllm_eb.policy import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore
@@ -128,12 +130,20 @@ def parameters(advice: Advice) -> list[str]:
             f"theta* = {theory.threshold.theta_star:.3f}, N* = {theory.n_star:,} and k* = {theory.k_star:,} idle slots "
             "before a refill."
         )
-    if policy.vllm_option:
-        lines.append(policy.vllm_option)
+    lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
         lines += [f"T{note[1:]}." for note in rank_notes(policy, topology.pools[0].dp)]
     return lines
+
+
+def _without_plugin(policy: PolicySpec) -> list[str]:
+    """The option of vLLM's with the same effect, if there is one."""
+    if isinstance(policy, V1) and policy.budget is not None:
+        return [f"--max-num-batched-tokens {policy.budget} does it without the plugin."]
+    if isinstance(policy, CadenceSpec) and policy.escape:
+        return [f"From vLLM 0.33 on --prefill-schedule-interval {policy.every} does it without the plugin."]
+    return []
 
 
 def theory_lines(advice: Advice) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from ebbench.records.manifest import KV_CACHE, OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.records.warnings import KV_CACHE, OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.spec.server import VIRTUAL_TIME
 
 Owner = Callable[[Collection[int]], str]

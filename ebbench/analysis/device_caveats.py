@@ -23,19 +23,23 @@ from ebbench.spec.server import HostCosts
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
+MATTERS_TO_FIRST_TOKENS = 0.1
+"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True)
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use.
+    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
+    ``ttft_ms``: mean time to first token, 0 without any.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
     longest_tokens: int
     mean_tokens: float
     kv_peak: float
+    ttft_ms: float = 0.0
 
 
 def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
@@ -54,7 +58,9 @@ def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
             kinds[phase] = float(spent[rows].sum()) / whole, shape
     used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
     longest = int((inputs + outputs).max()) if len(inputs) else 0
-    return Batches(kinds, longest, mean, float(used.max(initial=0.0)))
+    waited = (requests.first_token - requests.intended)[requests.ok]
+    ttft_ns = float(waited.mean()) if len(waited) else 0.0
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -68,6 +74,34 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> li
     return [said for text in warnings if (said := words.get(text, text))]
 
 
+def shown_by_servers(device: Device, batches: Batches) -> list[str]:
+    """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
+    profile = device.profile
+    if profile is None or not profile.front_end_ms:
+        return []
+    said = []
+    share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
+    if share > MATTERS_TO_FIRST_TOKENS:
+        said.append(
+            f"times to first token are too short: on measured servers with this GPU requests took about "
+            f"{profile.front_end_ms:g} ms (8 to 20) in front of the engine, which is not modelled: "
+            f"{100 * share:.0f} % of this run's mean"
+        )
+    spent, decodes = batches.steps.get("decode", (0.0, None))
+    mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
+    if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
+        said.append(
+            "decode steps of mixtures of experts are 10 to 27 % too fast with few sequences, against measured servers "
+            "with this GPU: router and choice of experts are not modelled"
+        )
+    return said
+
+
+FEW_SEQUENCES = 8
+"""Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
+GPUs, MiniMax)."""
+
+
 def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
     """Warnings that depend on the run, each with what is said of it; "" for nothing."""
     profile, request, model, cost = device.profile, device.request, device.geometry, device.cost
@@ -75,7 +109,7 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
         return
     if isinstance(cost, TableCost | RooflineCost):
         for text in of_device.unfitted_host(request, cost.host):
-            yield text, _sized_host(text, cost, batches)
+            yield text, _sized_host(text, cost, batches, request.parallel.tp)
     if isinstance(cost, TableCost):
         for text in of_device.unmeasured_mixing(profile):
             share = batches.steps.get("mixed", (0.0, None))[0]
@@ -88,9 +122,9 @@ def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
             yield text, text if _host_decides(cost, batches) else ""
 
 
-def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> str:
+def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches, tp: int) -> str:
     """What the constants that were fitted on other GPUs would change in the run's time; "" if too little."""
-    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts()]
+    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(tp)]
     least, most = min(changes), max(changes)
     if max(-least, most) < MATTERS:
         return ""
@@ -99,9 +133,10 @@ def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> 
     )
 
 
-def _fitted_hosts() -> list[HostCosts]:
+def _fitted_hosts(tp: int) -> list[HostCosts]:
     hosts = [find_profile(name).host.get("default") for name in list_devices()]
-    return [host for host in hosts if host is not None and host.fitted and not host.doubt]
+    found = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
+    return [host for host in found if not host.doubt]
 
 
 def _change(cost: TableCost | RooflineCost, other: TableCost | RooflineCost, batches: Batches) -> float:

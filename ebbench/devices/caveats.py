@@ -11,7 +11,7 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import LinearCost
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_profile, has_other_shape
-from ebbench.devices.request import DeviceRequest
+from ebbench.devices.request import DeviceRequest, release_of
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
@@ -68,7 +68,23 @@ def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
-    return (EAGER_UNKNOWN,) if request.eager and not isinstance(cost, TableCost) else ()
+    eager = (EAGER_UNKNOWN,) if request.eager and not isinstance(cost, TableCost) else ()
+    return eager + (_other_defaults(request) if isinstance(cost, TableCost) else ())
+
+
+_ASYNC_SINCE, _WHOLE_PROMPTS_SINCE = (0, 14), (0, 19)
+"""Versions of vLLM since which scheduling is asynchronous, and prompts are admitted as a whole, by default."""
+
+
+def _other_defaults(request: DeviceRequest) -> tuple[str, ...]:
+    """What an older vLLM had otherwise and ``--vllm-version``, which sizes the KV cache, does not set."""
+    version = release_of(request.vllm_version or "")
+    if version is None or version >= _WHOLE_PROMPTS_SINCE:
+        return ()
+    named = f"--vllm-version {request.vllm_version} sizes the KV cache only: kernels are those of the tables"
+    if request.async_scheduling and version < _ASYNC_SINCE:
+        named += ", scheduling is asynchronous (by default only since 0.14: --no-async-scheduling)"
+    return (f"{named}, and prompts are admitted as a whole (since 0.19: --no-scheduler-reserve-full-isl)",)
 
 
 def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:

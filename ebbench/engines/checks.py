@@ -15,11 +15,11 @@ from ebbench.config.topology import TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import OFF, EngineOptions
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
+from vllm_eb.refills import LONGEST_PERIOD
 
 
 def check_counts(**counts: int | float | None) -> None:
@@ -76,6 +76,11 @@ def _check_vllm_limits(options: EngineOptions) -> None:
             f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
             f"{threshold}"
         )
+    if options.drafts is not None and 0 < threshold <= options.drafts.tokens:
+        raise UsageError(
+            f"--long-prefill-token-threshold {threshold} is less than a decode with {options.drafts.tokens} drafted "
+            f"tokens computes, at which vLLM fails; give {options.drafts.tokens + 1} or more"
+        )
     if options.long_prefill_token_threshold_adaptive and not threshold:
         raise UsageError(
             "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
@@ -109,6 +114,11 @@ def refuse_simulated(options: EngineOptions, engine: str) -> None:
         raise UsageError(
             f"--vllm-version {options.vllm_version} is for engines sim and emulated; engine {engine} has the KV cache "
             "of the vLLM that runs: leave it out"
+        )
+    if options.speculative is not None:
+        raise UsageError(
+            f"--speculative is simulated by engines sim and emulated; engine {engine} drafts as its server does: leave "
+            "it out (vLLM: -- --speculative-config)"
         )
     if options.api_server != OFF:
         count = options.api_server_count
@@ -147,21 +157,9 @@ def changed_settings(options: EngineOptions) -> list[str]:
 
 def stated_limits(options: EngineOptions) -> list[RunWarning]:
     """A warning if B or N were given for a server that already runs with its own."""
-    given = [
-        f"{option_name(name)} {getattr(options, name):,}"
-        for name in _STATED
-        if getattr(options, name) != getattr(EngineOptions, name)
-    ]
-    if not given:
-        return []
-    return [
-        RunWarning(
-            "stated-limits",
-            f"{' and '.join(given)} changed nothing: the server runs already, with limits of its own that it does not "
-            "report.",
-            "Start the server with them.",
-        )
-    ]
+    given = {name: getattr(options, name) for name in _STATED}
+    given = {name: value for name, value in given.items() if value != getattr(EngineOptions, name)}
+    return [warning("stated-limits", given=given)] if given else []
 
 
 IMAGES_AS_TOKENS = (

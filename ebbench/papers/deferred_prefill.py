@@ -17,7 +17,7 @@ from ebbench.papers.published import DEFERRED_PAPER, rows
 from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
-from vllm_eb.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
+from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
 
 # Table 1 of the deferred-prefill paper (Mohanty et al., EuroMLSys 2025): the best departure threshold K.
 #

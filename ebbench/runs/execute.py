@@ -14,9 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.caveats import of_device
-from ebbench.analysis.conclude import RunContext, begin, conclude_with_summary
 from ebbench.analysis.metrics import parse_slo
-from ebbench.analysis.pools import pool_figures
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
@@ -25,9 +23,11 @@ from ebbench.engines.setup import journalled, policy_label, with_step_parts
 from ebbench.engines.sim import SimEngine
 from ebbench.process.termination import held, interruptible
 from ebbench.records.files import TableParts
-from ebbench.records.manifest import RunWarning, wall_clock_ns
+from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.records.warnings import RunWarning, warning
+from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
 from ebbench.runs.prepare import Prepared, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
@@ -186,8 +186,8 @@ def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
         label = policy_label(ready.engine, ready.policy, stated=ready.policy_stated)
         return (*label.warnings, *stated_limits(ready.spec.server))
     open_at_most = max((phase.max_concurrency for phase in ready.plan.phases), default=0)
-    warning = ready.policy.load_warning(open_at_most, ready.spec.server.max_num_seqs)
-    return () if warning is None else (RunWarning(*warning),)
+    doubt = ready.policy.load_doubt(open_at_most, ready.spec.server.max_num_seqs)
+    return () if doubt is None else (warning(doubt[0], **doubt[1]),)
 
 
 def _last_snapshot(policy: PolicySpec, plan: Plan, result: EngineResult) -> Progress:

@@ -28,6 +28,19 @@ def test_mixed_attention_matters_only_where_batches_are_mixed(tmp_path: Path) ->
     assert "mixed batches" not in said(tmp_path / "one", "--device", "l40s", "-c", "1")
 
 
+def test_what_times_to_first_token_lack_is_said_where_it_is_much(tmp_path: Path) -> None:
+    words = "took about 15 ms (8 to 20) in front of the engine"
+    assert words in said(tmp_path / "idle", "--device", "h200", "-c", "2")
+    assert words not in said(tmp_path / "queued", "--device", "h200", "-c", "60", "--max-num-seqs", "4")
+
+
+def test_mixtures_of_experts_with_few_sequences_say_what_they_lack(tmp_path: Path) -> None:
+    words = "too fast with few sequences"
+    load = ("--device", "h200", "--model", "qwen3-30b-a3b")
+    assert words in said(tmp_path / "few", *load, "-c", "2")
+    assert words not in said(tmp_path / "many", *load, "-c", "60")
+
+
 def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> None:
     """With asynchronous scheduling 2 ms hide behind steps of 20; without it they add to each."""
     assert "never fitted" not in said(tmp_path / "hidden", "--device", "l40s", "-c", "8")
@@ -40,7 +53,19 @@ def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("concurrency", "doubted"), [("4", False), ("512", True)])
 def test_a_doubtful_constant_is_said_where_it_decides(tmp_path: Path, concurrency: str, doubted: bool) -> None:
-    words = ("--device", "h100", "--model", "gemma-3-1b-it", "--api-server", "off", "-c", concurrency, "-n", "600")
+    words = (
+        "--device",
+        "h100",
+        "--model",
+        "llama-3.1-8b",
+        "--topology",
+        "tp=4",
+        "--api-server",
+        "off",
+        "-c",
+        concurrency,
+    )
+    words += ("-n", "600")
     load = [word for word in LOAD if word not in ("-n", "60")]
     done = invoke(*load, *words, "-o", tmp_path / "run")
     assert done.exit_code == 0, done.output

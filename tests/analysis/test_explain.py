@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.compare.cases import Group, baseline_of, differing, gain, group_by_policy, ranked
-from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineResult
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.schema import DECISIONS, STEPS
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
@@ -53,7 +53,7 @@ def test_explain_reads_the_crossover_from_the_decision_records(tmp_path: Path) -
     assert facts.crossover is not None
     assert (facts.crossover.lhs, facts.crossover.rhs) == (4e-5, 5e-6)
     assert (facts.crossover.evaluations, facts.crossover.eb_ahead) == (3, 2)
-    assert [(switch.mode, switch.reason) for switch in facts.switches] == [("eb", "mixing costs more")]
+    assert [(switch.mode, switch.reason) for switch in facts.switches] == [("eb", "mixing_costs_more")]
     assert (facts.k.median, facts.updates) == (5, 1) if facts.k else False
     assert facts.eta is None
 

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
 from ebbench.analysis.validity import Conditions, invalid_reasons
@@ -19,6 +18,7 @@ from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
 from vllm_eb.policy import parse_policy
@@ -150,7 +150,7 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
     def remedy(name: str, plan: Plan) -> str:
         warnings = store(tmp_path / name, plan, run_made(plan)).manifest.warnings
         [warning] = [one for one in warnings if one.code == "few-requests"]
-        return warning.remedy
+        return warning.way_out
 
     single = plan_of(30)
     assert remedy("single", single) == "Use --num-prompts 662 or more."
@@ -201,7 +201,7 @@ def test_phases_add_up_to_the_run(tmp_path: Path) -> None:
     assert phases[1].to_dict()["phase"] == "high"
 
 
-def test_means_over_repeats() -> None:
+def test_repeats_are_averaged_with_their_spread() -> None:
     base = {"seed": 1, "valid": True, "interrupted": False, "warnings": ["w"], "reasons": [], "duration": 2.0}
     base |= dict.fromkeys(
         ("planned", "completed", "failed", "timed_out", "cancelled", "never_sent", "total_input_tokens",

@@ -15,9 +15,9 @@ import ebbench.engines
 from ebbench.analysis.compare.certainty import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
-from ebbench.cli.run_policies import beforehand, why_stop
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, find_runs
+from ebbench.run_policies import beforehand, why_stop
 from ebbench.runs import prepare
 from ebbench.workloads import planner
 from ebbench.workloads.options import PlanOptions
@@ -85,7 +85,7 @@ def test_repeats_without_an_answer_end_at_max_repeats(engine: NoisyEngine) -> No
     assert [entry["seeds"] for entry in json.loads(done.stdout)] == [list(range(9))] * 2
 
 
-def test_copies_stop_at_once(engine: NoisyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_that_are_copies_stop(engine: NoisyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.noise = 0.0
     same = plan_of(10)
     monkeypatch.setattr(planner, "make_plan", lambda asked: replace(same, facts={**same.facts, "seed": asked.seed}))

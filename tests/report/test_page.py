@@ -328,7 +328,7 @@ def test_requests_that_failed_are_told(browser_page: BrowserPage, runs: Path, tm
         assert page.inner_text("section.numbers tbody td.strong") == f"{len(status) - 2:,} of {len(status):,}"
 
 
-def test_bad_usage(runs: Path, tmp_path: Path) -> None:
+def test_report_refuses_bad_arguments_with_their_exit_code(runs: Path, tmp_path: Path) -> None:
     for arguments, code, message in (
         ((runs / "nothing",), 3, "no such run directory"),
         ((runs, "-o", tmp_path), 2, "is a directory"),

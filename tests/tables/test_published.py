@@ -14,7 +14,7 @@ from ebbench.papers.published import best_config, pick, rows
 from ebbench.papers.registry import TABLES, find_table
 from ebbench.papers.table import PaperOptions
 from ebbench.runs.prepare import plan_of
-from vllm_eb.deferred import DeferredModel, exact_chain
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
 
 
 def test_published_numbers_are_found_by_their_labels() -> None:

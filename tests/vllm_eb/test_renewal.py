@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_eb.adaptive import renewal_threshold
 from vllm_eb.hazard import CensoredHazard, SlidingHazard
+from vllm_eb.policies.eb import renewal_threshold
 from vllm_eb.policy import PolicyError, parse_policy
 from vllm_eb.theory import base_threshold
 

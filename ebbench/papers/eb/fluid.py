@@ -18,7 +18,7 @@ from ebbench.papers.table import PaperOptions, PaperTable, Published
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import Calibration
-from vllm_eb.deferred import DeferredModel, exact_chain
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
 from vllm_eb.theory import base_threshold
 
 # Table 8 of the EB paper (appendix B.3): the errors of the fluid approximation, measured against the exact chain.

@@ -17,7 +17,7 @@ from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figur
 from ebbench.records.run import Run
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
-from vllm_eb.deferred import DeferredModel, exact_chain
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
 
 # Table 3 of the EB paper: three traffic levels and two shifts; throughput, TTFT and TPOT.
 

@@ -36,11 +36,10 @@ from ebbench.papers.published import (
 )
 from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, figure, pending
 from ebbench.render.figures import altair, values
-from ebbench.render.palette import BLACK
+from ebbench.render.palette import BLACK, policy_colours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS
-from vllm_eb.policy import policy_class
 
 # Table 2 of the EB paper: requests/s on four real workloads, two models, two GPUs.
 
@@ -328,7 +327,7 @@ def _bars(
     """Bars of our results by policy, with a black tick for each published value."""
     alt = altair()
     names = [_POLICY_TITLES[policy] for policy in POLICIES]
-    colours = [policy_class(policy).colour for policy in POLICIES]
+    colours = policy_colours(POLICIES)
     ours = [row for row in data if row["source"] == "ours" and row["value"] is not None]
     published = [row for row in data if row["source"] == "published" and row["value"] is not None]
     marks = ["published"] if published else []

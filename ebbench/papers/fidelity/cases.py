@@ -68,7 +68,7 @@ SERVED = (
 
 
 def without_api_server(cases: Iterable[Case]) -> Iterator[Case]:
-    """Of the groups measured from outside a server under many requests: the same cases, with a source of their own."""
+    """The cases of groups measured from outside a server under many requests, again under a source of their own."""
     for case in cases:
         if case.group in SERVED:
             yield replace(case, published=tuple(replace(each, source=each.source + WITHOUT) for each in case.published))
