@@ -11,7 +11,9 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
 from ebbench.analysis.steady import steady_windows
@@ -34,8 +36,6 @@ from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from ebbench.records.warnings import RunWarning, warning
-from ebbench.runs.api_server import api_server_warning
-from ebbench.runs.conclude import Batches, batches_of, said_of_run, shown_by_servers
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions
 from vllm_eb.policy import PolicySpec
 

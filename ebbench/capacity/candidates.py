@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from ebbench.analysis.api_server_load import runs_again
 from ebbench.capacity.choose import DeploymentChoice, choose
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.plan_sentences import api_servers_left_out
@@ -13,7 +14,6 @@ from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.render.console import Console
 from ebbench.render.live import Work, shown
-from ebbench.runs.api_server import runs_again
 from ebbench.runs.pool import Pool
 from ebbench.spec.server import DEFAULT_CLASS
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbench.analysis.api_server_load import ApiServerBusyError, left_out, runs_again
 from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.prober import RunProber, one_server
@@ -22,7 +23,6 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import default_run_dir
-from ebbench.runs.api_server import ApiServerBusyError, left_out, runs_again
 from ebbench.runs.key import stored_form
 from ebbench.runs.prepare import Series, device_of
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME

@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import Any
 
 from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.device_caveats import batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import kv_pressure
 from ebbench.capacity.drive import ALONE_SESSIONS
 from ebbench.capacity.limits import LatencyLimits
@@ -43,7 +44,6 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import Fact, fact
-from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
 from ebbench.spec.run import RunSpec
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan

@@ -141,7 +141,7 @@ def advise(
     """
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.advice.simulate import api_server_left_out
-    from ebbench.runs.api_server import runs_again
+    from ebbench.analysis.api_server_load import runs_again
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, settings), RunStore(runs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbench.analysis.api_server_load import CODE, ApiServerBusyError, runs_again
 from ebbench.analysis.summary import summarise, summarise_phases
 from ebbench.engines.checks import refuse_undecided
 from ebbench.engines.setup import make_engine
@@ -19,7 +20,6 @@ from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
 from ebbench.render.live import measured, planned
 from ebbench.runs import prepare
-from ebbench.runs.api_server import CODE, ApiServerBusyError, runs_again
 from ebbench.runs.key import stored_form
 from ebbench.runs.prepare import Series, needs_saturation
 from ebbench.spec.server import AUTO, is_server

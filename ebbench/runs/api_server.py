@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.engines.setup import topology_of
 from ebbench.records.warnings import RunWarning
-from ebbench.runs.api_server import left_out, processes_needed
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 

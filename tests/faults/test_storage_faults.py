@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner, Result
 
+from ebbench.analysis.conclude import RunContext, begin, conclude
 from ebbench.analysis.rebuild import NOT_RECORDED, cut_off_runs, rebuild
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
@@ -29,7 +30,6 @@ from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records import files
 from ebbench.records.journal import Journal
 from ebbench.records.run import MANIFEST, NotStoredError, Run, RunWriter, TableName
-from ebbench.runs.conclude import RunContext, begin, conclude
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
