@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_eb.errors import name_hint
+from vllm_eb.settings import name_hint
 
 
 class EbbenchError(Exception):

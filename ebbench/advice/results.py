@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import PairedInterval
-from vllm_eb.adaptive import THETA_MAX, THETA_MIN
+from ebbench.records.warnings import Fact
 from vllm_eb.calibration import Calibration
-from vllm_eb.memory import EPSILON, memory_safe_batch
+from vllm_eb.policies.eb import THETA_MAX, THETA_MIN
 from vllm_eb.theory import (
+    EPSILON,
     Crossover,
     Threshold,
     base_threshold,
     crossover,
     eb_throughput,
     mb_throughput,
+    memory_safe_batch,
     optimal_threshold,
 )  # fmt: skip
 
@@ -227,7 +229,7 @@ class Advice:
     theory: Prediction
     scores: tuple[PolicyScore, ...]
     chosen: PolicyScore
-    reason: str
+    reason: Fact
     concurrency: GainCurve | None
     mix: GainCurve | None
     tuning: Tuning | None = None

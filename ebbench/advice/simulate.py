@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbench.advice.candidates import candidate, engines_of, figure, load_of
-from ebbench.advice.choice import BASELINE, choose, own_budget, relative_gain
+from ebbench.advice.choice import BASELINE, choose, relative_gain
 from ebbench.advice.results import (
     Advice,
     AdviceQuestion,
@@ -27,13 +27,13 @@ from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 from ebbench.runs.api_server import left_out_of
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 from ebbench.workloads import load_scenario
-from vllm_eb.policy import least_seqs, parse_policy, policy_types
+from vllm_eb.policy import least_seqs, parse_policy
 
 # Searches policies and token budgets together within a bounded number of runs: successive halving.
 #
@@ -55,6 +55,11 @@ FACTOR = 3
 """Ratio of seeds between rounds, and of the pairs before a round to those after it."""
 FEWEST = 8
 """So many pairs reach the last round; of so many policies or fewer, each keeps its best budget."""
+
+TRIED = ("batchwait:iters=32,ratio=0.5", "cadence:every=16", "delayer", "eb", "ebplus", "marginal", "ppas")
+"""Policies that are tried beside v1: TensorRT-LLM's batch wait has no default, cadences of 8 to 32 differ little."""
+SMALLER_BUDGETS = (2048, 4096, 8192)
+"""Token budgets of v1: which is best moves with the load (P-PAS, arXiv 2608.15171)."""
 
 Make = Callable[[str, Sequence[RunSpec]], None]
 """Carries out the runs of a round, named by a text."""
@@ -146,21 +151,20 @@ def default_budgets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def default_policies(slo: Slo, budgets: Sequence[int], max_num_seqs: int) -> tuple[str, ...]:
-    """The candidates that the policies name; those that keep targets get the TTFT and TPOT targets.
+    """The policies that are tried unless others are asked for; those that keep targets get the TTFT and TPOT targets.
 
     Where only one token budget is tried, smaller budgets of v1 are candidates as far as they hold the sequences; of
     several ones each is tried with every policy anyway.
     """
     targets_s = {name: limit / 1e3 for name, limit in slo.limits().items() if name in ("ttft", "tpot")}
-    named = (text for kind in policy_types().values() for text in kind.candidates(targets_s))
     most = budgets[0] if len(budgets) == 1 else 0
-    fit = (text for text in named if _budget_fits(text, most, max_num_seqs))
-    return tuple(dict.fromkeys((BASELINE, *fit)))
-
-
-def _budget_fits(policy: str, max_num_batched_tokens: int, max_num_seqs: int) -> bool:
-    budget = own_budget(policy)
-    return budget is None or max_num_seqs <= budget < max_num_batched_tokens
+    named = [*TRIED]
+    if targets_s:
+        named.insert(named.index("marginal") + 1, f"marginal:{','.join(f'{k}={v:g}' for k, v in targets_s.items())}")
+    if "tpot" in targets_s:
+        named.append(f"slochunk:tpot={targets_s['tpot']:g}")
+    named += [f"{BASELINE}:budget={budget}" for budget in SMALLER_BUDGETS if max_num_seqs <= budget < most]
+    return (BASELINE, *named)
 
 
 def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[RunSpec, RunSpec]]:

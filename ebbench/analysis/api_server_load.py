@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ebbench.analysis.drafting import Drafted
 from ebbench.analysis.metrics import Metrics
 from ebbench.devices.apiserver import find_api_server
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions
 
 CODE = "api-server"
@@ -42,19 +43,14 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
     """A warning if ``needed`` processes are too many for those that vLLM starts, which were not simulated."""
     if needed < BUSY * processes:
         return None
-    return RunWarning(
-        CODE,
-        f"These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
-        f"({find_api_server(DEFAULT_CLASS).token_us:g} us per token); vLLM starts {processes}. They are left out here: "
-        "a real server answers later, or fewer requests.",
-        f"Add --api-server {DEFAULT_CLASS}, with --api-server-count for several processes.",
-    )
+    token_us = find_api_server(DEFAULT_CLASS).token_us
+    return warning(CODE, needed=needed, processes=processes, token_us=token_us, api_server=DEFAULT_CLASS)
 
 
-def runs_again(warning: RunWarning) -> str:
-    """The line that says that all runs are made again with the API server whose absence ``warning`` reports."""
+def runs_again(busy: RunWarning) -> str:
+    """The line that says that all runs are made again with the API server whose absence ``busy`` reports."""
     return (
-        f"{warning.message} Everything is simulated again with --api-server {DEFAULT_CLASS} (more processes: "
+        f"{busy.sentence} Everything is simulated again with --api-server {DEFAULT_CLASS} (more processes: "
         "--api-server-count; none: --api-server off)."
     )
 
@@ -69,7 +65,9 @@ def api_server_warning(
     """
     if engine not in VIRTUAL_TIME or not metrics.duration_s:
         return None
-    each = metrics.completed, metrics.total_input_tokens, metrics.total_output_tokens
+    drafted = Drafted.of(facts)
+    messages = metrics.total_output_tokens / (1.0 if drafted is None else drafted.mean_acceptance_length)
+    each = metrics.completed, metrics.total_input_tokens, messages  # the tokens of a step leave in one message
     rates = [amount / metrics.duration_s for amount in each]
     units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
     if options.api_server == OFF:
@@ -82,8 +80,4 @@ def _limit(busy: float, processes: int) -> RunWarning | None:
     """A warning if the API servers are busy for too large a share of the time. ``processes``: of each engine."""
     if busy < LIMITING:
         return None
-    return RunWarning(
-        "api-server-limit",
-        f"vLLM's API server is busy for {100 * busy:.0f} % of the time: it limits this run, rather than the GPU.",
-        f"vLLM starts more processes with --api-server-count {processes + 1}, which is simulated with the same option.",
-    )
+    return warning("api-server-limit", busy=busy, processes=processes)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run
+from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
 from ebbench.analysis.steady import steady_windows
@@ -27,7 +27,6 @@ from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
     Manifest,
-    RunWarning,
     git_commit,
     phase_facts,
     plan_hash,
@@ -36,6 +35,7 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
+from ebbench.records.warnings import Caveat, RunWarning, warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions
 from vllm_eb.policy import PolicySpec
 
@@ -224,11 +224,15 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     device = result.device or context.device
     if context.engine not in VIRTUAL_TIME:
         return (list(device.warnings) if context.policy.needs_costs else []), list(result.warnings)
-    return said_of_run(device, batches, device.warnings), said_of_run(device, batches, result.warnings)
+    of_device = [*said_of_run(device, batches, device.warnings), *shown_by_servers(device, batches)]
+    return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
-    return [RunWarning(code, message) for message in messages]
+def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
+    return [
+        RunWarning(each.code, each.values, about) if isinstance(each, Caveat) else RunWarning(about, message=each)
+        for each in said
+    ]
 
 
 _LONGER = 3.0
@@ -239,31 +243,16 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
     found = []
     needed = samples_needed(0.99)
     if 0 < metrics.completed < needed:
-        found.append(
-            RunWarning(
-                "few-requests",
-                f"{metrics.completed:,} completed requests are too few for p99, which takes {needed}: tables show "
-                f"{_instead(metrics.completed)}.",
-                _enough(plan, needed),
-            )
-        )
+        sound = [name for name, share in QUANTILES.items() if metrics.completed >= samples_needed(share)]
+        enough = _enough(plan, needed) | {"shown": sound[-1] if sound else ""}
+        p90_needs = samples_needed(QUANTILES["p90"])
+        found.append(warning("few-requests", completed=metrics.completed, p90_needs=p90_needs, **enough))
     if metrics.completed and metrics.steady is None:
-        found.append(
-            RunWarning(
-                "no-steady-window",
-                "The load never reached 95 % of its target, so there is no steady throughput.",
-                _longer(plan, 2 * _sessions(plan), " or a lower --max-concurrency" if plan.closed_loop else ""),
-            )
-        )
+        longer = _longer(plan, 2 * _sessions(plan))
+        found.append(warning("no-steady-window", closed_loop=plan.closed_loop, **longer))
     elif metrics.steady is not None and metrics.steady.share < 0.5:
-        found.append(
-            RunWarning(
-                "short-steady-window",
-                f"Only {100 * metrics.steady.share:.0f} % of the run is steady; warm-up and drain weigh on the "
-                "whole-run throughput.",
-                _longer(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan))),
-            )
-        )
+        longer = _longer(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan)))
+        found.append(warning("short-steady-window", share=metrics.steady.share, **longer))
     return found
 
 
@@ -272,19 +261,17 @@ def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
     single = int((columns.ok & (columns.sent_tokens < 2)).sum())
     if slo.tpot is None or single < 0.01 * columns.ok.sum() or not single:
         return []
-    counted = f"{single:,} of {int(columns.ok.sum()):,} answers have one token and so no TPOT"
-    return [RunWarning("one-token-answers", f"{counted}: they count as within tpot:{slo.tpot:g}.")]
+    return [warning("one-token-answers", single=single, answers=int(columns.ok.sum()), tpot_ms=slo.tpot)]
 
 
 def _sessions(plan: Plan) -> int:
     return int(pc.count_distinct(plan.table["session"]).as_py())
 
 
-def _longer(plan: Plan, sessions: int, otherwise: str = "") -> str:
-    """The option with which a plan like this one has that many sessions. ``otherwise``: a further remedy."""
-    if _texts_of_a_log(plan):
-        return f"A log of {sessions:,} sessions or more would help{otherwise}."
-    return f"Use --num-prompts {sessions} or more{otherwise}{_read_again(plan, sessions)}."
+def _longer(plan: Plan, sessions: int) -> dict[str, Any]:
+    """The option with which a plan like this one has that many sessions, and how many its log holds."""
+    option = "log" if _texts_of_a_log(plan) else "num_prompts"
+    return {"option": option, "asked": sessions, "log_sessions": plan.facts.get("log_sessions")}
 
 
 def _texts_of_a_log(plan: Plan) -> bool:
@@ -292,28 +279,14 @@ def _texts_of_a_log(plan: Plan) -> bool:
     return "log_sessions" in plan.facts and plan.table["prompt"].null_count < len(plan)
 
 
-def _read_again(plan: Plan, sessions: int) -> str:
-    have = plan.facts.get("log_sessions", sessions)
-    return f"; the log holds {have:,} and is then read again" if have < sessions else ""
-
-
-def _enough(plan: Plan, requests: int) -> str:
+def _enough(plan: Plan, requests: int) -> dict[str, Any]:
     """The option with which a plan like this one has that many requests; --num-prompts counts conversations."""
-    if _texts_of_a_log(plan):
-        return f"p99 takes a log of {requests} requests or more."
     duration_s, sessions = plan.facts.get("duration_s"), _sessions(plan)
-    asked = math.ceil(requests * sessions / len(plan))
+    asked = _longer(plan, math.ceil(requests * sessions / len(plan))) | {"needed": requests}
+    if asked["option"] == "log":
+        return asked
     if duration_s is not None and (plan.closed_loop or "log_sessions" in plan.facts):
-        return f"Use --num-prompts {asked} or more, and a --duration in which so many complete."
+        return asked | {"option": "both"}
     if duration_s is not None:
-        return f"Use --duration {math.ceil(requests * duration_s / len(plan))} or longer."
-    if sessions == len(plan):
-        return f"Use --num-prompts {asked} or more{_read_again(plan, asked)}."
-    per_session = f"that many conversations, {len(plan) / sessions:.1f} requests in each"
-    return f"Use --num-prompts {asked} or more: {per_session}{_read_again(plan, asked)}."
-
-
-def _instead(samples: int) -> str:
-    """The highest percentile that this many samples support, in words."""
-    sound = [name for name, share in QUANTILES.items() if samples >= samples_needed(share)]
-    return f"{sound[-1]} instead" if sound else f"no percentile, since p90 takes {samples_needed(QUANTILES['p90'])}"
+        return asked | {"option": "duration", "asked": math.ceil(requests * duration_s / len(plan))}
+    return asked | {"per_session": len(plan) / sessions}

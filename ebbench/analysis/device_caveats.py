@@ -14,28 +14,32 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.devices import caveats as of_device
 from ebbench.devices.base import Device, StepShape
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.table import TableCost
+from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, caveat
 from ebbench.spec.server import HostCosts
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
+MATTERS_TO_FIRST_TOKENS = 0.1
+"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True)
 class Batches:
     """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
 
-    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use.
+    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
+    ``ttft_ms``: mean time to first token, 0 without any.
     """
 
     steps: Mapping[str, tuple[float, StepShape]]
     longest_tokens: int
     mean_tokens: float
     kv_peak: float
+    ttft_ms: float = 0.0
 
 
 def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
@@ -54,7 +58,9 @@ def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
             kinds[phase] = float(spent[rows].sum()) / whole, shape
     used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
     longest = int((inputs + outputs).max()) if len(inputs) else 0
-    return Batches(kinds, longest, mean, float(used.max(initial=0.0)))
+    waited = (requests.first_token - requests.intended)[requests.ok]
+    ttft_ns = float(waited.mean()) if len(waited) else 0.0
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
 
 
 def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
@@ -64,44 +70,57 @@ def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
 
 def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> list[str]:
     """The warnings as far as they matter to a run of such batches, with their direction and size there."""
-    words = dict(_conditional(device, batches))
-    return [said for text in warnings if (said := words.get(text, text))]
+    if device.profile is None or device.request is None or device.geometry is None or not batches.steps:
+        return list(warnings)
+    found = (_sized(each, device, batches) if isinstance(each, Caveat) else each for each in warnings)
+    return [each for each in found if each is not None]
 
 
-def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
-    """Warnings that depend on the run, each with what is said of it; "" for nothing."""
-    profile, request, model, cost = device.profile, device.request, device.geometry, device.cost
-    if profile is None or request is None or model is None or not batches.steps:
-        return
-    if isinstance(cost, TableCost | RooflineCost):
-        for text in of_device.unfitted_host(request, cost.host):
-            yield text, _sized_host(text, cost, batches)
-    if isinstance(cost, TableCost):
-        for text in of_device.unmeasured_mixing(profile):
-            share = batches.steps.get("mixed", (0.0, None))[0]
-            leaning = f"; {profile.mixed_leaning}" if profile.mixed_leaning else ""
-            yield (
-                text,
-                f"{text}; mixed steps take {100 * share:.0f} % of this run's time{leaning}" if share > MATTERS else "",
-            )
-        for text in of_device.doubtful_host(profile, cost):
-            yield text, text if _host_decides(cost, batches) else ""
+def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
+    """A caveat with its size in such a run; None if it does not matter to it."""
+    profile, request, cost = device.profile, device.request, device.cost
+    assert profile is not None
+    assert request is not None
+    if said.code == HOST_UNFITTED and isinstance(cost, TableCost | RooflineCost):
+        # What the constants that were fitted on other GPUs would change in the run's time.
+        changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(request.parallel.tp)]
+        least, most = min(changes), max(changes)
+        matters = max(-least, most) >= MATTERS
+        return caveat(said.code, **said.values, change_low=least, change_high=most) if matters else None
+    if said.code == MIXING_UNMEASURED:
+        share = batches.steps.get("mixed", (0.0, None))[0]
+        leaning = profile.mixed_leaning
+        return caveat(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
+    if said.code == HOST_DOUBTED and isinstance(cost, TableCost):
+        return said if _host_decides(cost, batches) else None
+    return said
 
 
-def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches) -> str:
-    """What the constants that were fitted on other GPUs would change in the run's time; "" if too little."""
-    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts()]
-    least, most = min(changes), max(changes)
-    if max(-least, most) < MATTERS:
-        return ""
-    return (
-        f"{text}; with those fitted on other GPUs this run's steps would take {100 * least:+.0f} to {100 * most:+.0f} %"
-    )
+def shown_by_servers(device: Device, batches: Batches) -> list[str]:
+    """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
+    profile = device.profile
+    if profile is None or not profile.front_end_ms:
+        return []
+    said: list[str] = []
+    share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
+    if share > MATTERS_TO_FIRST_TOKENS:
+        said.append(caveat("front-end-unmodelled", front_end_ms=profile.front_end_ms, share=share))
+    spent, decodes = batches.steps.get("decode", (0.0, None))
+    mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
+    if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
+        said.append(caveat("experts-few-sequences"))
+    return said
 
 
-def _fitted_hosts() -> list[HostCosts]:
+FEW_SEQUENCES = 8
+"""Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
+GPUs, MiniMax)."""
+
+
+def _fitted_hosts(tp: int) -> list[HostCosts]:
     hosts = [find_profile(name).host.get("default") for name in list_devices()]
-    return [host for host in hosts if host is not None and host.fitted and not host.doubt]
+    found = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
+    return [host for host in found if not host.doubt]
 
 
 def _change(cost: TableCost | RooflineCost, other: TableCost | RooflineCost, batches: Batches) -> float:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.manifest import KV_CACHE, RunWarning
+from ebbench.records.warnings import KV_CACHE, RunWarning, warning
 
 WORTH_SAYING = 0.02
 """Share of the time, or of the requests, from which on a full cache is said."""
@@ -59,18 +59,10 @@ class KvPressure:
         """What a full KV cache cost, with remedies; empty if that was little."""
         if not self.matters:
             return ()
-        parts = []
-        if self.full_share > WORTH_SAYING:
-            slots = "sequences running" if self.slots is None else f"of {self.slots:,} slots in use"
-            waited = f"requests waited for memory {100 * self.full_share:.1f} % of the time"
-            parts.append(f"{waited}, with {self.running:,.0f} {slots}")
-        if self.preemptions:
-            text = f"{self.preemptions:,} preemption{'' if self.preemptions == 1 else 's'}"
-            if self.repeated_tokens is not None and self.repeated_share is not None:
-                again = f"{self.repeated_tokens:,} tokens computed again"
-                text += f", {again} ({100 * self.repeated_share:.1f} % of the time)"
-            parts.append(text)
-        return (RunWarning(KV_CACHE, f"KV cache full: {'; '.join(parts)}.", _WAYS_OUT),)
+        full_share = self.full_share if self.full_share > WORTH_SAYING else None
+        of_memory = {"full_share": full_share, "running": self.running, "slots": self.slots}
+        again = {"repeated_tokens": self.repeated_tokens, "repeated_share": self.repeated_share}
+        return (warning(KV_CACHE, **of_memory, preemptions=self.preemptions, **again),)
 
     @property
     def figures(self) -> dict[str, float | None]:
@@ -82,16 +74,12 @@ class KvPressure:
         }
 
 
-_WAYS_OUT = (
-    "More memory for it (--gpu-memory-utilization, --kv-cache-dtype fp8, more GPUs) or less load would change these "
-    "figures."
-)
 FIGURES = ("kv_full_share", "repeated_tokens", "repeated_share")
 """Names of :attr:`KvPressure.figures`."""
 
 
 def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any]) -> KvPressure | None:
-    """By the recorded steps of a run, with ``options`` as in its manifest; None without steps."""
+    """The costs by the recorded steps of a run, with ``options`` as in its manifest; None without steps."""
     if not steps.num_rows:
         return None
     columns = {name: steps.column(name).to_numpy() for name in STEP_COLUMNS}

@@ -249,6 +249,7 @@ class Metrics:
     abandoned_output_tokens: int = 0
     ttfat: Distribution = field(default=Distribution(0))
     thinking_tokens: int = 0
+    mean_acceptance_length: float | None = None
 
     @property
     def tokens_per_s_per_user(self) -> float | None:

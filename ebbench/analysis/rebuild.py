@@ -21,9 +21,10 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
-from ebbench.records.manifest import Manifest, RunWarning, decode_manifest
+from ebbench.records.manifest import Manifest, decode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
+from ebbench.records.warnings import warning
 
 NOT_RECORDED = "not_recorded"
 
@@ -136,17 +137,12 @@ def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, dama
         tables["requests"], tables["plan"], columns, metrics, Conditions(interrupted=False, paced_sends=False)
     )
     planned = tables["plan"].num_rows
-    left_out = f", without {len(damaged)} damaged shard(s)" if damaged else ""
-    warning = RunWarning(
-        "rebuilt",
-        f"This run was cut off and rebuilt from its shards{left_out}: {recorded} of {planned} requests have a record.",
-        "Measure it again for figures to rely on.",
-    )
+    rebuilt = warning("rebuilt", recorded=recorded, planned=planned, damaged_shards=len(damaged))
     reasons = tuple(dict.fromkeys((*manifest.reasons, *found)))
     return msgspec.structs.replace(
         manifest,
         valid=False,
         interrupted=True,
         reasons=reasons or ("cut off before its end",),
-        warnings=(*manifest.warnings, warning),
+        warnings=(*manifest.warnings, rebuilt),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.drafting import Drafted, mean_acceptance
 from ebbench.analysis.environment import (
     LoadFacts,
     Machine,
@@ -36,9 +37,9 @@ from ebbench.analysis.metrics import (
     slo_from_limits,
 )
 from ebbench.analysis.steady import steady_windows
-from ebbench.records.manifest import RunWarning
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
+from ebbench.records.warnings import RunWarning
 
 # The clients that sent a run's requests: machines, where there were several, and connections.
 
@@ -119,6 +120,7 @@ class Summary:
     virtual: bool = False  # simulated time: repeating the run gives a copy
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
     kv: Mapping[str, float | None] = field(default_factory=dict)  # what a full KV cache cost the whole run
+    drafted: Drafted | None = None  # of the whole run
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -151,6 +153,7 @@ class Summary:
             | self.clients.to_dict()
             | metrics_dict(self.metrics)
             | ({} if self.phase else {name: self.kv.get(name) for name in KV_FIGURES})
+            | (self.drafted.figures() if self.drafted is not None and not self.phase else {})
             | unsound
             | verdict
         )
@@ -169,7 +172,7 @@ class Summary:
 
 def _column_type(value: Any) -> pa.DataType:
     if isinstance(value, list | tuple):
-        return pa.list_(pa.string())
+        return pa.list_(pa.float64() if value and isinstance(value[0], float) else pa.string())
     kinds = {bool: pa.bool_(), int: pa.int64(), str: pa.string()}
     return kinds.get(type(value), pa.float64())
 
@@ -221,6 +224,9 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
     metrics = replace(metrics, economy=economy_of(manifest.facts, metrics, whole=not phase))
     if metrics.prefix_hit_rate is None and not phase:  # of the whole server, by its own counters
         metrics = replace(metrics, prefix_hit_rate=manifest.facts.get("prefix_hit_rate"))
+    drafted = Drafted.of(manifest.facts)
+    if drafted is not None and not phase:
+        metrics = replace(metrics, mean_acceptance_length=drafted.mean_acceptance_length)
     return Summary(
         policy=manifest.policy,
         engine=manifest.engine,
@@ -249,6 +255,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         kv={name: manifest.facts.get(name) for name in KV_FIGURES},
+        drafted=drafted,
     )
 
 
@@ -315,6 +322,8 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             continue
         counts = [summary[key] for summary in summaries]
         merged[key] = None if None in counts else sum(counts)
+    if "acceptance" in first:
+        merged["acceptance"] = mean_acceptance([summary["acceptance"] for summary in summaries])
     warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
     reasons = dict.fromkeys(reason for summary in summaries for reason in summary["reasons"])
     merged |= {
@@ -349,6 +358,7 @@ _AVERAGED = frozenset(
         "token_goodput",
         "tokens_per_s_per_user",
         "prefix_hit_rate",
+        "mean_acceptance_length",
         "kv_full_share",
         "repeated_share",
         *ECONOMY_FIGURES,
@@ -363,6 +373,7 @@ _COUNTS = (
     "planned", "completed", "failed", "timed_out", "cancelled", "abandoned", "never_sent",
     "total_input_tokens", "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
     "thinking_tokens", "abandoned_input_tokens", "abandoned_output_tokens", "repeated_tokens",
+    "drafted_tokens", "accepted_tokens",
 )  # fmt: skip
 
 

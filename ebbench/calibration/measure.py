@@ -24,8 +24,7 @@ from ebbench.errors import DataError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 from ebbench.spec.server import EngineOptions
-from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
-from vllm_eb.costs import CostGrid
+from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCost
 from vllm_eb.policy import parse_policy
 
 NS_PER_S = 1e9

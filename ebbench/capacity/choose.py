@@ -20,6 +20,7 @@ from ebbench.capacity.deployments import (
     size,
     stress,
 )
+from ebbench.records.warnings import Fact, fact
 from ebbench.runs.pool import Pool, values
 
 STRESSED = 3
@@ -77,7 +78,7 @@ class DeploymentChoice:
     """
 
     found: tuple[Costed, ...]
-    refused: tuple[tuple[Candidate, str], ...] = ()
+    refused: tuple[tuple[Candidate, Fact], ...] = ()
     pruned: tuple[Candidate, ...] = ()
     unbounded: tuple[Candidate, ...] = ()
 
@@ -86,7 +87,7 @@ class DeploymentChoice:
 class _State:
     cheapest: float = float("inf")
     found: list[Costed] = field(default_factory=list)
-    refused: list[tuple[Candidate, str]] = field(default_factory=list)
+    refused: list[tuple[Candidate, Fact]] = field(default_factory=list)
     pruned: list[Candidate] = field(default_factory=list)
 
 
@@ -145,7 +146,7 @@ def _stress(job: tuple[PlanTask, int, int]) -> tuple[Candidate, int, Stress]:
 
 
 def _take(state: _State, deployment: Deployment, prices: Mapping[str, float]) -> None:
-    if not deployment.replicas:
+    if deployment.refused is not None:
         state.refused.append((deployment.candidate, deployment.refused))
         return
     cost = deployment.replicas * _unit(deployment.candidate, prices)
@@ -183,13 +184,13 @@ def _speeds(each: Costed) -> tuple[float, ...]:
 
 def _stressed(
     ordered: list[Costed], tasks: Mapping[Candidate, PlanTask], prices: Mapping[str, float], pool: Pool
-) -> tuple[list[Costed], list[tuple[Candidate, str]]]:
+) -> tuple[list[Costed], list[tuple[Candidate, Fact]]]:
     """The deployments, cheapest first, and those that miss the limits when they are simulated completely.
 
     Simulated completely are those that are, or could be, the cheapest ones.
     """
     done: list[Costed] = []
-    missed: list[tuple[Candidate, str]] = []
+    missed: list[tuple[Candidate, Fact]] = []
     due, left = ordered[:STRESSED], ordered[STRESSED:]
     while due:
         jobs = [(tasks[each.deployment.candidate], each.deployment.replicas, each.deployment.fewest) for each in due]
@@ -198,7 +199,7 @@ def _stressed(
             if all(level is not None and level.met for level in must_hold(tasks[candidate], found)):
                 done.append(_resized(by_candidate[candidate], replicas, found, prices))
             else:
-                missed.append((candidate, f"{replicas} replicas behind a dispatcher still miss the limits, not sized"))
+                missed.append((candidate, fact("missed_dispatched", replicas=replicas)))
         cheapest = min((each.cost for each in done), default=math.inf)
         due = [each for each in left if _least_cost(each, prices) < cheapest][:STRESSED]
         left = [each for each in left if each not in due]

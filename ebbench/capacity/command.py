@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbench.analysis.api_server_load import ApiServerBusyError, left_out, runs_again
-from ebbench.capacity.drive import THERE_ARE, SearchBudget, SearchConfig, SearchOutcome, search_capacity
+from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.prober import RunProber, one_server
 from ebbench.engines.base import Engine
@@ -184,16 +184,13 @@ def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchB
 def _refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
     """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
     outcomes = list(found.values())
-    if all(outcome.refused for outcome in outcomes):
-        raise UsageError("; ".join(dict.fromkeys(outcome.refused for outcome in outcomes)))
+    from ebbench.capacity.sentences import ENDS, nothing_usable
+
+    refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]
+    if len(refused) == len(outcomes):
+        raise UsageError("; ".join(dict.fromkeys(reason.worded(ENDS) for reason in refused)))
     if not any(outcome.decided for outcome in outcomes):
-        why = next((outcome.stopped for outcome in outcomes if outcome.stopped), "no probe was long enough")
-        longer = (
-            "use a longer source, or --source profile"
-            if THERE_ARE in why
-            else "give more --num-prompts or a larger budget"
-        )
-        raise RunError(f"no probe was usable ({why}); {longer}")
+        raise RunError(nothing_usable(next((outcome.stopped for outcome in outcomes if outcome.stopped), None)))
 
 
 def _check_workload(workload: str) -> None:

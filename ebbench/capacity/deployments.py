@@ -27,9 +27,9 @@ from functools import lru_cache
 from typing import Any
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.device_caveats import batches_of, said_of_run
+from ebbench.analysis.device_caveats import batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import kv_pressure
-from ebbench.capacity.drive import ALONE_SESSIONS, up
+from ebbench.capacity.drive import ALONE_SESSIONS
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.capacity.saturation import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
@@ -43,6 +43,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import Fact, fact
 from ebbench.spec.run import RunSpec
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan
@@ -53,14 +54,13 @@ NOISE = 1.05
 WITHIN = 1.5
 """Deployments that cost at most this many times the cheapest are sized and shown; others are left out."""
 MOST_REPLICAS = 512
-TOO_MANY = f"needs more than {MOST_REPLICAS} replicas"
+TOO_MANY = fact("too_many_replicas", most=MOST_REPLICAS)
 _MORE, _MOST_MORE = 0.25, 3
 """How many more replicas than sized are tried behind a dispatcher: this share, but at least so many."""
 _LONGEST = 16
 """A run gets at most this many times its first number of sessions."""
 USUAL_HEADROOM = 0.2
 """Headroom at which a deployment is shown that was sized without any."""
-MISSED_ALONE = "misses the limits even one request at a time"
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Bound:
 
     candidate: Candidate
     saturated_per_s: float = 0.0
-    refused: str = ""
+    refused: Fact | None = None
 
     def fewest(self, task: PlanTask) -> int:
         """A lower bound on the number of replicas, with a margin for noise."""
@@ -186,7 +186,7 @@ class Deployment:
     candidate: Candidate
     replicas: int
     reading: ProbeReading | None = None
-    refused: str = ""
+    refused: Fact | None = None
     fewest: int = 1
 
     @property
@@ -236,7 +236,7 @@ def bound(task: PlanTask) -> Bound:
         found = saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs)
         return Bound(task.candidate, found.per_s or math.inf)
     except UsageError as error:
-        return Bound(task.candidate, refused=str(error))
+        return Bound(task.candidate, refused=fact("cannot_run", error=str(error)))
 
 
 def size(task: PlanTask, fewest: int, most: int) -> Deployment:
@@ -253,8 +253,8 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
             break
         failed, replicas = replicas, max(replicas + 1, math.ceil(1.25 * replicas))
     if not passed:
-        affordable = f"would cost more than {WITHIN:g} times the cheapest deployment found"
-        return Deployment(candidate, 0, refused=affordable if most < MOST_REPLICAS else TOO_MANY)
+        too_dear = fact("too_dear", times=WITHIN)
+        return Deployment(candidate, 0, refused=too_dear if most < MOST_REPLICAS else TOO_MANY)
     while passed - failed > 1:
         middle = (passed + failed) // 2
         reading = _share(task, middle)
@@ -306,17 +306,13 @@ def _level(reading: ProbeReading) -> Level:
     return Level(reading.attainment, reading.probe.runaway, _meets(reading))
 
 
-def _alone(task: PlanTask) -> str:
-    """Why requests miss the limits even one at a time; empty if they meet them."""
+def _alone(task: PlanTask) -> Fact | None:
+    """What requests miss, and get, one at a time; None if they meet the limits."""
     reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
     requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
-    missed = [f"{each.name} {100 * count.share:.0f} %" for each, count in requirements if count.share < each.share]
-    if not missed:
-        return ""
-    figures = {"ttft": reading.ttft_high_ms, "tpot": reading.tpot_high_ms}
-    least = " ".join(f"{name}:{up(value)}" for name, value in figures.items() if value)
-    percentile = f"p{100 * task.limits.attainment:g}"
-    return f"{MISSED_ALONE} ({', '.join(missed)}; alone, {percentile} is {least})"
+    met = {each.name: count.share for each, count in requirements if count.share < each.share}
+    least_ms = {"ttft": reading.ttft_high_ms, "tpot": reading.tpot_high_ms}
+    return fact("missed_alone", met=met, attainment=task.limits.attainment, least_ms=least_ms) if met else None
 
 
 def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[str, ...]:
@@ -378,6 +374,7 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
     device, batches = result.device or _device(task), batches_of(result.steps, RequestColumns.of(result.requests))
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
     said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
+    said += shown_by_servers(device, batches)
     return replace(
         read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
     )

@@ -21,10 +21,9 @@ from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_m
 from ebbench.capacity.search import next_load
 from ebbench.errors import RunError
 from ebbench.records.run import Run
+from ebbench.records.warnings import Fact, fact
 
 ALONE_SESSIONS = 40
-THERE_ARE = "that there are"
-"""Said of sessions whose texts are not sent twice, so that no more can be had."""
 _FIRST_OPEN = 4
 """Mean number of open sessions at the first load tried."""
 _TRIES = 3
@@ -49,7 +48,7 @@ class Prober(Protocol):
 class SearchBudget:
     """When to stop: after a number of probes, or of seconds since ``begun`` (:func:`time.monotonic`).
 
-    ``named_s``: the total time for all policies that the user gave; used in messages.
+    ``named_s``: the total time for all policies that the user gave.
     """
 
     probes: int = 60
@@ -57,18 +56,15 @@ class SearchBudget:
     named_s: float = math.inf
     begun: float = field(default_factory=time.monotonic)
 
-    def spent(self, probes: int) -> str:
-        """The limit that was reached, in words; empty if none."""
+    def spent(self, probes: int) -> Fact | None:
+        """The limit that was reached; None if there is none."""
         if probes >= self.probes:
-            return f"--max-probes {self.probes}"
-        if time.monotonic() - self.begun > self.seconds:
-            return self.of_time
-        return ""
+            return fact("max_probes", probes=self.probes)
+        return self.of_time() if time.monotonic() - self.begun > self.seconds else None
 
-    @property
-    def of_time(self) -> str:
-        """The option that limits the time, as the user gave it."""
-        return f"--max-time {self.named_s if math.isfinite(self.named_s) else self.seconds:g}"
+    def of_time(self, **values: float) -> Fact:
+        """The fact that the time given by the user is spent."""
+        return fact("max_time", limit_s=self.named_s if math.isfinite(self.named_s) else self.seconds, **values)
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ _NOTHING = SearchSettings((), start=1.0)
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Result of a search. ``stopped``: why it ended early; empty if the interval is narrow enough.
+    """Result of a search. ``stopped``: why it ended early; None if the interval is narrow enough.
 
     ``refused``: why no load can meet the limits; no search took place.
     """
@@ -110,8 +106,8 @@ class SearchOutcome:
     estimate: Estimate
     readings: tuple[ProbeReading, ...]
     alone: ProbeReading
-    stopped: str = ""
-    refused: str = ""
+    stopped: Fact | None = None
+    refused: Fact | None = None
 
     @property
     def decided(self) -> bool:
@@ -178,7 +174,7 @@ def search_capacity(
         return replace(reading, asked=asked or reading.sessions)
 
     readings = [read(run, load) for load, run in earlier]
-    stopped = ""
+    stopped = None
     while (load := next_load(search, _probes(judged(config, readings), decides=True))) is not None:
         sessions = _sessions(config, readings, load)
         stopped = (
@@ -204,27 +200,26 @@ def _probes(readings: Sequence[ProbeReading], *, decides: bool) -> list[Probe]:
     return [reading.probe for reading in readings if reading.decides is decides and not reading.invalid]
 
 
-def _given_up(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
-    """Why no further probe is useful; empty otherwise."""
+def _given_up(config: SearchConfig, readings: Sequence[ProbeReading]) -> Fact | None:
+    """Why no further probe is useful; None otherwise."""
     last = readings[-_TRIES:]
     if len(last) == _TRIES and all(reading.invalid for reading in last):
-        return f"{_TRIES} INVALID probes in a row ({last[-1].invalid})"
+        return fact("invalid", probes=_TRIES, last=last[-1].invalid)
     return _too_short(config, judged(config, readings))
 
 
-def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> str:
+def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> Fact | None:
     """Why a probe at the last load cannot be long enough: it had all sessions allowed or available."""
     if not readings or readings[-1].decides or readings[-1].invalid:
-        return ""
+        return None
     *before, last = readings
     load, most = last.probe.load, config.longest * config.fewest(last.probe.load)
     same = [each for each in before if each.short and each.probe.load == load]
     ended = any(each.asked < last.asked and each.sessions >= last.sessions for each in same)
     if last.sessions < most and not ended:
-        return ""
-    at = f"{load:,.0f} open" if config.by_concurrency else f"{load:.3g}/s"
-    had = f"all {last.sessions:,} sessions {THERE_ARE}" if last.sessions < most else f"{last.sessions:,} sessions"
-    return f"a probe at {at} that is too short to decide with {had}"
+        return None
+    code = "all_too_short" if last.sessions < most else "too_short"  # all: texts are not sent twice
+    return fact(code, load=load, by_concurrency=config.by_concurrency, sessions=last.sessions)
 
 
 def judged(config: SearchConfig, readings: Sequence[ProbeReading]) -> list[ProbeReading]:
@@ -264,28 +259,20 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
     raise RunError(f"requests sent one at a time are INVALID: {'; '.join(run.manifest.reasons)}")
 
 
-def _unreachable(config: SearchConfig, alone: ProbeReading) -> str:
-    """Why no load can meet the limits, with the lowest possible limits; empty if requests one at a time meet them."""
+def _unreachable(config: SearchConfig, alone: ProbeReading) -> Fact | None:
+    """Why no load can meet the limits, with the lowest possible limits; None if requests one at a time meet them."""
     run = Run.load(alone.run_dir)
     requirements, slos = config.limits.requirements(), config.limits.slos()
     for requirement, slo, count in zip(requirements, slos, alone.probe.counts, strict=True):
         if count.share >= requirement.share:
             continue
         least = least_limits_ms(run.requests, run.manifest.phases, slo, requirement.share)
-        known = [f"{name}:{up(value)}" for name, value in least.items() if 0 < value < math.inf]
-        why = [f"too many answers have no {name}" for name, value in least.items() if math.isinf(value)]
-        why += [f"the least that can be had is about {', '.join(known)}"] if known else []
-        return (
-            f"one request at a time, {100 * count.share:.0f} % meet {slo}, and {100 * requirement.share:g} % must; "
-            + "; ".join(why)
-        )
-    return ""
-
-
-def up(value_ms: float) -> str:
-    """The value rounded up to two significant digits."""
-    digits = 1 - math.floor(math.log10(value_ms))
-    return f"{math.ceil(value_ms * 10**digits) / 10**digits:g}"
+        return fact(
+            "limits_missed_alone", limits=str(slo), met=count.share, required=requirement.share,
+            least_ms={name: value for name, value in least.items() if 0 < value < math.inf},
+            without=[name for name, value in least.items() if math.isinf(value)],
+        )  # fmt: skip
+    return None
 
 
 def _first_load(config: SearchConfig, alone: ProbeReading) -> float:
@@ -309,12 +296,12 @@ def _sessions(config: SearchConfig, readings: Sequence[ProbeReading], load: floa
     return int(min(max(fewest * 2**repeated, wanted, _needed(readings, load)), config.longest * fewest))
 
 
-def _too_long(config: SearchConfig, readings: Sequence[ProbeReading], load: float, budget: SearchBudget) -> str:
-    """Why no time is left for a probe in real time at ``load``; empty if there is."""
+def _too_long(config: SearchConfig, readings: Sequence[ProbeReading], load: float, budget: SearchBudget) -> Fact | None:
+    """Why no time is left for a probe in real time at ``load``; None if there is."""
     if not config.real_time or math.isinf(budget.seconds):
-        return ""
+        return None
     served = [r.completed_sessions_per_s for r in readings if r.completed_sessions_per_s]
     rate = max(served, default=math.inf) if config.by_concurrency else load
     needs_s = _sessions(config, readings, load) / rate
     left_s = budget.seconds - (time.monotonic() - budget.begun)
-    return f"{budget.of_time} (the next run takes {needs_s:.0f} s)" if needs_s > left_s else ""
+    return budget.of_time(next_run_s=needs_s) if needs_s > left_s else None

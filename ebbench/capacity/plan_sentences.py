@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import to_builtins
 from rich.table import Table
 
 from ebbench.analysis.api_server_load import left_out
@@ -22,10 +23,26 @@ from ebbench.capacity.deployments import (
     caveats,
 )
 from ebbench.devices.profiles import find_model
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 from ebbench.spec.server import OFF
+
+
+def _missed_alone(met: Mapping[str, float], attainment: float, least_ms: Mapping[str, float | None]) -> str:
+    missed = ", ".join(f"{name} {100 * share:.0f} %" for name, share in met.items())
+    least = " ".join(f"{name}:{numbers.up(value)}" for name, value in least_ms.items() if value)
+    return f"misses the limits even one request at a time ({missed}; alone, p{100 * attainment:g} is {least})"
+
+
+REFUSALS: Texts = {
+    "cannot_run": "{error}",
+    "missed_alone": _missed_alone,
+    "missed_dispatched": "{replicas} replicas behind a dispatcher still miss the limits, not sized",
+    "too_dear": "would cost more than {times:g} times the cheapest deployment found",
+    "too_many_replicas": "needs more than {most} replicas",
+}
+"""Why a candidate is left out."""
 
 
 def parts(
@@ -57,7 +74,7 @@ def parts(
         )
     reasons: dict[str, list[Candidate]] = {}
     for candidate, reason in found.refused:
-        reasons.setdefault(reason, []).append(candidate)
+        reasons.setdefault(reason.worded(REFUSALS), []).append(candidate)
     lines += [
         f"{_count(candidates)} left out: {reason} ({_names(candidates, found)})."
         for reason, candidates in sorted(reasons.items(), key=lambda item: -len(item[1]))
@@ -345,7 +362,7 @@ def as_dict(
         "prices_per_gpu_hour": dict(prices) or None,
         "priced_in": priced_in or None,
         "deployments": [_deployment(each, task, prices) for each in found.found],
-        "refused": [{**vars(candidate), "reason": reason} for candidate, reason in found.refused],
+        "refused": [{**vars(candidate), "reason": to_builtins(reason)} for candidate, reason in found.refused],
         "left_out": [vars(candidate) for candidate in found.pruned],
         "notes": list(notes),
     }

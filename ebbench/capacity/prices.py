@@ -13,7 +13,7 @@ from ebbench.config.setting_strings import Setting, value_of
 from ebbench.devices.profiles import list_devices
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import load_toml
-from vllm_eb.errors import name_hint
+from vllm_eb.settings import name_hint
 
 PRICE = Setting("price per GPU-hour", unit="per GPU-hour", above=0, example=3.5)
 

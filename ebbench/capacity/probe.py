@@ -23,8 +23,9 @@ from ebbench.analysis.steady import Window, completed_sessions_per_s, session_en
 from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.estimate import Floats, MetCounts, Probe
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.records.manifest import KV_CACHE, PhaseFact
+from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
+from ebbench.records.warnings import KV_CACHE
 
 BATCHES = 20
 """Parts of a run from which its dispersion is estimated."""
@@ -44,47 +45,52 @@ _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
 
 @dataclass(frozen=True)
 class ProbeReading:
-    """A probe and further results of its run. Latencies in ms.
-
-    ``short``: too few sessions for the number that were open, or so few that the queue may have grown only because the
-    batch was filling; the probe is not used. ``correlated``: neighbouring parts of the run had so similar shares within
-    the limits that the queue changed more slowly than the run lasted. ``sessions``: those of the whole run;
-    ``asked``: those asked for.
-    ``invalid``: reasons why the run is INVALID although its requests did not fail, such as a late client; the probe is
-    not used, since it does not describe the server. ``attainment``: share of counted requests that met the joint limits
-    (1 if only percentiles are limited); ``met``: whether every requirement was met and the queue stayed bounded.
-    ``completed_sessions_per_s``: sessions that ended in the steady window.
-    ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``: medians; ``ttft_high_ms``, ``tpot_high_ms``:
-    percentiles at the required attainment. ``memory_full``: share of the time with a full KV cache. ``api_servers``:
-    processes of vLLM's API server that the counted requests keep busy. ``caveats``: those of plan and device;
-    ``kv_warnings``: what a full KV cache cost, and ``kv_figures`` by the names of the run's JSON.
-    """
+    """A probe and further results of its run. Latencies in ms, rates per s."""
 
     probe: Probe
     run_dir: str
     short: bool
+    """Too few sessions for the number that were open, or so few that the queue may have grown only because the
+    batch was filling; the probe is not used."""
     correlated: bool
+    """Neighbouring parts of the run had so similar shares within the limits that the queue changed more slowly than the
+    run lasted."""
     sessions: int
+    """Of the whole run."""
     invalid: str
+    """Reasons why the run is INVALID although its requests did not fail, such as a late client; the probe is not used,
+    since it does not describe the server."""
     mean_open: float
     requests_per_session: float
     completed_sessions_per_s: float
+    """Sessions that ended in the steady window."""
     attainment: float
+    """Share of counted requests that met the joint limits; 1 if only percentiles are limited."""
     shares: dict[str, float]
+    """Share that met each limit alone."""
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
     output_tokens_per_s: float
     ttft_ms: float | None
+    """Median, as is ``tpot_ms``."""
     tpot_ms: float | None
     ttft_high_ms: float | None
+    """Percentile at the required attainment, as is ``tpot_high_ms``."""
     tpot_high_ms: float | None
     memory_full: float
+    """Share of the time with a full KV cache."""
     api_servers: float = 0.0
+    """Processes of vLLM's API server that the counted requests keep busy."""
     caveats: tuple[str, ...] = ()
+    """Of plan and device."""
     kv_warnings: tuple[str, ...] = ()
+    """What a full KV cache cost."""
     kv_figures: Mapping[str, float | None] = field(default_factory=dict)
+    """What a full KV cache cost, by the names of the run's JSON."""
     met: bool = True
+    """Whether every requirement was met and the queue stayed bounded."""
     asked: int = 0
+    """Sessions asked for."""
 
     @property
     def decides(self) -> bool:
@@ -107,7 +113,7 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     reading = read_measured(measured, load, limits, per_open)
     memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
     others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
-    plan = (str(warning) for warning in others if warning.code == "plan")
+    plan = (str(warning) for warning in others if (warning.about or warning.code) == "plan")
     return replace(
         reading,
         caveats=(*plan, *of_device(manifest.engine, others)),

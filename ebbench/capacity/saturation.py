@@ -18,9 +18,11 @@ import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.steady import completed_sessions_per_s, session_ends_ns, steady_windows
+from ebbench.capacity.sentences import SATURATION, not_saturated, saturation_begins
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import Fact, fact
 from ebbench.runs.prepare import without_load
 
 if TYPE_CHECKING:
@@ -100,10 +102,10 @@ _SESSIONS, _ALONE, _PER_OPEN = 60, 4, 4
 
 @dataclass(frozen=True)
 class Saturation:
-    """``rate`` in sessions/s; ``sentence``: how it was measured."""
+    """``rate`` in sessions/s; ``measured``: how it was measured."""
 
     rate: float
-    sentence: str
+    measured: Fact
 
 
 def with_saturation(
@@ -124,15 +126,10 @@ def with_saturation(
         found = _simulated(series, engine, device)
     else:
         most = 2 * series.spec.server.max_num_seqs if engine.name == "vllm" else None
-        loops = "4, 8, 16, ..." if most is None else f"4, 8, 16, ... {most:,}"
         folder = _folder(series, beside)
-        say(
-            f"scenario {series.spec.plan.scenario} has shares of the saturated rate, which is measured first, for at "
-            f"most {BUDGET_S:.0f} s: {loops} open sessions, until twice as many complete no more per second (runs in "
-            f"{folder}). --saturation-rate skips this"
-        )
+        say(saturation_begins(series.spec.plan.scenario, BUDGET_S, most, folder))
         found = _measured(series, engine, device, messages, folder, most, quiet=quiet)
-    say(found.sentence)
+    say(found.measured.worded(SATURATION))
     return replace(series, spec=series.spec.changed(saturation_rate=found.rate))
 
 
@@ -164,12 +161,10 @@ def _simulated(series: Series, engine: Engine, device: Device) -> Saturation:
             f"saturation could not be measured: {spec.plan.workload} has too few sessions to fill a batch; give "
             "--saturation-rate, or a smaller --max-num-seqs"
         )
-    where = "" if simulator is engine else " in the simulator, which makes the same steps,"
-    return Saturation(
-        _rounded(found.per_s),
-        f"saturation measured{where}: {_rounded(found.per_s):g} sessions/s under {policy.name} (closed "
-        f"loop of {found.concurrency:,} sessions); --saturation-rate sets another",
-    )
+    rate = _rounded(found.per_s)
+    elsewhere = simulator is not engine
+    how = fact("simulated", rate=rate, policy=policy.name, sessions=found.concurrency, elsewhere=elsewhere)
+    return Saturation(rate, how)
 
 
 def _measured(
@@ -212,31 +207,15 @@ def saturation_of(found: SearchOutcome, policy: str, seconds: float) -> Saturati
     """The highest rate of all loops; with more sessions than a prefix cache serves the largest ones may be slower."""
     usable = sorted((r for r in found.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
     if not usable:
-        why = found.stopped or next(
-            (r.probe.failed for r in found.readings if r.probe.failed), "no run was long enough"
-        )
-        raise RunError(f"saturation could not be measured ({why}); give --saturation-rate")
-    rates = [reading.completed_sessions_per_s for reading in usable]
-    flat = found.limited_by == "queue"
-    rate = _rounded(max(rates))
-    largest = usable[-1].probe.load
-    most = f"{largest:.0f} open sessions"
-    reached = f"{most} complete no more per second than {largest / 2:.0f}" if flat else _short_of(found, most)
+        raise RunError(not_saturated(found))
+    rate = _rounded(max(reading.completed_sessions_per_s for reading in usable))
     return Saturation(
         rate,
-        f"saturation measured: {rate:g} sessions/s under {policy} ({reached}; {len(found.readings)} runs, "
-        f"{seconds:.0f} s). The same plan again: --saturation-rate {rate:g}",
-    )
-
-
-def _short_of(found: SearchOutcome, most: str) -> str:
-    """The last loop of a measurement that ended while twice the sessions might still complete more."""
-    if found.limited_by == "errors":
-        return "more open sessions made requests fail"
-    if not found.stopped:
-        return f"{most}, twice what a batch holds"
-    why = found.stopped.replace("--max-time ", "the budget of ")
-    return f"{most} at most: {why}; the saturated rate may be higher"
+        fact(
+            "measured", rate=rate, policy=policy, sessions=usable[-1].probe.load, runs=len(found.readings),
+            seconds=seconds, limited_by=found.limited_by, stopped=found.stopped,
+        ),
+    )  # fmt: skip
 
 
 def _rounded(rate: float) -> float:

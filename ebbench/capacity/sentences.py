@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import convert, to_builtins
 
 from ebbench.analysis.api_server_load import left_out
 from ebbench.analysis.caveats import by_policy, told_once
@@ -17,7 +20,7 @@ from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading
 from ebbench.errors import DataError
 from ebbench.records import files
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
 
 # Results of `ebbench capacity` as JSON: one object per policy, for --json and stored with the probes.
@@ -82,8 +85,8 @@ def as_dict(
         "median_ttft_ms": near.ttft_ms,
         "median_tpot_ms": near.tpot_ms,
         "fitted": estimate.fitted,
-        "stopped": outcome.stopped or None,
-        "refused": outcome.refused or None,
+        "stopped": to_builtins(outcome.stopped),
+        "refused": to_builtins(outcome.refused),
         "probes": len(outcome.readings),
         **near.kv_figures,
         "warnings": [*notes, *near.kv_warnings, *told_once(outcome.caveats, lambda _: "")],
@@ -111,6 +114,93 @@ def _point(reading: ProbeReading, factor: float) -> dict[str, Any]:
         **reading.kv_figures,
         "run_dir": reading.run_dir,
     }
+
+
+def _too_short(load: float, by_concurrency: bool, sessions: int, of: str = "{} sessions") -> str:
+    at = _load(load, by_concurrency)
+    return f"a probe at {at} that is too short to decide with {of.format(f'{sessions:,}')}"
+
+
+def _missed_alone(
+    limits: str, met: float, required: float, least_ms: Mapping[str, float], without: Sequence[str]
+) -> str:
+    why = [f"too many answers have no {name}" for name in without]
+    known = ", ".join(f"{name}:{numbers.up(value)}" for name, value in least_ms.items())
+    why += [f"the least that can be had is about {known}"] if known else []
+    return f"one request at a time, {100 * met:.0f} % meet {limits}, and {100 * required:g} % must; {'; '.join(why)}"
+
+
+def _max_time(limit_s: float, next_run_s: float | None = None, option: str = "--max-time ") -> str:
+    return f"{option}{limit_s:g}" + ("" if next_run_s is None else f" (the next run takes {next_run_s:.0f} s)")
+
+
+ENDS: dict[str, str | Callable[..., str]] = {
+    "limits_missed_alone": _missed_alone,
+    "max_probes": "--max-probes {probes}",
+    "max_time": _max_time,
+    "invalid": "{probes} INVALID probes in a row ({last})",
+    "too_short": _too_short,
+    "all_too_short": partial(_too_short, of="all {} sessions that there are"),
+}
+"""Why a search did not take place, or ended early."""
+
+
+def saturation_begins(scenario: str | None, longest_s: float, most: int | None, folder: Path) -> str:
+    """What is measured before runs of a scenario with shares of the saturated rate."""
+    loops = "4, 8, 16, ..." + ("" if most is None else f" {most:,}")
+    return (
+        f"scenario {scenario} has shares of the saturated rate, which is measured first, for at most {longest_s:.0f} "
+        f"s: {loops} open sessions, until twice as many complete no more per second (runs in {folder}). "
+        "--saturation-rate skips this"
+    )
+
+
+def _simulated(rate: float, policy: str, sessions: int, elsewhere: bool) -> str:
+    where = " in the simulator, which makes the same steps," if elsewhere else ""
+    loop = f"closed loop of {sessions:,} sessions"
+    return f"saturation measured{where}: {rate:g} sessions/s under {policy} ({loop}); --saturation-rate sets another"
+
+
+def _measured(
+    rate: float, policy: str, sessions: float, runs: int, seconds: float, limited_by: str, stopped: Fact | None
+) -> str:
+    most = f"{sessions:.0f} open sessions"
+    if limited_by == "queue":
+        reached = f"{most} complete no more per second than {sessions / 2:.0f}"
+    elif limited_by == "errors":
+        reached = "more open sessions made requests fail"
+    elif stopped is None:
+        reached = f"{most}, twice what a batch holds"
+    else:
+        budget = ENDS | {"max_time": partial(_max_time, option="the budget of ")}
+        reached = f"{most} at most: {stopped.worded(budget)}; the saturated rate may be higher"
+    return (
+        f"saturation measured: {rate:g} sessions/s under {policy} ({reached}; {runs} runs, {seconds:.0f} s). The same "
+        f"plan again: --saturation-rate {rate:g}"
+    )
+
+
+SATURATION: Texts = {"simulated": _simulated, "measured": _measured}
+
+
+def not_saturated(found: SearchOutcome) -> str:
+    """Why no run told the saturated rate."""
+    failed = next((r.probe.failed for r in found.readings if r.probe.failed), "no run was long enough")
+    why = failed if found.stopped is None else found.stopped.worded(ENDS)
+    return f"saturation could not be measured ({why}); give --saturation-rate"
+
+
+def end_of(stored: object) -> str:
+    """Why a stored search ended; that of an earlier version is a sentence already."""
+    return convert(stored, Fact).worded(ENDS) if isinstance(stored, dict) else str(stored)
+
+
+def nothing_usable(stopped: Fact | None) -> str:
+    """The error for a search without a usable probe, with the remedy."""
+    why = "no probe was long enough" if stopped is None else stopped.worded(ENDS)
+    exhausted = stopped is not None and stopped.code == "all_too_short"
+    longer = "use a longer source, or --source profile" if exhausted else "give more --num-prompts or a larger budget"
+    return f"no probe was usable ({why}); {longer}"
 
 
 _LIMITED = {
@@ -194,8 +284,8 @@ def remarks(
             f"that kept the limits ({near}). Limits: {limits}."
         )
     for policy, outcome in found.items():
-        if outcome.refused:
-            lines.append(f"{policy}: {outcome.refused}.")
+        if outcome.refused is not None:
+            lines.append(f"{policy}: {outcome.refused.worded(ENDS)}.")
             continue
         lines += [
             f"{policy}: {line}" if index == 0 else line
@@ -204,8 +294,9 @@ def remarks(
         if outcome.limited_by in _LIMITED:
             meaning = _WAITING if by_concurrency and outcome.limited_by == "queue" else _LIMITED[outcome.limited_by]
             lines.append(f"{policy}: limited by {outcome.limited_by}: {meaning}.")
-        if outcome.stopped:
-            lines.append(f"{policy}: stopped by {outcome.stopped} before the interval was as narrow as asked.")
+        if outcome.stopped is not None:
+            why = outcome.stopped.worded(ENDS)
+            lines.append(f"{policy}: stopped by {why} before the interval was as narrow as asked.")
         lines += _open_ends(policy, outcome, by_concurrency)
     if (warning := beyond_api_servers(found, api_servers_left_out)) is not None:
         lines.append(str(warning))

@@ -300,7 +300,7 @@ def _exit_code_of(error: Exception, *, interrupted: bool) -> int:
 
     ``interrupted``: after a signal, which libraries turn into errors of their own where it ends their import.
     """
-    from vllm_eb.errors import GivenValueError
+    from vllm_eb.settings import GivenValueError
 
     if isinstance(error, GivenValueError):
         return _complain(str(error), 2)

@@ -128,7 +128,8 @@ def plan(
     """
     from ebbench.capacity import chart
     from ebbench.capacity.candidates import sized
-    from ebbench.capacity.deployments import MISSED_ALONE, plan_notes
+    from ebbench.capacity.deployments import plan_notes
+    from ebbench.capacity.plan_sentences import REFUSALS
     from ebbench.capacity.prices import check_prices
     from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
@@ -143,9 +144,10 @@ def plan(
         api_server_if_busy=api_server_if_busy(settings), quiet=output.quiet,
     )  # fmt: skip
     refused, carried = deployments.refused, deployments.found
-    if refused and all(reason.startswith(MISSED_ALONE) for _, reason in refused) and not carried:
+    if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
         candidate, reason = refused[0]
-        raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {reason}")
+        why = reason.worded(REFUSALS)
+        raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {why}")
     if output.plot is not None and carried:
         chart.save_frontier(deployments, bool(prices), output.plot)
     notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)

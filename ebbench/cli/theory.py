@@ -128,7 +128,7 @@ def memory(
 
     Example: ebbench theory memory --capacity 400000 --mu-l 105 --p0 0.0036 --theta 0.2
     """
-    from vllm_eb.memory import memory_bounds
+    from vllm_eb.theory import memory_bounds
 
     if form not in ("code", "paper"):
         raise UsageError(f"--form is code or paper, not {form!r}")
@@ -209,7 +209,7 @@ def deferred(
 
     Example: ebbench theory deferred --batch-limit 331 --alpha 0.004975 --c-p 0.028 --c-d 0.04
     """
-    from vllm_eb.deferred import DeferredModel, approximate_chain, exact_chain
+    from vllm_eb.policies.deferred import DeferredModel, approximate_chain, exact_chain
 
     if not n > 0:
         raise UsageError(f"--n must be positive, not {n}")

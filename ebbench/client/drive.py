@@ -43,9 +43,9 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
-from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
 
 # Warm-up: requests before the start with the plan's lengths and other content, not recorded.
@@ -303,11 +303,11 @@ def _about_server(
     kept = completed and cache and not (made_up or facts["prefix_cache_reset"])
     met = note_prompts(facts["server"], facts["served_model"], plan, environ) if kept else None
     found = (
-        (WARM_CACHE, unplanned_hits(rate, plan)),
-        (WARM_CACHE, met_before(met, rate, plan)),
-        (OTHER_MODEL, other_models_warning(facts.get("other_models", {}), facts["served_model"], completed)),
+        unplanned_hits(rate, plan),
+        met_before(met, rate, plan),
+        other_models_warning(facts.get("other_models", {}), facts["served_model"], completed),
     )
-    return tuple(RunWarning(code, text) for code, text in found if text)
+    return tuple(filter(None, found))
 
 
 def _reported(server_metrics: pa.Table) -> dict[str, Any]:

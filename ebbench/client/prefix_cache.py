@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.records.content import block_tokens
+from ebbench.records.warnings import WARM_CACHE, RunWarning, warning
 
 # Remembers which prompts were sent to which server: its prefix cache may still hold them.
 #
@@ -153,21 +154,17 @@ def repeated_share(plan: pa.Table) -> float:
     return repeated / total if total else 0.0
 
 
-def unplanned_hits(rate: float | None, plan: pa.Table) -> str | None:
+def unplanned_hits(rate: float | None, plan: pa.Table) -> RunWarning | None:
     """A warning if more prompt tokens were cached than the plan repeats; else None."""
     if rate is None or plan.column("prompt").null_count < plan.num_rows:
         return None
     planned = repeated_share(plan)
     if rate <= planned + _TOLERANCE:
         return None
-    return (
-        f"{100 * rate:.0f} % of the prompt tokens came from the server's prefix cache, but this run's prompts repeat "
-        f"only {100 * planned:.0f} %: the server had cached them before, which makes it faster than for new prompts; "
-        "reset its prefix cache or give another --seed"
-    )
+    return warning(WARM_CACHE, hit_share=rate, planned_share=planned)
 
 
-def met_before(met: MetBefore | None, rate: float | None, plan: pa.Table) -> str | None:
+def met_before(met: MetBefore | None, rate: float | None, plan: pa.Table) -> RunWarning | None:
     """A warning if the server was sent these prompts before, nothing emptied its cache, and its hits do not show it.
 
     ``rate``: share of the prompt tokens found cached, None if the server does not report it. For synthetic prompts
@@ -176,11 +173,5 @@ def met_before(met: MetBefore | None, rate: float | None, plan: pa.Table) -> str
     text = plan.column("prompt").null_count < plan.num_rows
     if met is None or (rate is not None and not (text and rate > _TOLERANCE)):
         return None
-    hits = "it reports no hits" if rate is None else f"{100 * rate:.0f} % of the prompt tokens were hits"
     when = datetime.fromtimestamp(met.unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    remedy = "" if text else ", or give another --seed"
-    return (
-        f"{100 * met.share:.0f} % of these prompts were sent to this server before, last on {when}, and nothing "
-        f"emptied its prefix cache ({hits}): unless it was restarted since, TTFT and throughput are those of cached "
-        f"prompts and not comparable with a first run; restart it{remedy}"
-    )
+    return warning(WARM_CACHE, hit_share=rate, met_share=met.share, last=when, text=text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -14,6 +13,7 @@ from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.messages import WorkerDone
 from ebbench.client.server_numbers import OddNumber
 from ebbench.records.schema import SAME_TIME_NS, tokens_after_first_of
+from ebbench.records.warnings import OTHER_MODEL, RunWarning, warning
 from ebbench.spec.client import LAG_REMEDY
 
 _JOINED_SHARE = 0.1
@@ -67,23 +67,10 @@ def client_warnings(
     return tuple(text for text in found if text)
 
 
-def other_models_warning(other_models: Mapping[str, int], asked: str, completed: int) -> str | None:
+def other_models_warning(other_models: Mapping[str, int], asked: str, completed: int) -> RunWarning | None:
     """A warning if complete responses name another model than the one asked for; None if none does."""
-    others = sum(other_models.values())
-    if not others:
-        return None
-    if others == completed and len(other_models) == 1 and " and " not in next(iter(other_models)):
-        (name,) = other_models
-        return (
-            f"every answer names {name!r} as its model, not {asked!r} as asked for: an alias of it, or another model "
-            "that these figures are then of"
-        )
-    named = ", ".join(f"{count:,} from {name!r}" for name, count in Counter(other_models).most_common(3))
-    more = f" and {len(other_models) - 3} more" if len(other_models) > 3 else ""
-    return (
-        f"{others:,} of {completed:,} answers did not come from {asked!r} alone, as asked for: {named}{more}. These "
-        "figures mix models: a router in front of the server falls back, or balances among several; measure one model"
-    )
+    answers = {name: count for name, count in other_models.items() if count}
+    return warning(OTHER_MODEL, answers=answers, asked=asked, completed=completed) if answers else None
 
 
 def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:

@@ -21,12 +21,26 @@ class StepShape(NamedTuple):
     ``prefill``: ``(chunk_tokens, context_tokens)`` per prefilling sequence: tokens computed in this step, and tokens in
     the KV cache before it. ``decode_kv_tokens``: sum of the contexts of decoding sequences (KV tokens read by
     attention). ``sampled_seqs``: number of sequences that produce a token: all decodes and the prefills that complete.
+    ``draft_tokens``: drafted tokens that the decodes verify, each one token of the step more; contexts include them.
     """
 
     prefill: tuple[tuple[int, int], ...]
     decode_seqs: int
     decode_kv_tokens: int
     sampled_seqs: int
+    draft_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What drafts the tokens of speculative decoding, in parts of the target model: ``passes`` per step, each of
+    ``layer_share`` of its layers (``layers`` of them with attention) and of ``head_share`` of its language head. The
+    first pass computes all tokens of the step, each further one a token per sequence."""
+
+    passes: int
+    layers: int
+    layer_share: float
+    head_share: float
 
 
 class CostModel(Protocol):

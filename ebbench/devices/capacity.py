@@ -106,10 +106,10 @@ def reserve_bytes(
 
 
 def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:
-    """:func:`kv_capacity_tokens` with the settings of ``request``."""
+    """:func:`kv_capacity_tokens` with the settings of ``request``; a drafter has weights and a KV cache of its own."""
     return kv_capacity_tokens(
         profile,
-        model,
+        model if request.drafts is None else model.with_drafter(request.drafts.rules.layers),
         start_up(request.vllm),
         parallel=request.parallel,
         gpu_memory_utilization=request.gpu_memory_utilization,

@@ -44,6 +44,7 @@ class Mixer:
     of these where an FP8 cache has a format of its own; ``cached_bytes``: further bytes, in no type that a server
     chooses; ``state_bytes``: bytes per sequence. ``reads``: elements that a query reads per token before
     it (of a layer that uses another layer's cache, too). ``others``: parameters outside ``products``, in 16 bits.
+    ``sizes``: of a gated delta rule, numbers and widths of its heads by the names of the kernels' arguments.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Mixer:
     reads: int = 0
     products: tuple[Product, ...] = ()
     others: int = 0
+    sizes: tuple[tuple[str, int], ...] = ()
 
     @property
     def params(self) -> int:
@@ -90,7 +92,10 @@ class Mixer:
         products = tuple(one.sliced(tp) for one in self.products)
         if self.kind == "index":
             return replace(self, products=products)
-        part = replace(self, products=products, heads=-(-self.heads // tp), state_bytes=-(-self.state_bytes // tp))
+        sizes = tuple((name, max(size // tp, 1) if name.startswith("n") else size) for name, size in self.sizes)
+        part = replace(
+            self, products=products, heads=-(-self.heads // tp), state_bytes=-(-self.state_bytes // tp), sizes=sizes
+        )
         if not self.kv_heads:
             return part
         kept = max(self.kv_heads // tp, 1)
@@ -167,7 +172,8 @@ class ModelGeometry:
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
     others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
     WEIGHT_BITS, with bfloat16 for any 16-bit type. ``positions``: longest sequence in tokens that its config.json
-    allows, 0: not known. ``note``: what is simplified.
+    allows, 0: not known. ``mtp_layers``: modules that predict further tokens, which only speculative decoding uses.
+    ``note``: what is simplified.
     """
 
     name: str
@@ -202,6 +208,7 @@ class ModelGeometry:
     expert_dtype: str = ""
     kv_dtype: str = "bfloat16"
     positions: int = 0
+    mtp_layers: int = 0
     note: str = ""
 
     @property
@@ -262,6 +269,15 @@ class ModelGeometry:
     def mlp_layers(self) -> int:
         """Layers with an MLP or with experts."""
         return self.layers - self.bare_layers
+
+    def with_drafter(self, layers: int) -> ModelGeometry:
+        """The model with ``layers`` more, each like its last one, as a drafter has them."""
+        own = self.own_mixers
+        return replace(
+            self,
+            layers=self.layers + layers,
+            own_mixers=(replace(own[0], layers=own[0].layers + layers), *own[1:]) if own else (),
+        )
 
     def without_experts(self) -> ModelGeometry:
         """The dense layers of a mixture, as a model of their own with all its layers."""

@@ -10,8 +10,7 @@ import numpy as np
 from ebbench.devices.base import StepShape
 from ebbench.errors import InputFileError
 from ebbench.foreign.opening import read_text
-from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
-from vllm_eb.costs import CostGrid
+from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, calibration_from_json
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,16 @@ class GridCost:
         return cls(grid, request_s, square_s)
 
     def step_s(self, shape: StepShape) -> float:
-        """Time (s) of one step; prompts count by their total tokens, decodes by number and mean context."""
-        seqs = shape.decode_seqs
+        """Time (s) of one step; prompts count by their total tokens, decodes by number and mean context.
+
+        A drafted token counts as a decode, with the keys of its sequence divided among them: they are read once.
+        """
+        seqs = shape.decode_seqs + shape.draft_tokens
         tokens = squares = 0
         for chunk, before in shape.prefill:
             tokens += chunk
             squares += chunk * (chunk + 2 * before)
-        beside = self.request_s * (shape.sampled_seqs - seqs) + self.square_s * squares
+        beside = self.request_s * (shape.sampled_seqs - shape.decode_seqs) + self.square_s * squares
         if not seqs:
             return self.grid.prefill_s(tokens) + beside
         context = shape.decode_kv_tokens / seqs

@@ -8,70 +8,144 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbench.devices import library
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
-from ebbench.devices.surfaces import Array
+from ebbench.devices.surfaces import Array, increasing, without_spikes
 from ebbench.errors import UsageError
+from ebbench.records.warnings import caveat
 
 # Time of one layer's fused experts by token count, on one GPU or divided among several.
 
 _TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536], dtype=float)
+_TABLE_BITS = {"w4a16_mxfp4": 4.25, "w4a8_mxfp4_mxfp8": 4.25, "bfloat16": 16.0}
+"""Bits per weight in a table's type, with its scales; 8 for the others."""
+
+
+class Shape(NamedTuple):
+    """The experts of one layer: widths, their number, and how many of them a token uses."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    per_token: int
+    matrices: int = 3  # of an expert: two in, of which one is the gate, and one out
+
+    @property
+    def params(self) -> float:
+        """Parameters of one expert."""
+        return float(self.matrices * self.hidden * self.intermediate)
+
+    def distance(self, other: Shape) -> float:
+        """How far the shapes are apart: the sum of the logarithms of their ratios."""
+        pairs = ((self.params, other.params), (self.experts, other.experts), (self.per_token, other.per_token))
+        return float(sum(abs(np.log(one / two)) for one, two in pairs))
+
+    def __str__(self) -> str:
+        return f"{self.per_token} of {self.experts} experts of {self.hidden} x {self.intermediate}"
 
 
 def expert_times(
     profile: DeviceProfile, model: ModelGeometry, shape: Parallel
-) -> tuple[tuple[Array, Array], tuple[str, ...]]:
-    """(token counts, seconds) of one GPU's experts, and warnings. Tokens are those of all GPUs of the engine.
+) -> tuple[tuple[Array, Array], tuple[str, ...], tuple[library.Note, ...]]:
+    """(token counts, seconds) of one GPU's experts by the tokens of all GPUs, warnings, what the library gave.
 
     With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
-    Sources in order of preference: the table of this shape and division; that of one GPU, divided except for its fixed
-    part; the roofline of the experts used.
+    Sources in order of preference: the table of this shape and division; the library's (derived from other shapes of a
+    type without any table); the table of one GPU, divided except for its fixed part; that of the nearest shape, scaled;
+    the roofline of the experts used.
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
-    found = _measured(profile, model, model.dtype_of_experts, tp, ep)
-    if found is not None:
-        return found, ()
-    parts = tp * ep
-    whole = _measured(profile, model, model.dtype_of_experts, 1, 1)
-    if whole is not None:
-        tokens, times = whole
-        fixed = float(times.min())
-        warning = (
-            f"experts of {model.name} divided among {parts} {profile.name} were not measured: those of one GPU, all "
-            f"but their fixed part divided by {parts}"
-        )
-        return (tokens, fixed + (times - fixed) / parts), (warning,)
-    warning = f"experts of {model.name} were not profiled on {profile.name}: their time is a roofline estimate"
-    return (_TOKENS, _roofline(profile, model) / parts), (warning,)
+    matrices = round(model.expert_params / (model.hidden * model.expert_intermediate))
+    wanted = Shape(model.hidden, model.expert_intermediate, model.experts, model.experts_per_token, matrices)
+    dtype, parts = model.dtype_of_experts, tp * ep
+    said: tuple[str, ...] = ()
+    if dtype == MXFP4 and profile.mxfp4_experts:
+        dtype, said = profile.mxfp4_experts, (caveat("mxfp8-activations", device=profile.name),)
+    if found := _measured(profile.name, wanted, dtype, tp, ep):
+        return found, said, ()
+    known = bool(shapes_measured(profile.name, dtype, 1, 1))
+    if not said and (curve := library.experts(profile, model, tp, ep, derived=not known)):
+        return (curve.points, curve.times), (), ((f"experts of {model.name}", curve.origin),)
+    if whole := _measured(profile.name, wanted, dtype, 1, 1):
+        divided = caveat("experts-divided", model=model.name, device=profile.name, gpus=parts)
+        return _divided(*whole, parts), (divided, *said), ()
+    bits = WEIGHT_BITS[model.dtype_of_experts]
+    for division in dict.fromkeys(((tp, ep), (1, 1))):
+        if near := _nearest(profile.name, wanted, dtype, *division):
+            other, kind = near
+            tokens, times = scaled_times(profile, wanted, bits, other, kind, division)
+            of = {"model": model.name, "experts": str(wanted), "device": profile.name}
+            found = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
+            return found, (caveat("experts-scaled", **of, measured=str(other)), *said), ()
+    estimated = caveat("experts-roofline", model=model.name, device=profile.name)
+    return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (estimated, *library.hint(profile)), ()
 
 
-def _measured(profile: DeviceProfile, model: ModelGeometry, dtype: str, tp: int, ep: int) -> tuple[Array, Array] | None:
+MXFP4 = "w4a16_mxfp4"
+
+
+def scaled_times(
+    profile: DeviceProfile, wanted: Shape, bits: float, other: Shape, dtype: str, division: tuple[int, int]
+) -> tuple[Array, Array]:
+    """Times of a measured shape, all but their fixed part in the ratio of both shapes' rooflines.
+
+    The fixed part is what the measured times exceed their roofline by at least: launches, sorting tokens by expert.
+    """
+    found = _measured(profile.name, other, dtype, *division)
+    assert found is not None  # a shape of the table
+    tokens, times = found
+    parts = division[0] * division[1]
+    ours = roofline_s(profile, wanted, bits, tokens) / parts
+    theirs = roofline_s(profile, other, _TABLE_BITS.get(dtype, 8.0), tokens) / parts
+    fixed = float(np.clip((times - theirs).min(), 0.0, times.min()))
+    return tokens, fixed + (times - fixed) * ours / theirs
+
+
+def shapes_measured(device: str, dtype: str, tp: int, ep: int) -> list[Shape]:
+    """Shapes of experts in a type with this division that the device's table has."""
+    table = select("moe", device=device, dtype=dtype, tp=tp, ep=ep)
+    columns = (table[name].to_pylist() for name in ("hidden", "expert_intermediate", "experts", "experts_per_token"))
+    return sorted({Shape(*row) for row in zip(*columns, strict=True)})
+
+
+def _nearest(device: str, wanted: Shape, dtype: str, tp: int, ep: int) -> tuple[Shape, str] | None:
+    """The measured shape nearest to ``wanted`` and its type: the same, or else 16 bits; None if there is neither."""
+    for kind in dict.fromkeys((dtype, "bfloat16")):
+        if shapes := shapes_measured(device, kind, tp, ep):
+            return nearest(wanted, shapes), kind
+    return None
+
+
+def nearest(wanted: Shape, shapes: Sequence[Shape]) -> Shape:
+    """The shape with the least distance."""
+    return min(shapes, key=wanted.distance)
+
+
+def _divided(tokens: Array, times: Array, parts: int) -> tuple[Array, Array]:
+    fixed = float(times.min())
+    return tokens, fixed + (times - fixed) / parts
+
+
+def _measured(device: str, shape: Shape, dtype: str, tp: int, ep: int) -> tuple[Array, Array] | None:
     table = select(
-        "moe",
-        device=profile.name,
-        dtype=dtype,
-        hidden=model.hidden,
-        expert_intermediate=model.expert_intermediate,
-        experts=model.experts,
-        experts_per_token=model.experts_per_token,
-        tp=tp,
-        ep=ep,
-    ).to_pydict()
+        "moe", device=device, dtype=dtype, hidden=shape.hidden, expert_intermediate=shape.intermediate,
+        experts=shape.experts, experts_per_token=shape.per_token, tp=tp, ep=ep,
+    ).to_pydict()  # fmt: skip
     if not table["tokens"]:
         return None
     order = np.argsort(table["tokens"])
     return np.array(table["tokens"], dtype=float)[order], np.array(table["time_us"], dtype=float)[order] * US
 
 
-def _roofline(profile: DeviceProfile, model: ModelGeometry) -> Array:
-    share = model.experts_per_token / model.experts
-    expert_bytes = model.expert_params * WEIGHT_BITS[model.dtype_of_experts] / 8
-    touched = model.experts * (1.0 - (1.0 - share) ** _TOKENS) * expert_bytes
-    work = 2.0 * _TOKENS * model.experts_per_token * model.expert_params
+def roofline_s(profile: DeviceProfile, shape: Shape, bits: float, tokens: Array) -> Array:
+    """Time (s) of the experts on one GPU: the longer of reading those that ``tokens`` use and their arithmetic."""
+    touched = shape.experts * (1.0 - (1.0 - shape.per_token / shape.experts) ** tokens) * shape.params * bits / 8
+    work = 2.0 * tokens * shape.per_token * shape.params
     return np.maximum(
         touched / (profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE),
         work / (profile.bf16_flops_per_s * COMPUTE_SHARE),
@@ -96,7 +170,7 @@ class StepArrays(NamedTuple):
 
     ``dense``: of all layers by the unit's tokens, with the collectives of its ``tp`` GPUs. ``head``: by the unit's
     sampled sequences. ``experts``: of all layers by the tokens of all units, with their exchange; None if a unit's
-    experts process only its own tokens and are part of ``dense``.
+    experts process only its own tokens and are part of ``dense``. ``notes``: what the library gave.
     """
 
     dense: Array
@@ -104,38 +178,47 @@ class StepArrays(NamedTuple):
     experts: Array | None
     warnings: tuple[str, ...]
     provenance: str  # of the connection between the GPUs; "" for one GPU
+    notes: tuple[library.Note, ...]
 
 
 def step_arrays(
-    profile: DeviceProfile, model: ModelGeometry, shape: Parallel = SINGLE, *, eager: bool = False
+    profile: DeviceProfile,
+    model: ModelGeometry,
+    shape: Parallel = SINGLE,
+    *,
+    eager: bool = False,
+    whole: frozenset[str] = frozenset(),
 ) -> StepArrays | None:
     """Everything except attention, for one GPU of ``shape``; None if the device has no tables of matrix products.
 
     Kernels are those of the slice on one GPU (:meth:`ModelGeometry.sliced`); sampling covers the whole vocabulary.
+    ``whole``: kinds of layers whose projections belong to their attention.
     Raises UsageError for a weight type without tables on this device.
     """
     part = model.sliced(shape.tp)
     tables = _all_products(profile, model)
     if tables is None:
         return None
-    products, warnings = tables
+    products, warnings, notes = tables
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     experts = None
     if model.experts:
-        (points, times), unmeasured = expert_times(profile, model, shape)
+        (points, times), unmeasured, found = expert_times(profile, model, shape)
+        notes += found
         each = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
         experts = _sustained(profile, _continued(tokens, points, times), tokens * each, model.dtype_of_experts)
         warnings += unmeasured
     joined = _joined(profile, model, shape, tokens, eager)
-    work = _Work(profile, part, products, tokens)
+    work = _Work(profile, part, products, tokens, whole)
     dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
     return StepArrays(
-        np.maximum.accumulate(dense),
+        dense,
         _head(profile, model, part, products["bfloat16"]) + joined.head,
         model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
         (*warnings, *joined.warnings),
         joined.provenance,
+        notes,
     )
 
 
@@ -146,12 +229,15 @@ class _Work(NamedTuple):
     part: ModelGeometry
     products: Mapping[str, Gemm]
     tokens: Array
+    whole: frozenset[str] = frozenset()
 
     def layers(self, experts: Array | None) -> Array:
         """Time (s) of all layers, with the time of one layer's ``experts`` if given."""
         part = self.part
         total = np.zeros(MAX_TOKENS + 1)
         for mixer in part.mixers:
+            if mixer.kind in self.whole:
+                continue
             time = self._products_s(mixer.products, part.dtype_of_attention) + self._beside_attention(mixer)
             total += mixer.layers * time
         dense = part.dense_intermediate if part.experts else part.intermediate
@@ -170,7 +256,9 @@ class _Work(NamedTuple):
         for one in products:
             points, times = self.products[dtype](one.columns, one.rows)
             work = self.tokens * (2.0 * one.params)
-            total += _sustained(self.profile, _continued(self.tokens, points, times), work, dtype)
+            # FP8 kernels are chosen by the number of tokens: on Hopper 32 take longer than 64, on servers too.
+            time = _continued(self.tokens, points, times, rising=not dtype.startswith("fp8"))
+            total += _sustained(self.profile, time, work, dtype)
         return total
 
     def _mlp(self, inner: int, *, activation: bool = True) -> Array:
@@ -232,8 +320,10 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
     return _Joined(unit, group, head, warnings, used[-1].provenance if used else "")
 
 
-def _all_products(profile: DeviceProfile, model: ModelGeometry) -> tuple[dict[str, Gemm], tuple[str, ...]] | None:
-    """Matrix products by the types of a model's weights, and in 16 bits; None without any tables."""
+def _all_products(
+    profile: DeviceProfile, model: ModelGeometry
+) -> tuple[dict[str, Gemm], tuple[str, ...], tuple[library.Note, ...]] | None:
+    """Matrix products by the types of a model's weights, and in 16 bits, with warnings; None without any tables."""
     found: dict[str, Gemm] = {}
     warnings: tuple[str, ...] = ()
     for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype)):
@@ -242,25 +332,30 @@ def _all_products(profile: DeviceProfile, model: ModelGeometry) -> tuple[dict[st
             return None
         found[dtype], found["bfloat16"], said = tables
         warnings += said
-    return found, warnings
+    taken = {dtype: _taken(profile, dtype)[1] for dtype in found}
+    notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
+    return found, warnings, notes
+
+
+def _taken(profile: DeviceProfile, dtype: str) -> tuple[Gemm | None, library.Origin | None]:
+    """Matrix products with weights of ``dtype``: packaged, else the library's with their origin."""
+    packaged = _gemm_tables(profile.name, dtype)
+    return (packaged, None) if packaged is not None else library.products(profile, dtype)
 
 
 def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str, ...]] | None:
     """Matrix products with weights of ``dtype``, the same in 16 bits, and warnings; None without any tables."""
     plain = _gemm_tables(profile.name, "bfloat16") or _gemm_from_layers(profile.name)
+    plain = plain or library.products(profile, "bfloat16")[0]
     if plain is None:
         return None
     if dtype == "bfloat16":
         return plain, plain, ()
-    found, tensor = _gemm_tables(profile.name, dtype), _gemm_tables(profile.name, "fp8")
+    found, tensor = _taken(profile, dtype)[0], _taken(profile, "fp8")[0]
     if found is None and WEIGHT_BITS[dtype] < 8:
-        return _of_fewer_bits(profile, plain, dtype), plain, (_FEWER_BITS.format(dtype=dtype, device=profile.name),)
+        return _of_fewer_bits(profile, plain, dtype), plain, (caveat("fewer-bits", dtype=dtype, device=profile.name),)
     if found is not None and tensor is not None and dtype == "fp8_block":
-        note = (
-            f"FP8 products with one scale per block were timed with their launch on {profile.name}, which CUDA graphs "
-            "hide: the launch is taken out, and none is faster than with one scale per tensor"
-        )
-        return _without_launch(found, tensor), plain, (note,)
+        return _without_launch(found, tensor), plain, (caveat("fp8-block-launch", device=profile.name),)
     if found is not None:
         return found, plain, ()
     found = tensor
@@ -269,17 +364,7 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
             f"no kernels with {dtype} weights were measured on {profile.name}; use the model in 16 bits, or a device "
             "with FP8 tables (h100, h200, b200, b300, l40s, rtx-pro-6000)"
         )
-    warning = (
-        f"{dtype} kernels were not measured on {profile.name}: those of FP8 with one scale per tensor stand for them"
-    )
-    return found, plain, (warning,)
-
-
-_FEWER_BITS = (
-    "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, and "
-    "for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, too slow "
-    "with many where the GPU has arithmetic in that type"
-)
+    return found, plain, (caveat("fp8-by-tensor", dtype=dtype, device=profile.name),)
 
 
 def _of_fewer_bits(profile: DeviceProfile, plain: Gemm, dtype: str) -> Gemm:
@@ -305,9 +390,12 @@ def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: s
     return times + (profile.gemm_factor - 1.0) * np.minimum(operations / rate, times)
 
 
-def _continued(x: Array, points: Array, times: Array) -> Array:
-    """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range."""
-    times = np.maximum.accumulate(times)
+def _continued(x: Array, points: Array, times: Array, *, rising: bool = True) -> Array:
+    """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range.
+
+    ``rising``: more tokens never take less time, and a dip is noise.
+    """
+    times = increasing(times, 0) if rising else times
     half = min(int(np.searchsorted(points, points[-1] / 2)), len(points) - 2)
     slope = (times[-1] - times[half]) / (points[-1] - points[half])
     return np.asarray(np.interp(x, points, times) + np.maximum(x - points[-1], 0.0) * slope)
@@ -328,8 +416,7 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
         grid[at_token[count], place[n], place[k]] = time * US
     _fill_corner(grid, widths)
     if dtype != "bfloat16":
-        # Single calls in these tables took far too long. Times cannot decrease with tokens, so use the lower envelope.
-        grid = np.minimum.accumulate(grid[::-1], axis=0)[::-1]
+        grid = without_spikes(grid)
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
         rows = np.array([_bilinear(widths, plane, n, k) for plane in grid])
@@ -425,4 +512,4 @@ def _head(profile: DeviceProfile, model: ModelGeometry, part: ModelGeometry, gem
     sampler = SAMPLER_S + sampled * model.vocab * SAMPLER_BYTES_PER_LOGIT / profile.bandwidth_bytes_per_s
     head = product + sampler
     head[0] = 0.0
-    return np.maximum.accumulate(head)
+    return head

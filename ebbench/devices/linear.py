@@ -14,8 +14,7 @@ from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DATA, DeviceProfile, identity_given
 from ebbench.errors import UsageError
-from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
-from vllm_eb.costs import CostGrid
+from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCost
 
 SOURCE = "weifang231/eb-vllm (Apache-2.0), calibration of Zhang et al., ICML 2026"
 # The authors calibrated both releases of the same Llama weights.
@@ -41,7 +40,7 @@ class LinearCost:
         tokens = 0
         for chunk, _ in shape.prefill:
             tokens += chunk
-        n = shape.decode_seqs
+        n = shape.decode_seqs + shape.draft_tokens
         if not n:
             return cal.alpha_p + cal.beta_p * tokens
         if not tokens or self.kv_token_s:
@@ -136,25 +135,31 @@ def prefill_shape(tokens: int, context: int = 0) -> StepShape:
     return StepShape(((tokens, context),), 0, 0, 1)
 
 
-def decode_shape(seqs: int, context: int) -> StepShape:
-    """``seqs`` decodes with ``context`` KV tokens per sequence."""
-    return StepShape((), seqs, seqs * context, seqs)
+def decode_shape(seqs: int, context: int, drafts: int = 0) -> StepShape:
+    """``seqs`` decodes with ``context`` KV tokens and ``drafts`` drafted tokens per sequence."""
+    return StepShape((), seqs, seqs * context, seqs, seqs * drafts)
 
 
-def mixed_shape(tokens: int, share: float, context: int) -> StepShape:
-    """A step of ``tokens`` tokens, of which the share ``share`` are decodes and the rest one prompt."""
-    seqs = min(tokens - 1, max(1, round(tokens * share)))
-    return StepShape(((tokens - seqs, 0),), seqs, seqs * context, seqs + 1)
+def mixed_shape(tokens: int, share: float, context: int, drafts: int = 0) -> StepShape:
+    """A step of ``tokens`` tokens, of which the share ``share`` are of decodes and the rest of one prompt."""
+    seqs = min((tokens - 1) // (1 + drafts), max(1, round(tokens * share / (1 + drafts))))
+    return StepShape(((tokens - seqs * (1 + drafts), 0),), seqs, seqs * context, seqs + 1, seqs * drafts)
 
 
-def fit_calibration(cost: CostModel, source: str, margin: float) -> Calibration:
-    """Least squares of step times over the authors' grid, and beta_mb(r) from mixed steps of 2,048 tokens."""
+def fit_calibration(cost: CostModel, source: str, margin: float, drafts: int = 0) -> Calibration:
+    """Least squares of step times over the authors' grid, and beta_mb(r) from mixed steps of 2,048 tokens.
+
+    With ``drafts`` drafted tokens per decode, decodes count by all of their tokens: ``beta_d`` and r are of tokens
+    computed.
+    """
     prefill_s = [cost.step_s(prefill_shape(x)) for x in PREFILL_TOKENS]
     alpha_p, beta_p = fixed_and_each(PREFILL_TOKENS, prefill_s)
     context = DECODE_CONTEXT_TOKENS
-    decode_s = [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS]
-    alpha_d, beta_d = fixed_and_each(DECODE_SEQS, decode_s)
-    per_token = [(cost.step_s(mixed_shape(MIXED_TOKENS, r, context)) - alpha_p) / MIXED_TOKENS for r in MIXED_SHARES]
+    seqs = [max(1, tokens // (1 + drafts)) for tokens in DECODE_SEQS]
+    decode_s = [cost.step_s(decode_shape(n, context, drafts)) for n in seqs]
+    alpha_d, beta_d = fixed_and_each([n * (1 + drafts) for n in seqs], decode_s)
+    mixed_s = [cost.step_s(mixed_shape(MIXED_TOKENS, r, context, drafts)) for r in MIXED_SHARES]
+    per_token = [(step_s - alpha_p) / MIXED_TOKENS for step_s in mixed_s]
     c, b, a = (float(v) for v in np.polyfit(MIXED_SHARES, per_token, 2))
     return Calibration(
         alpha_p=alpha_p,
@@ -173,13 +178,16 @@ GRID_CONTEXTS = (128, 512, 2048, 8192)
 GRID_PROMPT_TOKENS = 512
 
 
-def cost_grid(cost: CostModel) -> CostGrid:
-    """Step times on the grid for the policies that compare costs; prompt tokens come in prompts of 512."""
+def cost_grid(cost: CostModel, drafts: int = 0) -> CostGrid:
+    """Step times on the grid for the policies that compare costs; prompt tokens come in prompts of 512.
+
+    Every decode has ``drafts`` drafted tokens.
+    """
 
     def step(tokens: int, seqs: int, context: int) -> float:
         full, rest = divmod(tokens, GRID_PROMPT_TOKENS)
         prompts = ((GRID_PROMPT_TOKENS, 0),) * full + (((rest, 0),) if rest else ())
-        return cost.step_s(StepShape(prompts, seqs, seqs * context, seqs + len(prompts)))
+        return cost.step_s(StepShape(prompts, seqs, seqs * context, seqs + len(prompts), seqs * drafts))
 
     return CostGrid(
         GRID_TOKENS,

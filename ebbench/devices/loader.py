@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.devices.base import CostModel, Device, StepShape
+from ebbench.devices import library
+from ebbench.devices.base import CostModel, Device, Drafter, StepShape
 from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
 from ebbench.devices.collectives import choose_link
@@ -34,10 +35,12 @@ from ebbench.devices.profiles import (
     measured_name,
 )
 from ebbench.devices.request import DeviceRequest, quantised
-from ebbench.devices.roofline import roofline_cost
-from ebbench.devices.table import table_cost
+from ebbench.devices.roofline import RooflineCost, roofline_cost
+from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import caveat
 from ebbench.spec.server import HostCosts
+from ebbench.spec.speculative import OPTION, Speculative
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
@@ -50,6 +53,12 @@ class Built(NamedTuple):
     cost: CostModel
     provenance: str
     warnings: tuple[str, ...]
+    library: str = ""  # that the kernels' times come from, if it is not the packaged tables
+
+    @property
+    def identity(self) -> tuple[tuple[str, str], ...]:
+        """The kernel library as a manifest's fact; empty for the packaged tables."""
+        return (("kernel_library", self.library),) if self.library else ()
 
 
 def load_device(
@@ -68,6 +77,7 @@ def load_device(
     kv_cache_dtype: str = "auto",
     kv_tokens: int | None = None,
     vllm_version: str | None = None,
+    speculative: Speculative | None = None,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
@@ -75,8 +85,9 @@ def load_device(
     ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
-    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. The other settings also
-    only affect its size; None is the profile's value, of ``gpu_memory_utilization`` the version's.
+    ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. ``speculative``: the
+    server drafts tokens. The other settings only affect its size, too; None is the profile's value, of
+    ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
     the cost model does not exist for this pair.
@@ -84,7 +95,7 @@ def load_device(
     return load(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
-            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version,
+            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative,
         )
     )  # fmt: skip
 
@@ -101,6 +112,9 @@ def load(request: DeviceRequest) -> Device:
     if request.name.startswith(GIVEN):
         return given_device(request.name, request.model)
     profile, named = find_profile(request.name), find_model(request.model)
+    drafts = request.drafts
+    if drafts is not None:
+        _check_drafts(drafts, named)
     geometry = quantised(named, request.quantization, request.kv_cache_dtype)
     request.parallel.check(geometry)
     capacity = requested_capacity(profile, geometry, request)
@@ -117,26 +131,65 @@ def load(request: DeviceRequest) -> Device:
         )
     published = measured or _published(profile, geometry, request.parallel)
     own = None if has_other_shape(named) else profile.host.get(geometry.name)
-    constants = request.host or own or profile.host.get("default") or DEFAULT_HOST
+    constants = (request.host or own or profile.host.get("default") or DEFAULT_HOST).with_workers(request.parallel.tp)
     built = (
         _grid(profile, measured, own)
         if measured is not None and request.cost == "auto"
         else _build(request, profile, geometry, published, constants)
     )
+    if drafts is not None:
+        built = _drafting(built, drafts, geometry)
+    calibration = measured or _calibration(built, published, profile.margin_s_per_token)
     return Device(
         name=profile.name,
         model=geometry.name,
         cost=built.cost,
         kv_capacity_tokens=capacity,
-        calibration=measured or _calibration(built, published, profile.margin_s_per_token),
+        calibration=calibration if drafts is None else _refitted(built, calibration, drafts.tokens),
         provenance=built.provenance,
         warnings=(*built.warnings, *caveats(request, profile, geometry, built.cost, constants)),
         profile=profile,
         geometry=geometry,
         request=request,
-        identity=identity_of(profile, named, request),
+        identity=(*identity_of(profile, named, request), *built.identity),
         kv_layout=requested_layout(profile, geometry, request),
     )
+
+
+def _check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
+    """Raise UsageError for a model that cannot draft in this way, or whose KV cache is not simulated with drafts."""
+    if drafts.method == "mtp" and not model.mtp_layers:
+        raise UsageError(
+            f"{OPTION}: {model.name} has no layers for multi-token prediction (num_nextn_predict_layers in its "
+            "config.json); use method=eagle3 or method=ngram"
+        )
+    if model.windows or model.state_bytes:
+        raise UsageError(
+            f"{OPTION}: layers of {model.name} keep a window of tokens or a state, whose KV blocks are not simulated "
+            "with drafts; leave it out, or choose a model whose layers keep every token"
+        )
+
+
+def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
+    """The cost model with the drafter's own passes, and a note of what is modelled."""
+    rules, cost = drafts.rules, built.cost
+    if rules.layers and isinstance(cost, TableCost | RooflineCost):
+        layers = rules.layers
+        cost = replace(cost, drafter=Drafter(drafts.tokens, layers, layers / model.layers, rules.head_share))
+    own = f"each of {drafts.tokens} drafting passes as {rules.layers} of its layers and its head"
+    passes = own if cost is not built.cost else "drafting as free"
+    note = (
+        f"steps with drafts are modelled, not measured: {1 + drafts.tokens} tokens per decode through the weights of "
+        f"{model.name}, its keys read once per sequence, {passes}"
+    )
+    return Built(cost, built.provenance, (*built.warnings, note))
+
+
+def _refitted(built: Built, calibration: Calibration, tokens: int) -> Calibration:
+    """The controller's calibration of steps with drafts; what is published or measured has none."""
+    source = f"fitted with {tokens} drafted tokens per decode to the {built.provenance}"
+    fitted = fit_calibration(built.cost, source, calibration.margin, tokens)
+    return replace(fitted, grid=cost_grid(built.cost, tokens))
 
 
 def resized(device: Device, request: DeviceRequest) -> Device:
@@ -212,14 +265,9 @@ def _calibration(built: Built, published: Calibration | None, margin: float) -> 
 
 
 def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibration) -> Built:
-    warnings: tuple[str, ...] = (
-        "linear cost model: step time does not grow with context length; good for the controller, coarse for a device",
-    )
+    warnings: tuple[str, ...] = (caveat("linear-cost"),)
     if calibration.mixed is None:
-        warnings += (
-            f"the mixed-batch cost of {model.name} on {profile.name} is not published: a mixed step is taken "
-            "to cost the sum of its parts, which flatters mixed batching (v1)",
-        )
+        warnings += (caveat("mixed-cost-unpublished", model=model.name, device=profile.name),)
     return Built(LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings)
 
 
@@ -229,14 +277,12 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
         remedy = "leave out --cost roofline" if chosen else "use a device with kernel tables (`ebbench devices list`)"
         raise UsageError(
             f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
-            f"{remedy}, or leave tp and ep out of the topology"
+            f"{'; '.join([f'{remedy}, or leave tp and ep out of the topology', *library.hint(profile)])}"
         )
-    warning = (
-        f"{model.name} on {profile.name}: step times come from data-sheet bandwidth and arithmetic rates "
-        "(roofline); trust them to a factor, not to a percent"
-    )
+    said = caveat("roofline", model=model.name, device=profile.name)
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
-    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning,))
+    hints = library.hint(profile) if request.cost == "auto" else ()
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (said, *hints))
 
 
 # A unit of several GPUs as a single device: its step times, KV capacity and memory.

@@ -410,6 +410,7 @@ def _base(
         other_params=family.others(v) if family.others else 0,
         dtype_bytes=_dtype(path, raw),
         positions=positions_of(raw),
+        mtp_layers=v.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
     )
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
 

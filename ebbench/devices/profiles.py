@@ -44,6 +44,9 @@ class DeviceProfile:
     0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures. ``collectives_from``: the device whose
     measured collectives over the link of the same name stand for its own. ``mixed_note``: what stands for the attention
     of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device;
+    ``front_end_ms``: what requests of measured servers with this GPU took in front of the engine; not modelled.
+    ``mxfp4_experts``: the type of the kernel tables that servers use for experts in MXFP4, where it is not w4a16_mxfp4.
+    ``fp8_kv_as_16_bits``: decodes over a KV cache in FP8 are no faster than in 16 bits, as servers show.
     ``mixed_leaning``: which batches it makes look better than they may be, and by how much where that is known.
     """
 
@@ -68,6 +71,9 @@ class DeviceProfile:
     links: Mapping[str, Link] = field(default_factory=dict)
     gemm_factor: float = 1.0
     short_name: str = ""
+    fp8_kv_as_16_bits: bool = False
+    mxfp4_experts: str = ""
+    front_end_ms: float = 0.0
 
 
 def list_devices() -> tuple[str, ...]:
@@ -254,13 +260,15 @@ def _comparable(model: ModelGeometry) -> ModelGeometry:
 
 def _content(model: ModelGeometry) -> ModelGeometry:
     """The model without its names and what no figure depends on."""
-    return replace(model, name="", hf_id="", note="", positions=0)
+    return replace(model, name="", hf_id="", note="", positions=0, mtp_layers=0)
 
 
 def _shape(model: ModelGeometry) -> str:
     types = {*model.weight_dtypes, model.kv_dtype} - {"bfloat16"}
+    content = asdict(_content(model))
+    del content["mtp_layers"]  # only speculative decoding depends on it, which a run's settings name
     shown = [f"{model.layers} layers of {model.hidden:,}", f"{model.params / 1e9:.2f}B parameters", *sorted(types)]
-    return f"{', '.join(shown)}; {_digest(asdict(_content(model)))}"
+    return f"{', '.join(shown)}; {_digest(content)}"
 
 
 def _profile(profile: DeviceProfile, request: DeviceRequest) -> str:

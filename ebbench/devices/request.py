@@ -10,6 +10,7 @@ from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, ModelGeometry
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.server import HostCosts
+from ebbench.spec.speculative import Speculative
 
 # What vLLM takes from the memory of a GPU at its start, before the KV cache, by version.
 #
@@ -74,6 +75,12 @@ _INFERRED = Trial(45.0, 0.31e9, at_once=True)
 _OF_EB_VLLM = StartUp((0, 0), 0.90, _INFERRED, _INFERRED)
 
 
+def release_of(version: str) -> tuple[int, int] | None:
+    """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
+    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     """The rules of a version such as ``0.32`` or ``0.25.1``, or of ``eb-vllm``.
 
@@ -81,10 +88,9 @@ def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     """
     if version == EB_VLLM:
         return _OF_EB_VLLM
-    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
-    if found is None:
+    release = release_of(version)
+    if release is None:
         raise UsageError(f"--vllm-version must be like {DEFAULT_VLLM} or 0.25.1, not {version!r}")
-    release = int(found[1]), int(found[2])
     if not STARTS[0].since <= release <= NEWEST:
         oldest, newest = (".".join(map(str, one)) for one in (STARTS[0].since, NEWEST))
         raise UsageError(
@@ -115,6 +121,7 @@ class DeviceRequest:
     kv_cache_dtype: str = "auto"
     kv_tokens: int | None = None
     vllm_version: str | None = None
+    drafts: Speculative | None = None
 
     @property
     def vllm(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbench.devices.base import StepShape
+from ebbench.devices.base import Drafter, StepShape
 from ebbench.devices.geometry import ModelGeometry, decode_flops, pair_flops
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.spec.server import HostCosts
@@ -42,11 +42,12 @@ class RooflineCost:
     flops_per_s: float
     bytes_per_s: float
     host: HostCosts
+    drafter: Drafter | None = None
     overlap: bool = False  # asynchronous scheduling: the host's time counts only if it is longer than the GPU's
 
     def step_s(self, shape: StepShape) -> float:
         """Time (s) of one step."""
-        tokens = shape.decode_seqs + sum(chunk for chunk, _ in shape.prefill)
+        tokens = shape.decode_seqs + shape.draft_tokens + sum(chunk for chunk, _ in shape.prefill)
         attention = sum(self._attention_s(kind, shape) for kind in self.attention)
         active = self.dense_params + self.expert_params * self.expert_share
         touched = self.expert_bytes * (1.0 - (1.0 - self.expert_share) ** tokens)
@@ -54,19 +55,29 @@ class RooflineCost:
             2.0 * tokens * active / self.flops_per_s,
             (self.dense_bytes + touched) / self.bytes_per_s,
         )
-        head = max(
-            2.0 * shape.sampled_seqs * self.head_params / self.flops_per_s,
-            self.head_bytes / self.bytes_per_s if shape.sampled_seqs else 0.0,
-        )
+        head = self._head_s(shape.sampled_seqs + shape.draft_tokens)
         sequences = shape.decode_seqs + len(shape.prefill)
         host, gpu = self.host.step_s + self.host.sequence_s * sequences, layers + head + attention
+        if (drafter := self.drafter) is not None:
+            weights = (self.dense_bytes + touched) / self.bytes_per_s
+            layer = max(layers, weights) + (drafter.passes - 1) * max(layers * sequences / tokens, weights)
+            gpu += drafter.layer_share * (layer + drafter.passes * attention)
+            gpu += drafter.passes * drafter.head_share * self._head_s(sequences)
         return max(host, gpu) if self.overlap else host + gpu
+
+    def _head_s(self, rows: int) -> float:
+        return max(
+            2.0 * rows * self.head_params / self.flops_per_s, self.head_bytes / self.bytes_per_s if rows else 0.0
+        )
 
     def _attention_s(self, kind: RooflineAttention, shape: StepShape) -> float:
         kv_tokens = shape.decode_kv_tokens
         if kind.window:
             kv_tokens = min(kv_tokens, shape.decode_seqs * kind.window)
-        time = max(kv_tokens * kind.kv_bytes / self.bytes_per_s, kv_tokens * kind.decode_flops / self.flops_per_s)
+        queries = 1.0 + shape.draft_tokens / shape.decode_seqs if shape.draft_tokens else 1.0
+        time = max(
+            kv_tokens * kind.kv_bytes / self.bytes_per_s, queries * kv_tokens * kind.decode_flops / self.flops_per_s
+        )
         for chunk, context in shape.prefill:
             pairs = chunk * (context + 0.5 * (chunk + 1))
             if kind.window:

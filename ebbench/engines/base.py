@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from ebbench.devices.base import Device
 from ebbench.records.files import TableParts
-from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import PolicySpec
 

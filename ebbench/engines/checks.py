@@ -15,11 +15,11 @@ from ebbench.config.topology import TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import RunWarning, caveat, warning
 from ebbench.spec.server import OFF, EngineOptions
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
+from vllm_eb.refills import LONGEST_PERIOD
 
 
 def check_counts(**counts: int | float | None) -> None:
@@ -76,6 +76,11 @@ def _check_vllm_limits(options: EngineOptions) -> None:
             f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
             f"{threshold}"
         )
+    if options.drafts is not None and 0 < threshold <= options.drafts.tokens:
+        raise UsageError(
+            f"--long-prefill-token-threshold {threshold} is less than a decode with {options.drafts.tokens} drafted "
+            f"tokens computes, at which vLLM fails; give {options.drafts.tokens + 1} or more"
+        )
     if options.long_prefill_token_threshold_adaptive and not threshold:
         raise UsageError(
             "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
@@ -109,6 +114,11 @@ def refuse_simulated(options: EngineOptions, engine: str) -> None:
         raise UsageError(
             f"--vllm-version {options.vllm_version} is for engines sim and emulated; engine {engine} has the KV cache "
             "of the vLLM that runs: leave it out"
+        )
+    if options.speculative is not None:
+        raise UsageError(
+            f"--speculative is simulated by engines sim and emulated; engine {engine} drafts as its server does: leave "
+            "it out (vLLM: -- --speculative-config)"
         )
     if options.api_server != OFF:
         count = options.api_server_count
@@ -147,26 +157,12 @@ def changed_settings(options: EngineOptions) -> list[str]:
 
 def stated_limits(options: EngineOptions) -> list[RunWarning]:
     """A warning if B or N were given for a server that already runs with its own."""
-    given = [
-        f"{option_name(name)} {getattr(options, name):,}"
-        for name in _STATED
-        if getattr(options, name) != getattr(EngineOptions, name)
-    ]
-    if not given:
-        return []
-    return [
-        RunWarning(
-            "stated-limits",
-            f"{' and '.join(given)} changed nothing: the server runs already, with limits of its own that it does not "
-            "report.",
-            "Start the server with them.",
-        )
-    ]
+    given = {name: getattr(options, name) for name in _STATED}
+    given = {name: value for name, value in given.items() if value != getattr(EngineOptions, name)}
+    return [warning("stated-limits", given=given)] if given else []
 
 
-IMAGES_AS_TOKENS = (
-    "Images count as prompt tokens here; the time of the model's image encoder is not simulated, so TTFT is too low."
-)
+IMAGES_AS_TOKENS = caveat("images-as-tokens")
 
 
 def refuse_adapters(plan: Plan, engine: str) -> None:
@@ -197,10 +193,7 @@ def rank_notes(policy: PolicySpec, ranks: int) -> tuple[str, ...]:
     """What an instance of ``ranks`` data-parallel ranks needs at its start so that they refill together."""
     if ranks == 1 or not policy.aligns_ranks:
         return ()
-    return (
-        f"the {ranks} ranks of an instance compute prompts in the same passes: start vLLM with "
-        f"--prefill-schedule-interval {LONGEST_PERIOD}, by which they count them",
-    )
+    return (caveat("count-passes", ranks=ranks, interval=LONGEST_PERIOD),)
 
 
 def _positions(device: Device) -> int:
@@ -217,10 +210,7 @@ def _beyond_positions(device: Device, options: EngineOptions) -> tuple[str, ...]
     limit = _positions(device)
     if not limit or _default_limit(device, options) or options.max_model_len <= limit:
         return ()
-    return (
-        f"a real server would not start: --max-model-len {options.max_model_len:,} is more than the {limit:,} "
-        f"positions of {device.model}, unless vLLM is told to stretch them (--hf-overrides with rope_scaling)",
-    )
+    return (caveat("beyond-positions", max_model_len=options.max_model_len, positions=limit, model=device.model),)
 
 
 def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
@@ -230,11 +220,8 @@ def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
     capacity = longest_sequence(device, options)
     if capacity >= options.max_model_len:
         return ()
-    return (
-        f"a real server would not start: vLLM wants room for a request of --max-model-len {options.max_model_len:,} "
-        f"tokens, and {device.model} on {device.name} holds {capacity:,}; give it --max-model-len {capacity} or less "
-        "(no request here is longer)",
-    )
+    of = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
+    return (caveat("beyond-capacity", max_model_len=options.max_model_len, **of),)
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +36,7 @@ from ebbench.process.termination import interruptible
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan, optional_ns
 from ebbench.simulation.api_server import ApiServers, QueueLimits
+from ebbench.simulation.drafting import DraftCounts, accepted_drafts
 from ebbench.simulation.releases import (
     Beginning,
     Releases,
@@ -46,9 +47,9 @@ from ebbench.simulation.releases import (
     without_warmup,
 )
 from ebbench.simulation.scheduler import HangUps, cut_at_hang_ups, with_hang_ups
-from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints, RequestState
+from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints, RequestState, token_slots
 from ebbench.simulation.step import Step, StepLog
-from ebbench.simulation.tables import decisions_table, requests_table, with_failures
+from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.spec.server import EngineOptions
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
@@ -259,8 +260,13 @@ class EmulatedEngine:
                 f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor"
             ) from None
         # The shortcuts skip sequences whose next tokens are certain; those of a client that hangs up are not.
-        # They know one block table per request.
-        shortcuts = self._shortcuts and optional_ns(plan.table, "hang_up_ns") is None and device.kv_layout is None
+        # They know one block table per request, and one token per step.
+        shortcuts = (
+            self._shortcuts
+            and optional_ns(plan.table, "hang_up_ns") is None
+            and device.kv_layout is None
+            and options.drafts is None
+        )
         run = _EmulatedRun(emulated_core, plan, policy, device, options, shortcuts=shortcuts)
         self.prepare(run.core)
         with collector_paused():
@@ -269,6 +275,20 @@ class EmulatedEngine:
 
     def prepare(self, core: Any) -> None:
         """Called with the engine core before the first step; a hook for measurements and experiments."""
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a step on the device: rows that get some, the slots of the first ones, how many each row gets."""
+
+    end_ns: int
+    rows: Ints
+    slots: Ints
+    tokens: Ints
+
+    def without(self, rows: list[int]) -> _Tokens:
+        """The tokens of other rows."""
+        kept = ~np.isin(self.rows, rows)
+        return _Tokens(self.end_ns, self.rows[kept], self.slots[kept], self.tokens[kept])
 
 
 class _EmulatedRun:
@@ -290,7 +310,7 @@ class _EmulatedRun:
         whole = with_warmup(plan, options.warmup)
         self._state, self._log = RequestState(whole), StepLog()
         self._clock = core_module.VirtualClock()
-        self._streams: dict[str, list[int]] = {}
+        self._streams: dict[str, Sequence[int]] = {}
         scheduler, additional = plugin_settings(policy, device)
         self.core = (
             self._core_with_shortcuts(core_module, policy, options, additional)
@@ -308,13 +328,14 @@ class _EmulatedRun:
         if controller is not None:
             controller.keep_records()
         begin = at_beginning(self._beginning, self._log, [] if controller is None else [controller])
+        self._drafts = None if options.drafts is None else DraftCounts(options.drafts.tokens)
         costs = chosen_api_server(options.api_server, options.api_server_count)
         self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
-        self._on_the_device: deque[tuple[int, Ints, Ints]] = deque()  # steps: end, rows with a token, their slots
+        self._on_the_device: deque[_Tokens] = deque()
         self._queue_limits = QueueLimits.of(self._state, options.max_num_queued_reqs, options.max_num_queued_tokens)
         self._clients = VirtualClients(plan, self._state, options.warmup, begin, self._api_servers, self._queue_limits)
         executor = self.core.model_executor
-        executor.attach(self._clock, device.cost, self._streams)
+        executor.attach(self._clock, device.cost, self._reader(options))
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
         self._ids: list[str] = whole.table["request_id"].to_pylist()
         self._row_of = {request_id: row for row, request_id in enumerate(self._ids)}
@@ -324,6 +345,20 @@ class _EmulatedRun:
         self._completed = self._output_tokens = self._total_tokens = self._fruitless = 0
         if self._clients.hang_ups.any:
             self.core._process_aborts_queue = self._abort_in_step
+
+    def _reader(self, options: EngineOptions) -> Any:
+        from ebbench.engines.emulated_core import DraftReader, StepReader
+
+        if options.drafts is None:
+            return StepReader(self._streams)
+        state = self._state
+        accepted = accepted_drafts(options.drafts, state, int(self._plan.facts.get("seed", 0)))
+
+        def accepted_at(request_id: str, output_tokens: int) -> int:
+            row = self._row_of[request_id]
+            return int(accepted[min(state.first_slot[row] + output_tokens, state.end_slot[row] - 1)])
+
+        return DraftReader(self._streams, accepted_at, options.drafts.tokens)
 
     def _core_with_shortcuts(
         self, core_module: Any, policy: PolicySpec, options: EngineOptions, additional: dict[str, object]
@@ -383,6 +418,7 @@ class _EmulatedRun:
         if not core.scheduler.has_requests() and not core.batch_queue:
             return False
         outputs, executed = core.step_fn()
+        core.post_step(executed)
         if self._api_servers is not None:
             self._stream(self._api_servers)
         if outputs:
@@ -407,15 +443,14 @@ class _EmulatedRun:
             self._state.done[row] = True
             self._streams.pop(self._ids[row], None)
         if inside:  # their tokens in the steps in flight are lost
-            waiting = [(end_ns, rows, slots, ~np.isin(rows, inside)) for end_ns, rows, slots in self._on_the_device]
-            self._on_the_device = deque((end_ns, rows[kept], slots[kept]) for end_ns, rows, slots, kept in waiting)
+            self._on_the_device = deque(step.without(inside) for step in self._on_the_device)
 
     def _stream(self, api_servers: ApiServers) -> None:
         """Pass the tokens of the steps that have ended on to the API servers."""
-        while self._on_the_device and self._on_the_device[0][0] <= self._clock.now_ns:
-            end_ns, rows, slots = self._on_the_device.popleft()
+        while self._on_the_device and self._on_the_device[0].end_ns <= self._clock.now_ns:
+            end_ns, rows, slots, tokens = self._on_the_device.popleft()
             self._clients.catch_up(end_ns)
-            api_servers.stream(end_ns, rows, slots)
+            api_servers.stream(end_ns, rows, slots, tokens)
 
     def _jump(self) -> None:
         """Advance the clock to the next event outside the engine."""
@@ -455,10 +490,14 @@ class _EmulatedRun:
             if state.scheduled_ns[row] == UNSET:
                 state.scheduled_ns[row], state.cached_tokens[row] = scheduled_ns, hit
         slots = state.next_slot[sampled]
-        state.token_ns[slots] = end_ns
-        state.next_slot[sampled] += 1
+        tokens = self._ones[: len(sampled)] if seen.verified is None else seen.verified.tokens
+        state.token_ns[token_slots(slots, tokens)] = end_ns
+        if self._drafts is not None:
+            going_on = tokens > 0  # the others had ended in the step before
+            self._drafts.count(seen.verified.drafts[going_on], seen.verified.accepted[going_on])
+        state.next_slot[sampled] += tokens
         if self._api_servers is not None:
-            self._on_the_device.append((end_ns, sampled, slots))
+            self._on_the_device.append(_Tokens(end_ns, sampled, slots, tokens))
         step = Step(
             scheduled_ns, start_ns, end_ns, rows,
             self._ones[: len(rows)] if seen.tokens is None else np.array(seen.tokens, np.int64),
@@ -519,9 +558,10 @@ class _EmulatedRun:
         return EngineResult(
             requests=requests,
             steps=steps_after(self._log, self._beginning, ids, self._blocks, by_time=False),
-            decisions=decisions_table(records_after([(0, record) for record in records], self._beginning)),
+            decisions=table_of_records(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
             warnings=notes_of(self._plan),
+            facts={} if self._drafts is None else self._drafts.facts,
         )
 
 

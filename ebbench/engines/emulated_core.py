@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -25,12 +26,13 @@ from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.kv_layout import KvLayout
 from ebbench.errors import UsageError
+from ebbench.simulation.step import Verified
 from ebbench.spec.server import EngineOptions
 
 # vLLM executors without computation, whose step times come from a cost model.
@@ -43,7 +45,8 @@ from ebbench.spec.server import EngineOptions
 class DeviceStep:
     """One non-empty step: what was scheduled, in scheduling order, and what it samples.
 
-    ``tokens`` None means one token per request (a pure decode step, as most steps of long runs).
+    ``tokens`` None means one token per request (a pure decode step, as most steps of long runs). ``verified``: with
+    speculative decoding, what became of the drafts of ``sampled_ids``.
     """
 
     shape: StepShape
@@ -53,6 +56,7 @@ class DeviceStep:
     output: ModelRunnerOutput
     admitted: Sequence[tuple[str, int]]  # (id, tokens found in the prefix cache)
     preempted: Sequence[str]
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,73 @@ class StepReader:
         if ids != self._index_ids:
             self._index_ids, self._index = ids, dict(zip(ids, range(len(ids)), strict=True))
         return ModelRunnerOutput(req_ids=ids, req_id_to_index=self._index, sampled_token_ids=sampled)
+
+
+class DraftReader(StepReader):
+    """A StepReader of a server that decodes speculatively.
+
+    vLLM's counters assume that all drafts in flight are accepted; this one counts what they yield. ``accepted_at``
+    returns how many drafts of a request are accepted after so many output tokens, ``tokens`` are drafted at a time.
+    """
+
+    def __init__(
+        self, tokens_of: dict[str, Sequence[int]], accepted_at: Callable[[str, int], int], tokens: int
+    ) -> None:
+        super().__init__(tokens_of)
+        self._accepted_at, self._drafts = accepted_at, [0] * tokens
+        self._made: dict[str, int] = {}  # output tokens, with those of steps in flight
+        self._drafting: list[str] = []  # requests of the last step that get drafts for the next one
+
+    def take_drafts(self) -> DraftTokenIds:
+        """The drafts for the next step; what they are does not matter."""
+        return DraftTokenIds(self._drafting, [self._drafts for _ in self._drafting])
+
+    def read(self, scheduled: Any) -> DeviceStep:
+        """See StepReader."""
+        self._forget(scheduled.finished_req_ids)
+        for request_id in scheduled.finished_req_ids:
+            self._made.pop(request_id, None)
+        cached, counts, drafted = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, {}
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        admitted = set(cached.resumed_req_ids)
+        for new in scheduled.scheduled_new_reqs:
+            before[new.req_id] = new.num_computed_tokens
+            self._prompt_tokens[new.req_id] = len(new.prompt_token_ids or ())
+            self._made.setdefault(new.req_id, 0)
+            admitted.add(new.req_id)
+        prefilling = self._partial.union(admitted)
+        chunks, sampled, verified = [], {}, []
+        decodes = decode_kv = draft_tokens = 0
+        for request_id, count in counts.items():
+            known = self._prompt_tokens[request_id] + self._made[request_id]
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+            if request_id in prefilling:
+                chunks.append((count, before[request_id]))
+                if before[request_id] + count < known:
+                    self._partial.add(request_id)
+                    continue
+                self._partial.discard(request_id)
+                accepted = 0
+            else:
+                decodes, decode_kv, draft_tokens = decodes + 1, decode_kv + known + drafts, draft_tokens + drafts
+                accepted = min(self._accepted_at(request_id, self._made[request_id]), drafts)
+            drafted[request_id] = drafts
+            tokens = list(self._tokens_of[request_id][known : known + 1 + accepted])
+            self._made[request_id] += len(tokens)
+            verified.append((drafts, accepted, len(tokens)))
+            sampled[request_id] = tokens + [0] * (1 + accepted - len(tokens))  # vLLM cuts an answer at its end
+        partial = [request_id for request_id in counts if request_id in self._partial]
+        self._drafting = list(sampled)
+        return DeviceStep(
+            StepShape(tuple(chunks), decodes, decode_kv, len(sampled), draft_tokens),
+            list(counts),
+            list(counts.values()),
+            list(sampled),
+            self._output([*sampled, *partial], [*sampled.values(), *([] for _ in partial)]),
+            [(request_id, before[request_id]) for request_id in admitted],
+            list(scheduled.preempted_req_ids or ()),
+            Verified(*np.array(verified, np.int64).reshape(-1, 3).T),
+        )
 
 
 def _specs_of(layout: KvLayout) -> Iterator[FullAttentionSpec | SlidingWindowSpec]:
@@ -306,10 +377,10 @@ class VirtualClock:
 class VirtualExecutor(StandInExecutor):
     """Runs steps one after another in virtual time. Call ``attach`` before the first step."""
 
-    def attach(self, clock: VirtualClock, cost: CostModel, tokens_of: dict[str, Any]) -> None:
-        """Set the clock, the cost model and the token streams of the requests."""
+    def attach(self, clock: VirtualClock, cost: CostModel, reader: StepReader) -> None:
+        """Set the clock, the cost model and what knows the tokens of the requests."""
         self.clock, self.cost, self.free_ns = clock, cost, 0
-        self.reader = StepReader(tokens_of)
+        self.reader = reader
         self.on_step: Any = None  # called as on_step(step, start_ns, end_ns) for every step with tokens
         self.on_preempted: Any = None  # called with the ids preempted by a schedule(), if any
 
@@ -329,6 +400,10 @@ class VirtualExecutor(StandInExecutor):
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """The tokens of the step queued last."""
         return self._sampled if non_block else self._sampled.result()
+
+    def take_draft_token_ids(self) -> Any:
+        """The drafts for the next step, without asynchronous scheduling."""
+        return self.reader.take_drafts() if isinstance(self.reader, DraftReader) else None
 
 
 def build_core(
@@ -369,18 +444,29 @@ def build_core(
             prefix_caching_hash_algo="xxhash" if _has_xxhash() else "sha256",
             long_prefill_token_threshold=min(options.long_prefill_token_threshold, max_model_len),
             **_later_options(options),
-            async_scheduling=options.async_scheduling,
+            async_scheduling=options.async_scheduling and options.drafts is None,  # which n-grams do not allow
             scheduler_cls=scheduler_cls,
             additional_config=additional_config,
             disable_log_stats=True,
+            speculative_config=_speculative_config(options),
             **further,
         ).create_engine_config()
+        if options.drafts is not None and options.drafts.rules.own_kv:
+            # A drafter with a KV cache of its own would need a checkpoint; the scheduler reads only the method.
+            vllm_config.speculative_config.method = "eagle"
         # vLLM's CPU platform switches asynchronous scheduling off; the emulated device supports it.
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
         if layout is not None:  # nor does its hybrid KV cache manager need a GPU
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
         with _no_heap_freeze():
             return EngineCore(vllm_config, executor, log_stats=False)
+
+
+def _speculative_config(options: EngineOptions) -> dict[str, Any] | None:
+    """Drafts of as many tokens, by the method that needs no model."""
+    if options.drafts is None:
+        return None
+    return {"method": "ngram", "num_speculative_tokens": options.drafts.tokens, "prompt_lookup_max": 2}
 
 
 def _later_options(options: EngineOptions) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import is_server
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy
@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 
 
 # The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.
-
-_IS_A_LABEL = (
-    "The server schedules by its own settings and does not report them; the policy is only the label of this run"
-)
-STATED_LABEL = RunWarning("policy-is-a-label", f"{_IS_A_LABEL}, stated by you and not verified.")
-DEFAULT_LABEL = RunWarning(
-    "policy-is-a-label",
-    f"{_IS_A_LABEL}, taken by default since none was stated.",
-    "Give the policy it was started with as --policy.",
-)
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> 
     except PolicyError:
         reported = None  # of a version of the plugin that we do not know
     if reported is None:
-        return PolicyLabel(policy, (STATED_LABEL if stated else DEFAULT_LABEL,))
+        return PolicyLabel(policy, (warning("policy-is-a-label", stated=stated),))
     if stated and reported != policy:
         raise UsageError(
             f"the server reports policy {reported.name}, not {policy.name}: leave --policy out, or "

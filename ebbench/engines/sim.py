@@ -34,7 +34,9 @@ from ebbench.process.collector import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
+from ebbench.records.warnings import caveat
 from ebbench.simulation.api_server import QueueLimits
+from ebbench.simulation.drafting import Drafting
 from ebbench.simulation.engine import Unit
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv, StreamKv, streams_take_turns
 from ebbench.simulation.loop import EventLoop
@@ -51,12 +53,12 @@ from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_pr
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
-from ebbench.simulation.tables import decisions_table, requests_table, with_failures
+from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
-from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec
+from vllm_eb.refills import LONGEST_PERIOD
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -199,6 +201,10 @@ class SimEngine:
         refuse_undecided(self.topology, [policy])
         if self.topology is not None:
             refuse_queue_limits(options, self.topology.label)
+        if self._disaggregated and options.drafts is not None:
+            raise UsageError(
+                "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
+            )
         refuse_adapters(plan, self.name)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
@@ -223,7 +229,9 @@ def _kv_managers(plan: Plan, options: EngineOptions) -> list[MakeKv]:
 
     if not options.enable_prefix_caching:
         return [counting]
-    return [by_stream, by_identity] if streams_take_turns(plan) else [by_identity]
+    # What a drafter computes again of a cached prefix stays in the cache beside it.
+    computed_twice = options.drafts is not None and options.drafts.rules.own_kv
+    return [by_stream, by_identity] if streams_take_turns(plan) and not computed_twice else [by_identity]
 
 
 def _nothing_shared(plan: Plan) -> bool:
@@ -253,6 +261,7 @@ class _Simulation:
         self._kv_totals: list[int] = []  # by unit, all stages
         self._notes: list[str] = []
         self._units: list[Device] = []  # of each pool of a topology
+        self._drafting: Drafting | None = None
         topology = engine.topology
         stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
         self._queue_limits = QueueLimits.of(stages[0].state, options.max_num_queued_reqs, options.max_num_queued_tokens)
@@ -284,6 +293,8 @@ class _Simulation:
     def _begin(self, now_ns: int) -> None:
         """Called at the end of the warm-up: drop its records."""
         at_beginning(self._beginning, self._log, self._controllers)(now_ns)
+        if self._drafting is not None:
+            self._drafting.counts.forget()
         if self._loop.handover is not None:
             self._loop.handover.fabric.forget_totals()
 
@@ -362,6 +373,9 @@ class _Simulation:
         options = self._pool_options(pool)
         blocks, make_kv = self._kv(device, options)
         check_fits(self._plan, device, options)
+        if options.drafts is not None:
+            longest = min(options.max_model_len, blocks * options.block_size)
+            self._drafting = Drafting.of(options.drafts, state, int(self._plan.facts.get("seed", 0)), longest)
         spec = StageSpec(
             pool=pool,
             cost=device.cost,
@@ -378,6 +392,7 @@ class _Simulation:
             first_unit=len(self._kv_totals),
             api_server=chosen_api_server(options.api_server, options.api_server_count),
             api_server_count=options.api_server_count,
+            drafting=self._drafting,
         )
         self._kv_totals += [blocks] * pool.units
         stage, controllers = build_stage(self._whole, state, spec, self._log, seed=int(self._plan.facts.get("seed", 0)))
@@ -399,11 +414,8 @@ class _Simulation:
         tokens = pc.add(table["input_tokens"].cast(pa.int64()), table["output_tokens"])
         mean, longest = float(pc.mean(tokens).as_py()), int(pc.max(tokens).as_py())
         effective = max(layout.effective_tokens(blocks, mean), longest) // options.block_size + 1
-        self._notes.append(
-            f"layers of {device.model} keep a window of tokens or a state: since requests share prefixes, its KV cache "
-            f"is taken to hold {effective * options.block_size:,} tokens, as it does of requests of the mean length "
-            f"({mean:,.0f}); of longer ones more tokens would fit, of shorter ones fewer"
-        )
+        held = effective * options.block_size
+        self._notes.append(caveat("kv-of-mean-request", model=device.model, tokens=held, mean_tokens=mean))
         return effective, self._make_kv
 
     # Results.
@@ -431,10 +443,11 @@ class _Simulation:
             requests=requests,
             steps=steps,
             step_parts=parts,
-            decisions=decisions_table(records_after(records, self._beginning)),
+            decisions=table_of_records(records_after(records, self._beginning)),
             interrupted=interrupted,
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
-            facts={} if topology is None else self._facts(topology),
+            facts=({} if topology is None else self._facts(topology))
+            | ({} if self._drafting is None else self._drafting.counts.facts),
             warnings=tuple(dict.fromkeys([*said, *self._notes, *notes_of(self._plan)])),
             device=self._units[0] if self._units else None,
         )

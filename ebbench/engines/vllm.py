@@ -40,12 +40,12 @@ from ebbench.engines.vllm_server import ServerProcess, free_port
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
+from ebbench.records.schema import DECISIONS, REQUESTS, STEPS, decisions_table
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
-from vllm_eb.recorder import FLUSH_EVERY_S, read_frames
+from vllm_eb.reports import FLUSH_EVERY_S, read_frames
 
 # vLLM servers that have been started for one policy, the runs made on them, and the steps that they recorded.
 
@@ -94,7 +94,7 @@ def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int, s
         _renumber(reading)
     return Recording(
         steps=pa.Table.from_pylist(reading.steps, schema=STEPS),
-        decisions=pa.Table.from_pylist(reading.decisions, schema=DECISIONS),
+        decisions=decisions_table(reading.decisions),
         pids=frozenset(int(head["pid"]) for head in reading.heads),
         policies=frozenset(str(head["policy"]) for head in reading.heads),
     )
@@ -318,7 +318,8 @@ def merged(recordings: Sequence[Recording]) -> Recording | None:
     steps = steps.take(pc.sort_indices(steps, sort_keys=[("scheduled_ns", "ascending"), ("instance", "ascending")]))
     numbered = pa.array(np.arange(steps.num_rows, dtype=np.int64))
     steps = steps.set_column(0, steps.schema.field(0), numbered)
-    decisions = pa.concat_tables(_of_instance(r.decisions, i) for i, r in enumerate(recordings))
+    tables = (_of_instance(r.decisions, i) for i, r in enumerate(recordings))
+    decisions = pa.concat_tables(tables, promote_options="default")
     return Recording(
         steps=steps,
         decisions=decisions.take(pc.sort_indices(decisions, sort_keys=[("time_ns", "ascending")])),

@@ -17,7 +17,7 @@ import msgspec
 
 from ebbench.errors import InputFileError
 from ebbench.foreign.opening import SETTINGS_BYTES, read_bytes, read_text
-from vllm_eb.errors import name_hint
+from vllm_eb.settings import name_hint
 
 DEPTH = 100
 """Most objects and lists within each other. Python's own limit depends on where a value is decoded."""

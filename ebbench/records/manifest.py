@@ -20,32 +20,16 @@ from ebbench.errors import DataError
 from ebbench.foreign.documents import BadValueError, json_value
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
+from ebbench.records.warnings import RunWarning
 from ebbench.untrusted import visible
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
 
 LIMITS = ("ttft", "tpot", "e2el", "ttfat")
 """The latencies that ``slo`` may limit."""
 
-WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
-"""Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
-
-KV_CACHE = "kv-cache"
-"""Code of the warning that requests waited for memory, or were preempted."""
-
 Clock = Literal["virtual", "real"]
-
-
-class RunWarning(msgspec.Struct, frozen=True):
-    """One caveat of a measurement: a stable ``code``, a sentence, and a remedy (may be empty)."""
-
-    code: str
-    message: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.message} {self.remedy}".strip()
 
 
 class PhaseFact(msgspec.Struct, frozen=True):

@@ -25,8 +25,9 @@ import pyarrow as pa
 
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.manifest import Manifest, RunWarning, decode_manifest, encode_manifest
+from ebbench.records.manifest import Manifest, decode_manifest, encode_manifest
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
+from ebbench.records.warnings import warning
 
 MANIFEST = "manifest.json"
 PARTIAL = "manifest.partial.json"
@@ -36,10 +37,6 @@ TAIL = ".tail.arrows"
 LONGEST_NAME = 60
 """Letters in the longest name of a file in a run directory, while it is written."""
 _NAME_LETTERS = 60
-_REMADE = RunWarning(
-    "directory-lost",
-    "The output directory was removed or replaced during the run and made again; what else was in it is gone.",
-)
 TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics", "summary"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
@@ -179,7 +176,7 @@ class RunWriter:
         try:
             self._stay()
             if self._remade:
-                manifest = msgspec.structs.replace(manifest, warnings=(*manifest.warnings, _REMADE))
+                manifest = msgspec.structs.replace(manifest, warnings=(*manifest.warnings, warning("directory-lost")))
             run = self._finish(manifest, whole)
         except RunError as error:
             if self._begun is None or whole.keys() < SCHEMAS.keys():

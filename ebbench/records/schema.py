@@ -5,6 +5,9 @@ Notebooks, DuckDB and other tools rely on these names: add columns, never rename
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -154,7 +157,7 @@ DECISIONS = pa.schema(
         pa.field("step_id", pa.int64(), nullable=False),
         pa.field("instance", pa.int32(), nullable=False),
         pa.field("kind", pa.string(), nullable=False),  # phase | update | mode
-        pa.field("reason", pa.string(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),  # a code; a sentence in runs of schema version 1
         pa.field("mode", pa.string(), nullable=False),
         pa.field("phase", pa.string(), nullable=False),
     ]
@@ -168,6 +171,16 @@ DECISIONS = pa.schema(
         )
     ]
 )  # fmt: skip
+
+# Columns that a decisions table has only where they apply: every how many passes ranks in lockstep refill.
+DECISIONS_EXTRAS = pa.schema([pa.field("period_passes", pa.int32())])
+
+
+def decisions_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """DECISIONS, one row per mapping, with those of DECISIONS_EXTRAS that a row has."""
+    extras = [column for column in DECISIONS_EXTRAS if any(column.name in row for row in rows)]
+    return pa.Table.from_pylist(rows, schema=pa.schema([*DECISIONS, *extras]))
+
 
 # Samples of a server's metrics page, one row per change; only if a server was read.
 SERVER_METRICS = pa.schema(

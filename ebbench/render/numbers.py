@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 DASH = "–"
@@ -18,6 +19,12 @@ def rate(value: float | None) -> str:
     if value is None:
         return DASH
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def up(value: float) -> str:
+    """A positive value rounded up to two significant digits."""
+    digits = 1 - math.floor(math.log10(value))
+    return f"{math.ceil(value * 10**digits) / 10**digits:g}"
 
 
 def duration_ms(value: float | None) -> str:

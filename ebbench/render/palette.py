@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from vllm_eb.policy import PolicyError, policy_class
-
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
 GREY = "#8A8A8A"
+
+POLICIES: Mapping[str, str] = {
+    "v1": BLUE, "v0": ORANGE, "cadence": SKY, "eb": VERMILION, "ebplus": GREEN, "deferred": PURPLE, "marginal": BLACK,
+    "delayer": "#882255", "batchwait": "#999933", "slochunk": "#661100", "ppas": "#332288",
+}  # fmt: skip
+"""Colours of the built-in policies, by kind."""
 
 SERIES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
 """Colours for names without one of their own, in this order."""
@@ -35,12 +39,12 @@ ON_DARK: Mapping[str, str] = {BLUE: "#4DA6E0", VERMILION: "#F08A4B", GREEN: "#3F
 
 
 def policy_colours(names: Sequence[str]) -> list[str]:
-    """A colour per policy: its own, or an unused one if it has none or another policy has taken it.
+    """A colour per policy: that of its kind, or an unused one if it has none or another policy has taken it.
 
     Names may have a suffix, as in ``ebplus (rate 5/s)``, or be labels. Colours repeat if there are more names than
     colours.
     """
-    own = [_own_colour(name) for name in names]
+    own = [POLICIES.get(name.split(" ")[0].partition(":")[0]) for name in names]
     free = [colour for colour in SERIES if colour not in own] or list(SERIES)
     found, used = list[str](), 0
     for colour in own:
@@ -50,11 +54,3 @@ def policy_colours(names: Sequence[str]) -> list[str]:
             found.append(free[used % len(free)])
             used += 1
     return found
-
-
-def _own_colour(name: str) -> str | None:
-    """The colour that the policy's module defines; None for a name that is not a policy."""
-    try:
-        return policy_class(name.split(" ")[0].partition(":")[0]).colour
-    except PolicyError:
-        return None

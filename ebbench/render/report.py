@@ -44,8 +44,8 @@ def machine(summaries: Sequence[Summary]) -> str:
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
     """Lines about the load, the requests, the scheduler's limits and the policies' settings."""
     lines = (
-        _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _clients(summaries),
-        _limits(summaries), _reported(summaries), _settings(summaries),
+        _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _drafted(summaries),
+        _clients(summaries), _limits(summaries), _reported(summaries), _settings(summaries),
     )  # fmt: skip
     return [line for line in lines if line]
 
@@ -78,6 +78,22 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
         return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits."
     shares = ", ".join(f"{share} ({policy})" for policy, share in shown.items())
     return f"Prefix cache: hits among the prompt tokens {shares}."
+
+
+def _drafted(summaries: Sequence[Summary]) -> str:
+    """How many drafted tokens were accepted, per policy if it differs."""
+    shown: dict[str, list[str]] = {}
+    for summary in summaries:
+        if (drafted := summary.drafted) is not None:
+            rates = ", ".join(f"{rate:.2f}" for rate in drafted.acceptance)
+            text = f"{drafted.mean_acceptance_length:.2f} tokens per step (accepted by position: {rates})"
+            shown.setdefault(text, []).append(summary.policy)
+    if not shown:
+        return ""
+    if len(shown) == 1:
+        return f"Drafts: {next(iter(shown))}."
+    by_policy = [f"{text} with {', '.join(dict.fromkeys(names))}" for text, names in shown.items()]
+    return f"Drafts: {'; '.join(by_policy)}."
 
 
 def _clients(summaries: Sequence[Summary]) -> str:

@@ -42,14 +42,30 @@ from ebbench.analysis.compare.certainty import (
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary
-from ebbench.records.manifest import KV_CACHE
+from ebbench.records.warnings import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
+from vllm_eb.policies.cadence import CadenceSpec
+from vllm_eb.policies.eb import EstimatingSpec
 from vllm_eb.policy import known_policy
 
 # What a comparison leaves open: chance, and differences between the whole run and its steady window.
 
 MOST_PAIRS = 100
 """Larger numbers of pairs are not suggested."""
+NO_PROMPT_HELD = (
+    "Interval: no prompt was held back, so this is v1. While requests wait for a slot or for memory, prompts may come "
+    "in every step; that is vLLM's rule."
+)
+"""Why a run under ``cadence`` has no decisions."""
+REASONS: Mapping[str, str] = {
+    "mixing_costs_more": "mixing costs more than exclusive phases",
+    "exclusive_gains_too_little": "exclusive phases do not gain the margin",
+    "within_margin": "within the margin",
+    "mode_confirmed": "mode confirmed",
+    "cooldown": "cooldown after a switch",
+    "too_few_active": "too few active sequences",
+}
+"""Codes of evaluations of EB+ in words. Of runs stored by earlier versions the words themselves are stored."""
 NO_CHANCE = (
     "Repeats with other seeds give the same figures here: lengths and arrivals are fixed (a replayed trace, fixed "
     "lengths) and time is virtual, so no randomness is left. Measure another trace or other requests instead."
@@ -344,8 +360,8 @@ def why(explanation: Explanation) -> list[str]:
             lines.append(_modes(explanation.steps, explanation.decisions))
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
-    elif explanation.steps is not None and (policy := known_policy(explanation.policy)) and policy.without_decisions:
-        lines.append(policy.without_decisions)
+    elif explanation.steps is not None and isinstance(known_policy(explanation.policy), CadenceSpec):
+        lines.append(NO_PROMPT_HELD)
     return lines
 
 
@@ -371,7 +387,7 @@ def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
         first = switches[0]
         times = "once" if len(switches) == 1 else f"{len(switches)} times"
         when = "at" if len(switches) == 1 else "first at"
-        line += f"; switched {times}, {when} {first.time_s:.1f} s ({first.reason})"
+        line += f"; switched {times}, {when} {first.time_s:.1f} s ({REASONS.get(first.reason, first.reason)})"
     return f"{line}. Over time {spark(facts.eb_timeline)} (high = exclusive)."
 
 
@@ -382,14 +398,14 @@ def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
     if facts.crossover is not None:
         lines.append(_crossover(facts.crossover))
     elif facts.evaluations:
-        lines.append(f"Crossover: never evaluated ({facts.last_reason}).")
+        lines.append(f"Crossover: never evaluated ({REASONS.get(facts.last_reason, facts.last_reason)}).")
     return lines
 
 
 def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, policy: str) -> str:
     """When a refill begins; as a share of the batch, so that batches that are never full are refilled too."""
     spec, star = known_policy(policy), "*" if facts.updates else ""
-    by_share = spec is not None and spec.by_share
+    by_share = isinstance(spec, EstimatingSpec)
     slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"
     if by_share:
         share = theta.median if facts.updates else k.median / max(n_limit.median, 1)
@@ -470,8 +486,8 @@ def _memory(groups: Sequence[Group]) -> list[str]:
     remedy = ""
     for group in groups:
         found = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
-        for line in told_once([[each.message for each in of_run] for of_run in found], lambda _: ""):
+        for line in told_once([[each.sentence for each in of_run] for of_run in found], lambda _: ""):
             said.setdefault(line, []).append(group.policy)
-        remedy = next((each.remedy for of_run in found for each in of_run), remedy)
+        remedy = next((each.way_out for of_run in found for each in of_run), remedy)
     lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
     return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -57,6 +57,7 @@ _STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throug
 _REQUESTS = _Figure("req/s\nwhole run", "request_throughput", lambda m: m.request_throughput, numbers.rate)
 _INPUT = _Figure("in tok/s\nwhole run", "input_throughput", lambda m: m.input_throughput, numbers.rate)
 _USER = _Figure("tok/s\nper user", "tokens_per_s_per_user", lambda m: m.tokens_per_s_per_user, numbers.rate)
+_DRAFTED = _Figure("tokens\nper step", "mean_acceptance_length", lambda m: m.mean_acceptance_length, numbers.rate)
 _LIMITS = (
     _Figure("goodput\nreq/s", "request_goodput", request_goodput, numbers.rate),
     _Figure("goodput\ntok/s", "token_goodput", lambda m: m.token_goodput, numbers.rate),
@@ -150,6 +151,8 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
     found.append(_median("e2el"))
     if all_percentiles:
         found += _tails(groups, "e2el", all_percentiles=True)
+    if any(summary.drafted for group in groups for summary in group.summaries):
+        found.append(_DRAFTED)
     found += [_USER, _INPUT, _REQUESTS]
     if any(summary.slo for group in groups for summary in group.summaries):
         found += _LIMITS
@@ -243,6 +246,8 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
         "TTFT and E2EL count from the intended start",
         "per user: 1 / median TPOT",
     ]
+    if any(summary.drafted for case in cases for group in case.groups for summary in group.summaries):
+        parts.append("per step: tokens that a decode step yields per sequence, accepted drafts and one more")
     groups = [group for case in cases for group in case.groups]
     lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) in ("p90", "p95")]
     if all_percentiles:

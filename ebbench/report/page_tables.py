@@ -13,7 +13,7 @@ from ebbench.analysis.documents import Column, MeanFigure, Section, Value, text
 from ebbench.analysis.environment import load_of_run, policy_settings
 from ebbench.analysis.summary import Summary
 from ebbench.capacity import chart
-from ebbench.capacity.sentences import load
+from ebbench.capacity.sentences import end_of, load
 from ebbench.records.run import Run
 from ebbench.render import numbers, tables
 
@@ -70,8 +70,8 @@ def _row(row: Mapping[str, Any]) -> tuple[TableCell, ...]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    lines = [f"{row['policy']}: {row['refused']}." for row in rows if row["refused"]]
-    lines += [f"{row['policy']}: stopped by {row['stopped']}." for row in rows if row["stopped"]]
+    lines = [f"{row['policy']}: {end_of(row['refused'])}." for row in rows if row["refused"]]
+    lines += [f"{row['policy']}: stopped by {end_of(row['stopped'])}." for row in rows if row["stopped"]]
     lines.append(
         "The probe nearest to each capacity, which a diamond marks, stands for the search in the rest of this page; "
         "the others are ordinary runs in the same directory."

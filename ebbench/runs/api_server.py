@@ -7,7 +7,7 @@ from typing import Any
 
 from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.engines.setup import topology_of
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 

@@ -25,9 +25,10 @@ from ebbench.engines.setup import journalled, policy_label, with_step_parts
 from ebbench.engines.sim import SimEngine
 from ebbench.process.termination import held, interruptible
 from ebbench.records.files import TableParts
-from ebbench.records.manifest import RunWarning, wall_clock_ns
+from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.records.warnings import RunWarning, caveat, warning
 from ebbench.runs.prepare import Prepared, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
@@ -126,10 +127,7 @@ def part_of(plan: Plan, table: pa.Table) -> Plan:
 def exhausted(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
     """Add a warning if all sessions were released before the time was over."""
     sessions = len(_sessions_in_order(plan))
-    note = (
-        f"All {sessions:,} sessions of the plan were released before --duration {plan.release_for_s:g} was over; "
-        "a larger --num-prompts fills it."
-    )
+    note = caveat("plan-exhausted", sessions=sessions, duration_s=plan.release_for_s)
     return plan, replace(result, warnings=(*result.warnings, note))
 
 
@@ -186,8 +184,8 @@ def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
         label = policy_label(ready.engine, ready.policy, stated=ready.policy_stated)
         return (*label.warnings, *stated_limits(ready.spec.server))
     open_at_most = max((phase.max_concurrency for phase in ready.plan.phases), default=0)
-    warning = ready.policy.load_warning(open_at_most, ready.spec.server.max_num_seqs)
-    return () if warning is None else (RunWarning(*warning),)
+    doubt = ready.policy.load_doubt(open_at_most, ready.spec.server.max_num_seqs)
+    return () if doubt is None else (warning(doubt[0], **doubt[1]),)
 
 
 def _last_snapshot(policy: PolicySpec, plan: Plan, result: EngineResult) -> Progress:

@@ -126,14 +126,22 @@ class ApiServers:
         """When the last token of an ended request left."""
         return int(self._client_ns[self._state.next_slot[row] - 1])
 
-    def stream(self, end_ns: int, rows: Ints, slots: Ints) -> None:
-        """A step that ended at ``end_ns`` has one token of each of ``rows``, for these slots of ``client_ns``."""
+    def stream(self, end_ns: int, rows: Ints, slots: Ints, tokens: Ints | None = None) -> None:
+        """A step that ended at ``end_ns`` has one token of each of ``rows``, for these slots of ``client_ns``.
+
+        ``tokens``: the number for each row, if it is not one. They fill the slots from that one on, and leave in one
+        message, which takes as long as one token does.
+        """
         if len(self._free_ns) == 1:
             self._stream(0, end_ns, slots)
-            return
-        processes = self._process_of.take(rows)
-        for process in range(len(self._free_ns)):
-            self._stream(process, end_ns, slots[processes == process])
+        else:
+            processes = self._process_of.take(rows)
+            for process in range(len(self._free_ns)):
+                self._stream(process, end_ns, slots[processes == process])
+        if tokens is not None:
+            for further in range(1, int(tokens.max(initial=0))):
+                first = slots[tokens > further]
+                self._client_ns[first + further] = self._client_ns[first]
 
     def _stream(self, process: int, end_ns: int, slots: Ints) -> None:
         count = len(slots)

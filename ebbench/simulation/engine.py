@@ -28,7 +28,7 @@ from ebbench.simulation.scheduler import Scheduler, admissible, prompt_tokens
 from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step, StepSink
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, View
+from vllm_eb.strategy import Decision, View
 
 # What a scheduling step may hold: everything (v1), or what the policy decides.
 #

@@ -15,7 +15,7 @@ from ebbench.records.schema import PLAN
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import FigureLog, StepLog, StepParts
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Record
+from vllm_eb.strategy import Record
 
 _TIMES = ("intended_ns", "sent_ns", "scheduled_ns", "end_ns")
 _COUNTS = ("preemptions", "cached_tokens", "next_slot")

@@ -48,21 +48,23 @@ def admissible(scheduler: Scheduler, running_limit: int) -> bool:
         return False
     row = scheduler.waiting[0]
     known = int(scheduler.state.target[row])
-    hits = scheduler.kv.lookup(row, known)
+    hits = scheduler.hits(row, known)
     pinned = scheduler.kv.evictable(hits)
     tokens = known if scheduler.limits.scheduler_reserve_full_isl else _cached_tokens(scheduler, row, hits) + 1
     return _fits(scheduler, tokens, hits, pinned)
 
 
 def admit_waiting(
-    scheduler: Scheduler, now_ns: int, budget: int, threshold: int, running_limit: int
+    scheduler: Scheduler, now_ns: int, budget: int, threshold: int, running_limit: int, running: Ints
 ) -> tuple[list[int], list[int]]:
     """Admit waiting requests in order while ``budget`` tokens, slots up to ``running_limit`` and KV blocks last.
 
-    ``threshold``: most tokens of one request, 0 is no limit. Returns the rows and the tokens of each in this step.
+    ``threshold``: most tokens of one request, 0 is no limit. ``running``: running requests in the step. Returns the
+    rows and the tokens of each in this step.
     """
     state, kv, limits, waiting = scheduler.state, scheduler.kv, scheduler.limits, scheduler.waiting
     whole, block_size, delivered = limits.scheduler_reserve_full_isl, limits.block_size, scheduler.delivered
+    lookahead, longest, padding = scheduler.lookahead_tokens, scheduler.longest_tokens, scheduler.padding(running)
     rows: list[int] = []
     tokens: list[int] = []
     skipped: list[int] = []
@@ -73,23 +75,28 @@ def admit_waiting(
             skipped.append(waiting.popleft())
             continue
         known = int(state.target[row])
-        hits = kv.lookup(row, known)
+        hits = scheduler.hits(row, known)
         cached, pinned = len(hits) * block_size, kv.evictable(hits) if hits else 0
         if delivered:
             cached = max(cached, delivered.get(row, 0))
         chunk = known - cached
+        if chunk == 1 and padding and (cached or len(running)) and known + padding < longest:
+            chunk += padding
+            if chunk > budget:
+                break
         if 0 < threshold < chunk:
             chunk = threshold
         if chunk > budget:
             chunk = budget
         after = cached + chunk
-        if not _fits(scheduler, known if whole else after, hits, pinned):
+        slots = min(after + lookahead, longest) if lookahead else after
+        if not _fits(scheduler, max(known, slots) if whole else slots, hits, pinned):
             break
         waiting.popleft()
-        _allocate(scheduler, row, hits, cached, after)
+        _allocate(scheduler, row, hits, cached, slots)
         _note_admission(scheduler, row, cached, now_ns)
         if scheduler.counted is None:
-            kv.publish(row, after)
+            kv.publish(row, min(after, known))
         state.partial[row] = True
         rows.append(row)
         tokens.append(chunk)
@@ -114,7 +121,7 @@ def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -
 
 
 def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int) -> None:
-    """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` tokens together."""
+    """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` KV slots together."""
     if scheduler.layout is None:
         need = -(-after // scheduler.limits.block_size) - len(hits)
     else:
@@ -221,10 +228,9 @@ def drop(scheduler: Scheduler, row: int) -> None:
     if state.done[row]:
         scheduler.free_finished(row)  # a computed prompt, kept for a transfer that will not begin
         return
-    published = _published_tokens(scheduler, row)
+    published = scheduler.published_tokens(row)
     for queued in scheduler.in_flight:
-        if row in queued.sampled:
-            queued.sampled = queued.sampled[queued.sampled != row]
+        queued.leave_out(row)
     state.done[row] = True
     scheduler.forget(row)
     if state.held_blocks[row]:
@@ -233,13 +239,6 @@ def drop(scheduler: Scheduler, row: int) -> None:
     output_tokens = int(state.next_slot[row] - state.first_slot[row])
     for listener in scheduler.listeners:
         listener.withdrawn(row, output_tokens)
-
-
-def _published_tokens(scheduler: Scheduler, row: int) -> int:
-    """Tokens up to which vLLM has published the blocks of a request: those known when it last scheduled it."""
-    holding = [queued for queued in scheduler.in_flight if row in queued.rows]
-    known = int(scheduler.state.target[row]) - sum(row in queued.sampled for queued in holding)
-    return known - bool(holding and scheduler.got_token_since(row, holding[-1].scheduled_ns))
 
 
 def cut_at_hang_ups(state: RequestState, abandoned: Iterable[int]) -> None:
@@ -326,6 +325,9 @@ class Scheduler:
         self.ones: Ints = np.ones(limits.max_num_seqs, np.int64)
         self._arrived: deque[int] = deque()
         self._keep_finished = keep_finished
+        self.lookahead_tokens = self.longest_tokens = (
+            0  # KV slots ahead of a sequence, and its most tokens; see drafting
+        )
         self._hung_up: list[int] = []  # rows whose clients hung up, not yet processed
         self.stale: dict[int, bool] = {}  # preempted with a step in flight: whether that step samples a token for it
 
@@ -363,6 +365,27 @@ class Scheduler:
         """Prompt tokens received and not scheduled, without those whose KV was delivered."""
         return queued_tokens(self, self._arrived)
 
+    def hits(self, row: int, known_tokens: int) -> Sequence[int]:
+        """The cached blocks that a request can use."""
+        return self.kv.lookup(row, known_tokens)
+
+    def padding(self, running: Ints) -> int:
+        """Tokens by which a request with one token to compute is extended beside ``running``."""
+        return 0
+
+    def delivered_tokens(self, row: int) -> int:
+        """Prompt and output tokens of a request that exist."""
+        return int(self.state.prompt[row] + self.state.next_slot[row] - self.state.first_slot[row])
+
+    def published_tokens(self, row: int) -> int:
+        """Tokens up to which vLLM has published the blocks of a request: those known when it last scheduled it."""
+        holding = [queued for queued in self.in_flight if row in queued.rows]
+        return self.delivered_tokens(row) - bool(holding and self.got_token_since(row, holding[-1].scheduled_ns))
+
+    def finished_tokens(self, row: int) -> int:
+        """As :meth:`published_tokens`, of a request that has ended."""
+        return int(self.state.last[row])
+
     def running_ages(self) -> Sequence[int]:
         """Output tokens so far of every running request."""
         ages: list[int] = self.state.outputs(self.running).tolist()
@@ -391,13 +414,16 @@ class Scheduler:
 
     def take_arrivals(self, now_ns: int) -> None:
         """Move arrivals into the waiting queue, and drop requests whose clients hung up."""
-        while self._hung_up:
-            drop(self, self._hung_up.pop(0))
+        self._drop_hung_up()
         if not self._arrived:
             return
         self.seen_ns[list(self._arrived)] = now_ns
         self.waiting.extend(self._arrived)
         self._arrived.clear()
+
+    def _drop_hung_up(self) -> None:
+        while self._hung_up:
+            drop(self, self._hung_up.pop(0))
 
     # One step.
 
@@ -415,7 +441,7 @@ class Scheduler:
         threshold = chunk_limit(self, len(candidates)) if limits.long_prefill_token_threshold else 0
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
-            new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, threshold, running_limit)
+            new_rows, new_tokens = admit_waiting(self, step.scheduled_ns, budget, threshold, running_limit, rows)
             if new_rows:
                 rows = np.concatenate([rows, np.array(new_rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
@@ -566,11 +592,8 @@ class Scheduler:
         samples = in_flight is not None and (in_flight.sampled is in_flight.rows or row in in_flight.sampled)
         if in_flight is not None:
             self.stale[row] = samples
-        known = int(state.target[row]) - samples
-        # vLLM publishes blocks up to the tokens known when it scheduled the step in flight.
-        known_then = known - (in_flight is not None and self.got_token_since(row, in_flight.scheduled_ns))
-        self.kv.release(row, min(int(state.computed[row]), known_then))
-        state.target[row], state.computed[row], state.held_blocks[row] = known, 0, 0
+        self.kv.release(row, min(int(state.computed[row]), self.published_tokens(row)))
+        state.target[row], state.computed[row], state.held_blocks[row] = self.delivered_tokens(row), 0, 0
         self.prefilling -= int(state.partial[row])
         state.partial[row] = False
         state.preemptions[row] += 1
@@ -612,8 +635,7 @@ class Scheduler:
 
     def deliver(self) -> list[int]:
         """Deliver the tokens of the oldest step in flight. Returns the rows that it finished, in order."""
-        while self._hung_up:
-            drop(self, self._hung_up.pop(0))
+        self._drop_hung_up()
         step = self.in_flight.popleft()
         state, sampled = self.state, step.sampled
         if self.stale:
@@ -657,7 +679,7 @@ class Scheduler:
         if not state.held_blocks[row]:
             self.waiting.remove(row)  # it finished with the token in flight when it was preempted
         elif not self._keep_finished:
-            self.kv.release(row, int(state.last[row]))
+            self.kv.release(row, self.finished_tokens(row))
             state.held_blocks[row] = 0
         state.end_ns[row] = now_ns
         for listener in self.listeners:

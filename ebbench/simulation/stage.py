@@ -13,6 +13,7 @@ from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitR
 from ebbench.records.content import CHUNK_TOKENS, block_tokens
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.drafting import Drafting, DraftingScheduler
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.scheduler import Scheduler
@@ -91,7 +92,7 @@ class StageSpec:
     ``cost``: cost model of one unit. ``dispatch`` None: there is only one unit. ``prefill_only``: it computes prompts
     whose KV is then transferred. ``generates``: requests ask for more than their first token. ``first_unit``: index of
     its first unit among those of all stages. ``api_server``: costs of an API server, None without;
-    ``api_server_count``: processes per engine, None is one per unit.
+    ``api_server_count``: processes per engine, None is one per unit. ``drafting``: None without speculative decoding.
     """
 
     pool: PoolSpec
@@ -107,6 +108,7 @@ class StageSpec:
     first_unit: int = 0
     api_server: ApiServerCosts | None = None
     api_server_count: int | None = None
+    drafting: Drafting | None = None
 
 
 def build_stage(
@@ -117,7 +119,11 @@ def build_stage(
     controllers: list[Controller] = []
     for number in range(spec.pool.units):
         kv = spec.make_kv(state, spec.kv_blocks)
-        scheduler = Scheduler(state, spec.limits, kv, keep_finished=spec.prefill_only)
+        scheduler = (
+            Scheduler(state, spec.limits, kv, keep_finished=spec.prefill_only)
+            if spec.drafting is None
+            else DraftingScheduler(state, spec.limits, kv, spec.drafting)
+        )
         controller = spec.make_controller(spec.kv_blocks)
         if controller is not None:
             controllers.append(controller)

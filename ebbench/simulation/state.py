@@ -47,6 +47,15 @@ Ints = npt.NDArray[np.int64]
 UNSET = -1
 
 
+def token_slots(firsts: Ints, tokens: Ints) -> Ints:
+    """The slots of ``tokens`` tokens each from the slots ``firsts`` on, one request after the other."""
+    if len(tokens) == int(np.add.reduce(tokens)) == np.count_nonzero(tokens):
+        return firsts
+    starts = firsts - np.cumsum(tokens) + tokens
+    slots: Ints = np.repeat(starts, tokens) + np.arange(int(np.add.reduce(tokens)))
+    return slots
+
+
 class RequestState:
     """Arrays indexed by plan row. Token counts have vLLM's meaning.
 

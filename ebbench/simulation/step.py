@@ -35,12 +35,21 @@ class SchedulerLimits:
     scheduler_reserve_full_isl: bool = True
 
 
+class Verified(NamedTuple):
+    """What became of the drafts of a step, one entry per row that it samples: the drafts verified, those accepted, and
+    the tokens that the request gets."""
+
+    drafts: Ints
+    accepted: Ints
+    tokens: Ints
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """A scheduled step. ``rows`` and ``tokens`` are in scheduling order; ``sampled`` rows get a token at ``end_ns``.
 
     ``computed``: tokens of each row computed before it, where scheduling the decodes had to look them up, else None.
-    ``pass_number``: of the pass that several units make together.
+    ``pass_number``: of the pass that several units make together. ``verified``: None without speculative decoding.
     """
 
     scheduled_ns: int
@@ -60,6 +69,15 @@ class Step:
     waiting: int = 0
     running: int = 0
     pass_number: int = 0
+    verified: Verified | None = None
+
+    def leave_out(self, row: int) -> None:
+        """Drop the tokens of a request that is gone."""
+        kept = self.sampled != row
+        if np.count_nonzero(kept) < len(kept):
+            self.sampled = self.sampled[kept]
+            if self.verified is not None:
+                self.verified = Verified(*(counts[kept] for counts in self.verified))
 
     @property
     def empty(self) -> bool:

@@ -8,16 +8,16 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS
+from ebbench.records.schema import EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, decisions_table
 from ebbench.simulation.api_server import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from vllm_eb.decisions import Record
+from vllm_eb.strategy import Record
 
 _SLOTS_AT_ONCE = 1 << 16  # temporary arrays of 512 KiB, whose memory is used again; larger ones take new pages
 
 
-def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
-    """DECISIONS, one row per record."""
+def table_of_records(records: Sequence[tuple[int, Record]]) -> pa.Table:
+    """DECISIONS, one row per record with its instance."""
     rows = [
         {
             "time_ns": round(record.time_s * 1e9),
@@ -31,7 +31,7 @@ def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
         | record.values
         for instance, record in records
     ]
-    return pa.Table.from_pylist(rows, schema=DECISIONS)
+    return decisions_table(rows)
 
 
 def requests_table(plan: Plan, state: RequestState) -> pa.Table:
@@ -46,7 +46,7 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
     end_ns = state.end_ns
     if state.client_ns is not None:  # a client's request ends when its last token has reached it
         end_ns = np.where(ended & (outputs == state.max_output), last_ns, end_ns)
-    gaps = np.maximum(outputs - 1, 0)
+    offsets, gap_values = np.concatenate([[0], np.cumsum(np.maximum(outputs - 1, 0))]), _gap_values(state, token_ns)
     status = np.where(ended, "ok", np.where(state.sent_ns != UNSET, "cancelled", "never_sent"))
     columns = {name: plan.table[name] for name in ("request_id", "session", "turn", "phase", "input_tokens")}
     columns |= {
@@ -55,10 +55,8 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
         "cached_tokens": pa.array(state.cached_tokens, pa.int32()),
         "status": pa.array(status, pa.string()),
         "finish_reason": pa.array(np.where(ended, "length", ""), pa.string(), mask=~ended),
-        "itl_ns": pa.ListArray.from_arrays(
-            np.concatenate([[0], np.cumsum(gaps)]).astype(np.int32), pa.array(_gap_values(state, token_ns))
-        ),
-        "bundled_tokens": pa.array(np.zeros(count, np.bool_)),
+        "itl_ns": pa.ListArray.from_arrays(offsets.astype(np.int32), pa.array(gap_values)),
+        "bundled_tokens": pa.array(_together(gap_values, offsets)),
         "preemptions": pa.array(state.preemptions, pa.int32()),
         "error_class": pa.nulls(count, pa.string()),
         "error_body": pa.nulls(count, pa.string()),
@@ -114,6 +112,14 @@ def with_failures(requests: pa.Table, failed: Mapping[int, Failure], never_sent:
             index, requests.schema.field(index), pa.array(values, requests.schema.field(index).type)
         )
     return requests
+
+
+def _together(gap_values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Per request whether several of its tokens came in one message, as accepted drafts do."""
+    found = np.zeros(len(offsets) - 1, np.bool_)
+    none = np.flatnonzero(gap_values == 0)
+    found[np.searchsorted(offsets, none, side="right") - 1] = True
+    return found
 
 
 def _gap_values(state: RequestState, token_ns: Ints) -> np.ndarray:

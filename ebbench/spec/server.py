@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, declare
 from ebbench.config.server_url import is_server_url
+from ebbench.spec.speculative import Speculative, speculative_of
 
 # The free constants of a device and model, which a run may replace.
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """The free constants of a device and model (at most three), with their source and whether they were fitted.
+    """The free constants of a device and model (at most four), with their source and whether they were fitted.
+
+    With several GPUs per unit the engine sends every step to a process per GPU: ``workers_step_s`` and
+    ``workers_sequence_s`` are added.
 
     ``mixed_excess`` scales the part of a mixed attention call that exceeds its pure parts; 1 is as profiled.
     ``request_s`` is not a free constant: `ebbench calibrate` measures it together with a grid of step times.
@@ -26,6 +30,18 @@ class HostCosts:
     request_s: float = 0.0
     fitted: bool = True
     doubt: str = ""
+    workers_step_s: float = 0.0
+    workers_sequence_s: float = 0.0
+
+    def with_workers(self, tp: int) -> HostCosts:
+        """The constants of a unit of ``tp`` GPUs, without a part that depends on them."""
+        several = tp > 1
+        step_s = self.step_s + several * self.workers_step_s
+        sequence_s = self.sequence_s + several * self.workers_sequence_s
+        doubt = self.doubt if several or not self.workers_sequence_s else ""
+        return replace(
+            self, step_s=step_s, sequence_s=sequence_s, doubt=doubt, workers_step_s=0.0, workers_sequence_s=0.0
+        )
 
 
 OFF = "off"
@@ -94,9 +110,26 @@ class EngineOptions:
     api_server_count: int | None = declare(
         None, "Its processes per engine; default: one per data-parallel unit.", ENGINE
     )
+    speculative: str | None = declare(
+        None, "Drafted tokens and how many are accepted: method=eagle3,tokens=3,acceptance=0.8,0.6,0.4.", ENGINE
+    )
     warmup: int = declare(
         0, "Requests before the start, of the plan's lengths; not recorded.", LOAD, names=("--warmup", "--num-warmups")
     )
+
+    def __post_init__(self) -> None:
+        if self.speculative is None:
+            return
+        drafts = speculative_of(self.speculative)
+        # A run's settings hold the rates, not the file that they are read from.
+        object.__setattr__(self, "speculative", drafts.text)
+        if not drafts.rules.asynchronous:
+            object.__setattr__(self, "async_scheduling", False)
+
+    @property
+    def drafts(self) -> Speculative | None:
+        """How the server drafts tokens; None: not at all. Raises UsageError."""
+        return None if self.speculative is None else speculative_of(self.speculative)
 
     @property
     def running_limit(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ebbench.errors import UsageError
 from ebbench.workloads.files import LogFile
-from vllm_eb.errors import name_hint
+from vllm_eb.settings import name_hint
 
 # Which rows of a log are failed requests: by a status, an error or a flag of success, under usual names.
 

@@ -1,4 +1,4 @@
-"""Everything that differs between vLLM versions, and what the plugin cannot be combined with.
+"""Everything that differs between vLLM versions, what the plugin needs of them and cannot be combined with.
 
 | | 0.25.1 to 0.29 | 0.31 | 0.32, 0.33 |
 |---|---|---|---|
@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -189,10 +190,23 @@ def _problems_of_phases(config: Any, holds_adapters: bool, counts_passes: bool) 
     ]
 
 
+def drafting_method(vllm_config: Any) -> str | None:
+    """How tokens are drafted, by vLLM's name; None: not at all."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return None if speculative is None else str(speculative.method)
+
+
+def _drafts_supported(method: str) -> bool:
+    return method in ("ngram", "ngram_gpu", "eagle", "eagle3") or method.endswith("mtp")
+
+
 def _problems(config: Any) -> list[tuple[bool, str]]:
     model, parallel = config.model_config, config.parallel_config
     return [
-        (config.speculative_config is not None, "speculative decoding (a decode step would not be one token each)"),
+        (
+            (method := drafting_method(config)) is not None and not _drafts_supported(method),
+            f"speculative decoding by {method} (tested are ngram, MTP, eagle and eagle3)",
+        ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (several steps of one request are in flight)"),
         (config.kv_transfer_config is not None, "a KV connector (loads are admissions the plugin cannot hold back)"),
         (getattr(config, "ec_transfer_config", None) is not None, "an encoder-cache connector"),
@@ -200,3 +214,82 @@ def _problems(config: Any) -> list[tuple[bool, str]]:
         (bool(getattr(model, "is_diffusion", False)), "diffusion models"),
         (bool(model.is_encoder_decoder), "encoder-decoder models"),
     ]
+
+
+TESTED_LAST = "0.32.0"
+
+METHODS = (
+    "schedule", "update_from_output", "add_request", "get_request_counts", "shutdown", "_free_request",
+    "_preempt_request", "_make_cached_request_data",
+)  # fmt: skip
+"""Methods of the scheduler class that are called or overridden."""
+
+ATTRIBUTES: tuple[tuple[str, ...], ...] = (
+    ("running",), ("waiting",), ("requests",), ("max_num_active_reqs", "max_num_running_reqs"),
+    ("deferred_waiting", "skipped_waiting"), ("num_waiting_for_streaming_input",), ("pause_state",), ("block_size",),
+    ("max_model_len",), ("max_num_scheduled_tokens",), ("lora_config",),
+    ("log_stats",), ("vllm_config",),
+    ("kv_cache_manager.block_pool.num_gpu_blocks",),
+    ("kv_cache_manager.block_pool.get_num_free_blocks",),
+    ("kv_cache_manager.allocate_slots",),
+)  # fmt: skip
+"""Attributes of a scheduler: one of each group, depending on the version."""
+
+REQUEST = (
+    "is_prefill_chunk", "status", "num_output_placeholders", "num_computed_tokens", "num_prompt_tokens", "max_tokens",
+    "num_output_tokens", "num_preemptions", "num_tokens", "lora_request", "structured_output_request",
+    "_output_token_ids", "priority", "arrival_time",
+)  # fmt: skip
+"""Attributes of a request."""
+
+OUTPUT = (
+    "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
+    "preempted_req_ids",
+)  # fmt: skip
+"""Fields of the result of schedule()."""
+
+
+def check_classes(scheduler: type, request: type, output: type, version: str) -> None:
+    """Raise ConfigError for a method or field that these classes lack."""
+    missing = [f"Scheduler.{name}" for name in METHODS if not callable(getattr(scheduler, name, None))]
+    made = _set_by_init(request)
+    missing += [f"Request.{name}" for name in REQUEST if name not in made and not hasattr(request, name)]
+    fields = getattr(output, "__dataclass_fields__", {})
+    missing += [f"SchedulerOutput.{name}" for name in OUTPUT if name not in fields]
+    if not missing and not _takes_tokens_third(scheduler):
+        missing.append("Scheduler._make_cached_request_data(.., .., num_scheduled_tokens, ..)")
+    _refuse(missing, version)
+
+
+def check_scheduler(scheduler: Any, version: str) -> None:
+    """Raise ConfigError for an attribute that this scheduler lacks."""
+    missing = [
+        "Scheduler." + " or ".join(group) for group in ATTRIBUTES if not any(_has(scheduler, path) for path in group)
+    ]
+    _refuse(missing, version)
+
+
+def _refuse(missing: list[str], version: str) -> None:
+    if missing:
+        raise ConfigError(
+            f"vllm_eb was last tested with vLLM {TESTED_LAST}, and vLLM {version} lacks what it needs "
+            f"({', '.join(missing)}): install vLLM {TESTED_LAST}, or leave --scheduler-cls out"
+        )
+
+
+def _has(thing: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(thing, name):
+            return False
+        thing = getattr(thing, name)
+    return True
+
+
+def _set_by_init(kind: type) -> set[str]:
+    code = getattr(vars(kind).get("__init__"), "__code__", None)
+    return set(code.co_names) if code is not None else set()
+
+
+def _takes_tokens_third(scheduler: type) -> bool:
+    names = list(inspect.signature(scheduler._make_cached_request_data).parameters)  # type: ignore[attr-defined]
+    return len(names) > 3 and names[3] == "num_scheduled_tokens"

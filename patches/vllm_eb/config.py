@@ -14,13 +14,14 @@ published, for ``ebbench gateway --signals``; rank r adds r to the port.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
-from vllm_eb.errors import GivenValueError, name_hint
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy, policy_from_mapping
+from vllm_eb.settings import GivenValueError, name_hint
 from vllm_eb.signals import endpoint_of_rank
 
 KEY = "vllm_eb"
@@ -132,3 +133,6 @@ def _record(value: object) -> Path | None:
     if not isinstance(value, str):
         raise ConfigError(f"{KEY}.record must be the path of a directory, not {value!r}")
     return Path(value)
+
+
+logger = logging.getLogger("vllm.vllm_eb")

@@ -1,8 +1,8 @@
 """Scheduling policies as text: ``v1``, ``deferred:k=32``, ``eb:theta=0.5``, ``ebplus:margin=1e-5``.
 
-A policy is a module with one subclass of :class:`PolicySpec` under the name ``POLICY``: its settings, its words in
-reports, and its decisions (:meth:`PolicySpec.strategy`). Modules in :mod:`vllm_eb.policies` are named by their file;
-any other importable module by its dotted name, for example ``mypackage.early:slots=4``.
+A policy is a module with one subclass of :class:`PolicySpec` under the name ``POLICY``: its settings and its decisions
+(:meth:`PolicySpec.strategy`). Modules in :mod:`vllm_eb.policies` are named by their file; any other importable module
+by its dotted name, for example ``mypackage.early:slots=4``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from vllm_eb.errors import GivenValueError, name_hint
 from vllm_eb.settings import (
+    GivenValueError,
     Setting,
     SettingError,
     UnknownSettingError,
     check_value,
+    name_hint,
     read_settings,
     setting,
     settings_of,
@@ -32,8 +33,7 @@ from vllm_eb.settings import (
 )
 
 if TYPE_CHECKING:
-    from vllm_eb.lengths import Lengths
-    from vllm_eb.strategy import EngineFacts, Strategy
+    from vllm_eb.strategy import EngineFacts, Lengths, Strategy, Values
 
 BUILT_IN = "vllm_eb.policies"
 
@@ -76,17 +76,8 @@ class PolicySpec:
     """The policy's name: the module's file name, or its dotted name outside :mod:`vllm_eb.policies`."""
     description: ClassVar[str]
     """One line for ``ebbench policies list``."""
-    colour: ClassVar[str] = "#000000"
-    """Colour in figures, one of Okabe and Ito's, which colour-blind readers can distinguish."""
-    departure: ClassVar[int] = 99
-    """How much it differs from vLLM's own scheduling; of two equally good policies the one with the lower value is
-    advised."""
-    by_share: ClassVar[bool] = False
-    """Whether the threshold is a share of the batch (reports say so) instead of a number of idle slots."""
     aligns_ranks: ClassVar[bool] = False
     """Whether data-parallel ranks in lockstep refill in the same passes, for which they need the number of the pass."""
-    without_decisions: ClassVar[str] = ""
-    """A sentence for reports of runs without any decision."""
 
     order: Literal["fcfs", "shortest"] = setting(
         "fcfs", "of waiting requests: fcfs, as they came, or shortest, by the tokens of their prompts"
@@ -136,19 +127,6 @@ class PolicySpec:
         """Whether it sets its threshold and batch size itself during a run."""
         return False
 
-    @property
-    def vllm_option(self) -> str:
-        """A sentence naming the vLLM option with the same effect and its version; empty if there is none."""
-        return ""
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """The settings under which ``ebbench advise`` tries this policy unless asked for others; empty: not tried.
-
-        ``targets_s``: latency targets in seconds, by ``ttft`` and ``tpot``, as far as given.
-        """
-        return ()
-
     def check(self) -> None:
         """Raise PolicyError for settings that contradict each other."""
 
@@ -156,8 +134,11 @@ class PolicySpec:
         """Settings that another setting makes ineffective, each with that other setting."""
         return {}
 
-    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
-        """A warning before a run with at most ``open_at_most`` open requests: code, sentence, remedy; or None."""
+    def load_doubt(self, open_at_most: int, max_num_seqs: int) -> tuple[str, Values] | None:
+        """Why the policy does not do what it is for with at most ``open_at_most`` open requests (0: any number).
+
+        A code and the values it rests on; None if there is no doubt.
+        """
         return None
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:

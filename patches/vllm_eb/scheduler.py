@@ -27,14 +27,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_eb import compat, guard
-from vllm_eb.config import PluginConfig, parse_config
-from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, View
-from vllm_eb.lockstep import LONGEST_PERIOD, PassCount, longest_period
-from vllm_eb.log import logger
+from vllm_eb import compat
+from vllm_eb.config import PluginConfig, logger, parse_config
+from vllm_eb.controller import Controller, WaitingOrder
+from vllm_eb.refills import LONGEST_PERIOD, PassCount, longest_period
 from vllm_eb.reports import StepReports
-from vllm_eb.waiting import WaitingOrder
+from vllm_eb.strategy import Decision, View
 
 # vLLM's front end finds stop strings and then aborts the request; a client that disconnects frees its slot too.
 _ENDS = (
@@ -74,9 +72,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
                 holds_adapters=compat.can_block_admission(Scheduler),
                 counts_passes=ranks > 1,
             )
-        guard.check_classes(Scheduler, Request, SchedulerOutput, vllm.__version__)
+        compat.check_classes(Scheduler, Request, SchedulerOutput, vllm.__version__)
         super().__init__(vllm_config, *args, **kwargs)
-        guard.check_scheduler(self, vllm.__version__)
+        compat.check_scheduler(self, vllm.__version__)
         self._limit_name = compat.limit_name(self)
         self._total_blocks = compat.usable_blocks(self)
         self._resends_tokens = compat.resends_tokens(self)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_eb.costs import StepCosts
+from vllm_eb.calibration import StepCosts
 from vllm_eb.hazard import CensoredHazard
 
 TPOT_SHARE = 0.85  # share of the target that is planned for: single requests vary around the mean

@@ -15,11 +15,24 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from vllm_eb.errors import GivenValueError, name_hint
+
+class GivenValueError(ValueError):
+    """An invalid policy, setting, calibration or coefficient; the message says what to give instead."""
+
+
+def name_hint(name: str, known: Iterable[str]) -> str:
+    """What to write instead of an unknown name: the nearest known one, or all of them."""
+    import difflib
+
+    choices = sorted(known)
+    by_small_letters = {choice.lower(): choice for choice in reversed(choices)}
+    near = difflib.get_close_matches(name.lower(), by_small_letters, n=1, cutoff=0.5)
+    return f"did you mean {by_small_letters[near[0]]!r}?" if near else f"known: {', '.join(choices)}"
+
 
 REQUIRED = object()
 

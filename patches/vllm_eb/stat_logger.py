@@ -1,7 +1,7 @@
 """The plugin's metrics in vLLM's own /metrics.
 
 vLLM finds this class by the entry point ``vllm.stat_logger_plugins`` and creates it in the process that serves
-/metrics. It registers a collector, which reads :mod:`vllm_eb.metrics` when Prometheus asks, so that an idle server
+/metrics. It registers a collector, which reads :mod:`vllm_eb.reports` when Prometheus asks, so that an idle server
 shows its last state. When vLLM logs its periodic line, it logs the same figures, one line per engine core.
 """
 
@@ -16,9 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_eb.config import KEY
-from vllm_eb.log import logger
-from vllm_eb.metrics import MODES, PHASES, Figures, read_figures
+from vllm_eb.config import KEY, logger
+from vllm_eb.reports import MODES, PHASES, Figures, read_figures
 
 _MODE_NAMES = {"mb": "mixed", "eb": "exclusive"}
 _LABELS = ("model_name", "engine")

@@ -1,4 +1,4 @@
-"""Base class of the policies' decisions, called by the controller; every method has a default.
+"""What a policy decides: the view of a step, the decision, and the base class of strategies.
 
 The controller (:mod:`vllm_eb.controller`) keeps phases, KV gate and records. It reports admissions and completions to
 the strategy and asks it for bounds and thresholds. A strategy decides in one of two ways:
@@ -13,13 +13,127 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from vllm_eb.calibration import Calibration
-from vllm_eb.decisions import Phase, RecordKind, View
-from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
 from vllm_eb.queueing import Places, QueueOrder, Waited
+
+Mode = Literal["eb", "mb"]
+Phase = Literal["prefill", "decode", "mixed"]
+RecordKind = Literal["phase", "update", "mode"]
+
+
+class View(NamedTuple):
+    """State of the scheduler at the start of a step.
+
+    ``decoding``: running sequences whose prompt is computed, including those whose last token is in flight.
+    ``prefilling``: running sequences with prompt tokens left. ``waiting``: queued requests, including preempted ones.
+    ``free_blocks``: free KV blocks, including cached ones that no request uses. ``oldest_wait_s``: that of
+    ``Controller.queue``; needed only if ``Controller.orders_queue``. ``preempted``: requests preempted since the last
+    view. ``idle_sessions``: streaming sessions between two turns, which keep their slots. ``last_tokens_out``: the last
+    token of every decoding sequence is in flight (asynchronous scheduling), so that none of them needs another step.
+    ``prompt_tokens``: prompt tokens that the next step could compute, of partly computed prompts, then of waiting ones
+    in order, as long as slots and KV blocks suffice; without deducting cached prefixes; counted only up to
+    ``Controller.prompt_tokens_wanted``. ``pass_number``: of the pass that data-parallel ranks in lockstep make
+    together, equal on all of them modulo ``EngineFacts.pass_interval``; 0 without other ranks.
+    """
+
+    now_s: float
+    step_id: int
+    decoding: int
+    prefilling: int
+    waiting: int
+    free_blocks: int
+    oldest_wait_s: float = 0.0
+    preempted: int = 0
+    idle_sessions: int = 0
+    last_tokens_out: bool = False
+    prompt_tokens: int = 0
+    pass_number: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decode step would have any sequence."""
+        return self.decoding > 0 and not self.last_tokens_out
+
+
+class Decision(NamedTuple):
+    """What the next step may contain.
+
+    ``prefill``: prefilling and newly admitted sequences only, with at most ``running_limit`` running in total.
+    ``decode``: decoding sequences only, no admissions. ``mixed``: vLLM's own rules, limit unchanged.
+    ``token_budget``: the most tokens of the step if fewer than max_num_batched_tokens; None: that of the engine.
+    """
+
+    phase: Phase
+    mode: Mode
+    running_limit: int
+    k: int | None
+    n_limit: int
+    token_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of decisions.parquet; names as in the schema, None if a value does not apply.
+
+    ``reason``: a code; together with the values it is all that a sentence about the decision needs.
+    """
+
+    time_s: float
+    step_id: int
+    kind: RecordKind
+    reason: str
+    mode: Mode
+    phase: Phase
+    values: dict[str, float | int | None]
+
+
+# Weights as in the authors' code; in the paper mu_l is the mean of the prompts in the window (section 3.4).
+MU_L_WEIGHT = 0.05  # per admitted prompt
+MU_O_WEIGHT = 0.2  # per update, for the mean over the completions since the last update
+# Initial values, as in the authors' code.
+INITIAL_MU_L, INITIAL_MU_O = 512.0, 100.0
+
+
+class Lengths:
+    """Smoothed means: prompt ``mu_l``, its part that is not in the prefix cache ``mu_new``, and output ``mu_o``.
+
+    Prompts update one by one, outputs in groups of ``update_every``.
+    """
+
+    def __init__(self, update_every: int) -> None:
+        self._update_every = update_every
+        self.mu_l, self.mu_o = INITIAL_MU_L, INITIAL_MU_O
+        self.mu_new = INITIAL_MU_L
+        self._prompts = self._updates = 0
+        self._answers = self._answer_tokens = 0  # since the last update
+
+    def on_prompt(self, input_tokens: int, cached_tokens: int = 0) -> None:
+        """Record the first admission of a prompt of ``input_tokens``, of which ``cached_tokens`` are cached."""
+        weight = MU_L_WEIGHT if self._prompts else 1.0
+        self.mu_l += weight * (input_tokens - self.mu_l)
+        self.mu_new += weight * (input_tokens - cached_tokens - self.mu_new)
+        self._prompts += 1
+
+    def on_finish(self, output_tokens: int) -> None:
+        """Record that a request left its slot after ``output_tokens``; aborted requests count, since they free a slot
+        too."""
+        self._answers += 1
+        self._answer_tokens += output_tokens
+
+    @property
+    def update_due(self) -> bool:
+        """Whether ``update_every`` completions have occurred since the last update."""
+        return self._answers >= self._update_every
+
+    def update(self) -> None:
+        """Update ``mu_o`` with the outputs since the last update."""
+        weight = MU_O_WEIGHT if self._updates else 1.0
+        self.mu_o += weight * (self._answer_tokens / self._answers - self.mu_o)
+        self._updates += 1
+        self._answers = self._answer_tokens = 0
+
 
 Values = Mapping[str, float | int | None]
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import convert
 from typer.testing import CliRunner, Result
 
-from ebbench.advice import sentences, simulate
+from ebbench.advice import sentences
 from ebbench.advice.candidates import alike
 from ebbench.advice.choice import own_budget
 from ebbench.advice.results import AdviceQuestion, ExpectedLoad
@@ -22,8 +23,8 @@ from ebbench.cli.advise import plan_arguments
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.warnings import Fact
 from ebbench.workloads import build_plan
-from vllm_eb.policy import PolicySpec
 
 
 def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
@@ -57,14 +58,14 @@ def invoke(*args: str) -> Result:
     return CliRunner().invoke(app, list(args), env={"COLUMNS": "140"})
 
 
-def test_a_policy_is_tried_where_it_names_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(PolicySpec):
-        @classmethod
-        def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-            return tuple(f"own:{name}={value:g}" for name, value in targets_s.items())
-
-    monkeypatch.setattr(simulate, "policy_types", lambda: {"own": Own})
-    assert default_policies(Slo(ttft=500, e2el=9000), (8192,), 1024) == ("v1", "own:ttft=0.5")
+def test_policies_with_targets_are_tried_with_the_limits_of_their_kind() -> None:
+    plain = default_policies(Slo(), (8192,), 1024)
+    assert plain[0] == "v1"
+    assert plain[-2:] == ("v1:budget=2048", "v1:budget=4096")
+    assert set(default_policies(Slo(ttft=500, e2el=9000), (8192,), 1024)) - set(plain) == {"marginal:ttft=0.5"}
+    targets = set(default_policies(Slo(ttft=500, tpot=50), (8192,), 1024)) - set(plain)
+    assert targets == {"marginal:ttft=0.5,tpot=0.05", "slochunk:tpot=0.05"}
+    assert not any("budget" in policy for policy in default_policies(Slo(), (2048, 8192), 1024))
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +100,14 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
 
 def test_advice_names_the_vllm_option_that_does_what_the_policy_does() -> None:
     question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, server={}, scenario=None)
-    for policy, told in (("cadence:every=4", True), ("marginal", False)):
+    option = {"cadence:every=4": "--prefill-schedule-interval 4", "v1:budget=64": "--max-num-batched-tokens 64 does"}
+    for policy in (*option, "marginal", "v1", "cadence:every=4,escape=off"):
         chosen = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
         lines = sentences.parameters(SimpleNamespace(question=question, theory=None, tuning=None, chosen=chosen))  # type: ignore[arg-type]
-        assert any("--prefill-schedule-interval 4" in line for line in lines) == told
+        assert [line for line in lines if "without the plugin" in line] == [
+            line for line in lines if policy in option and option[policy] in line
+        ]
+        assert any("without the plugin" in line for line in lines) == (policy in option)
 
 
 def test_too_few_requests_to_fill_the_load_are_said(runs: Path) -> None:
@@ -230,7 +235,7 @@ def test_a_replayed_trace_is_one_run_however_many_seeds(runs: Path, trace: str) 
     found = quick(runs, trace, "--seeds", "3")
     assert (found["seeds"], found["seeds_alike"]) == (1, True)
     assert all(len(row["values"]) == 1 for row in found["scores"])
-    assert "by more than chance" not in found["reason"]
+    assert found["reason"]["code"] != "ahead_of_all"
     said = " ".join(
         invoke("advise", trace, *QUICK[4:], "--seeds", "3", "-p", "v1", "-p", "eb", "--runs", str(runs)).output.split()
     )
@@ -286,14 +291,15 @@ def test_plans_are_alike_when_only_the_seed_of_their_contents_differs() -> None:
 
 
 def test_advice_says_that_it_rests_on_one_seed(runs: Path) -> None:
-    assert "(one seed" in quick(runs, "balanced", *QUICK[:6], "-c", "16", "--seeds", "1")["reason"]
+    reason = quick(runs, "balanced", *QUICK[:6], "-c", "16", "--seeds", "1")["reason"]
+    assert "(one seed" in convert(reason, Fact).worded(sentences.REASONS)
 
 
 def test_targets_that_no_request_meets_do_not_decide(runs: Path) -> None:
     load = ("balanced", *QUICK[:6], "-c", "16", "--seeds", "2")
     found = quick(runs, *load, "--goodput", "ttft:1", "tpot:1")
     assert found["policy"] == "v1"
-    assert found["reason"].startswith("no request met the targets under any candidate")
+    assert found["reason"] == {"code": "none_in_targets", "values": {}}
 
 
 def test_the_load_of_an_open_loop_is_what_its_run_had_open(runs: Path) -> None:

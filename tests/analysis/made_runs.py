@@ -187,13 +187,13 @@ def _decisions(end: int) -> pa.Table:
     common = {"step_id": 0, "instance": 0, "phase": "decode", "k": 5, "n_limit": 8, "theta": 0.62, "n_obs": 8.0}
     mode = common | {"kind": "mode", "margin": 1e-5, "r": 0.2}
     ahead = {"mode": "eb", "lhs": 4e-5, "rhs": 5e-6}
-    update = {"kind": "update", "reason": "Algorithm 1", "mode": "mb", "theta0": 0.6, "p0": 0.05}
-    behind = {"reason": "within the margin", "mode": "mb", "lhs": 3e-5, "rhs": 2.5e-5}
+    update = {"kind": "update", "reason": "algorithm_1", "mode": "mb", "theta0": 0.6, "p0": 0.05}
+    behind = {"reason": "within_margin", "mode": "mb", "lhs": 3e-5, "rhs": 2.5e-5}
     rows = [
         common | update | {"time_ns": end // 10},
         mode | behind | {"time_ns": end // 10},
-        mode | ahead | {"time_ns": end // 5, "reason": "mixing costs more"},
-        mode | ahead | {"time_ns": end // 2, "reason": "mode confirmed"},
+        mode | ahead | {"time_ns": end // 5, "reason": "mixing_costs_more"},
+        mode | ahead | {"time_ns": end // 2, "reason": "mode_confirmed"},
     ]
     empty: dict[str, Any] = {field.name: None for field in DECISIONS}
     return pa.Table.from_pylist([empty | row for row in rows], schema=DECISIONS)

@@ -141,7 +141,7 @@ def test_the_load_is_recorded_in_json(summary: Summary) -> None:
     assert replace(summary, policy="my server").to_dict()["policy_settings"] is None
 
 
-def test_a_topology_says_its_gpus(tmp_path: Path) -> None:
+def test_a_topology_run_shows_its_gpus(tmp_path: Path) -> None:
     from ebbench.analysis.environment import machine_of_run
     from ebbench.records.run import Run
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ebbench.analysis.caveats import by_settings, of_device, told_once
-from ebbench.records.manifest import RunWarning
+from ebbench.records.warnings import RunWarning
 
 WARNINGS = (
-    RunWarning("plan", "lengths are made up"),
-    RunWarning("device", "a roofline"),
-    RunWarning("engine", "images take no time"),
-    RunWarning("few-requests", "too few.", "Use more."),
+    RunWarning("plan", message="lengths are made up"),
+    RunWarning("device", message="a roofline"),
+    RunWarning("engine", message="images take no time"),
+    RunWarning("few-requests", message="too few.", remedy="Use more."),
 )
 CELLS = [{"device": device, "dtype": dtype} for device in ("a100", "h100", "h200") for dtype in ("auto", "fp8")]
 

@@ -53,7 +53,7 @@ def test_explain_reads_the_crossover_from_the_decision_records(tmp_path: Path) -
     assert facts.crossover is not None
     assert (facts.crossover.lhs, facts.crossover.rhs) == (4e-5, 5e-6)
     assert (facts.crossover.evaluations, facts.crossover.eb_ahead) == (3, 2)
-    assert [(switch.mode, switch.reason) for switch in facts.switches] == [("eb", "mixing costs more")]
+    assert [(switch.mode, switch.reason) for switch in facts.switches] == [("eb", "mixing_costs_more")]
     assert (facts.k.median, facts.updates) == (5, 1) if facts.k else False
     assert facts.eta is None
 

@@ -21,7 +21,7 @@ def test_limits_round_trip(slo: Slo) -> None:
     assert parse_slo(f"{name}:{value!r}" for name, value in slo.limits().items()) == slo
 
 
-def test_pairs_may_share_a_text() -> None:
+def test_several_limits_may_share_a_text() -> None:
     assert parse_slo(["ttft:500,tpot:50 e2el:5e3"]) == Slo(500, 50, 5000)
     assert not parse_slo([])
 

@@ -150,7 +150,7 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
     def remedy(name: str, plan: Plan) -> str:
         warnings = store(tmp_path / name, plan, run_made(plan)).manifest.warnings
         [warning] = [one for one in warnings if one.code == "few-requests"]
-        return warning.remedy
+        return warning.way_out
 
     single = plan_of(30)
     assert remedy("single", single) == "Use --num-prompts 662 or more."
@@ -171,7 +171,7 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
 def test_a_longer_run_is_asked_for_by_its_option(tmp_path: Path) -> None:
     plan = plan_of(30)
     warnings = store(tmp_path / "run", replace(plan, max_concurrency=None), run_made(plan)).manifest.warnings
-    remedies = [one.remedy for one in warnings if one.code in ("no-steady-window", "short-steady-window")]
+    remedies = [one.way_out for one in warnings if one.code in ("no-steady-window", "short-steady-window")]
     assert all(re.match(r"Use --num-prompts \d+ or more", each) for each in remedies), remedies
 
 
@@ -201,7 +201,7 @@ def test_phases_add_up_to_the_run(tmp_path: Path) -> None:
     assert phases[1].to_dict()["phase"] == "high"
 
 
-def test_means_over_repeats() -> None:
+def test_repeats_are_averaged_with_their_spread() -> None:
     base = {"seed": 1, "valid": True, "interrupted": False, "warnings": ["w"], "reasons": [], "duration": 2.0}
     base |= dict.fromkeys(
         ("planned", "completed", "failed", "timed_out", "cancelled", "never_sent", "total_input_tokens",

@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 from typer.testing import CliRunner, Result
 
 from ebbench.capacity.sentences import load
 from ebbench.cli.main import app
+from ebbench.records.warnings import RunWarning
 from ebbench.render import numbers
 
 WORKLOAD = (
@@ -33,7 +35,7 @@ def answer(folder: Path, *more: str, goodput: str = "ttft:2000") -> dict[str, ob
     return found
 
 
-def test_the_json_interface(tmp_path: Path) -> None:
+def test_json_has_capacity_interval_and_run_directories(tmp_path: Path) -> None:
     found = answer(tmp_path / "search")
     fixed = {"policy", "capacity_requests_per_s", "low", "high", "attainment", "limited_by", "goodput_tokens_per_s"}
     assert {*fixed, "probes", "run_dirs"} <= found.keys()
@@ -61,7 +63,7 @@ def test_a_killed_search_goes_on_and_ends_with_the_same_answer(tmp_path: Path) -
     whole = answer(tmp_path / "whole")
     stopped = answer(tmp_path / "killed", "--max-probes", "4")
     assert stopped["probes"] == 4
-    assert "--max-probes" in str(stopped["stopped"])
+    assert stopped["stopped"] == {"code": "max_probes", "values": {"probes": 4}}
     last = Path(stopped["run_dirs"][-1])  # type: ignore[index]
     (last / "manifest.json").unlink()  # killed before the run was finished
     kept = {run: (Path(run) / "manifest.json").stat().st_mtime_ns for run in stopped["run_dirs"][:-1]}  # type: ignore[index]
@@ -97,7 +99,7 @@ def test_each_policy_gets_a_share_of_the_time(tmp_path: Path, monkeypatch: pytes
     done = capacity(tmp_path / "search", "--policy", "eb", "--max-time", "20", "--json", "--precision", "0.001")
     assert done.exit_code == 0, done.output
     first, second = json.loads(done.stdout)
-    assert "--max-time 20" in first["stopped"]
+    assert (first["stopped"]["code"], first["stopped"]["values"]["limit_s"]) == ("max_time", 20)
     assert second["probes"] > 0
 
 
@@ -162,7 +164,9 @@ def test_the_caveats_of_the_device_are_said_once(tmp_path: Path) -> None:
     options = ("--max-probes", "2", "--no-async-scheduling")  # the host's time adds to every step
     found = answer(tmp_path / "search", *options)
     manifests = [json.loads((Path(run) / "manifest.json").read_text()) for run in found["run_dirs"]]  # type: ignore[attr-defined]
-    device = {one["message"] for each in manifests for one in each["warnings"] if one["code"] == "device"}
+    warnings = [convert(one, RunWarning) for each in manifests for one in each["warnings"]]
+    assert {one.code for one in warnings if one.about == "device"} == {"host-unfitted"}
+    device = {str(one) for one in warnings if one.about == "device"}
     begins = {text.partition(";")[0] for text in device}  # the rest is the size in each run
     assert sorted(text.partition(";")[0] for text in found["warnings"]) == sorted(begins)  # type: ignore[attr-defined]
     assert any("host's time per step on l40s was never fitted" in text for text in begins)

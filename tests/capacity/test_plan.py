@@ -31,13 +31,14 @@ from ebbench.capacity.deployments import (
 )
 from ebbench.capacity.estimate import Probe
 from ebbench.capacity.limits import parse_limits
-from ebbench.capacity.plan_sentences import parts
+from ebbench.capacity.plan_sentences import REFUSALS, parts
 from ebbench.capacity.prices import check_prices, parse_prices, sources
 from ebbench.capacity.probe import ProbeReading
 from ebbench.cli.main import app
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import fact
 from ebbench.runs.pool import InProcess
 from ebbench.spec.run import simulated
 
@@ -71,9 +72,9 @@ def test_a_model_that_needs_several_gpus_has_them() -> None:
         {}, InProcess(),
     )  # fmt: skip
     assert [each.deployment.candidate.tp for each in found.found] == [2]
-    assert [(one.tp, "does not fit on h100: weights 141.1 GB" in reason) for one, reason in found.refused] == [
-        (1, True)
-    ]
+    [(candidate, reason)] = found.refused
+    assert candidate.tp == 1
+    assert "does not fit on h100: weights 141.1 GB" in reason.worded(REFUSALS)
 
 
 @pytest.mark.parametrize("change", [{"vllm_version": "0.12"}, {"gpu_memory_utilization": 0.85}])
@@ -122,7 +123,7 @@ def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int
 def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth, sized at the highest cost, needs half of its replicas behind a dispatcher."""
     tasks = [task("h200").on(Candidate("h200", 1, "v1", budget, 32)) for budget in range(5)]
-    sized = {each.candidate: Deployment(each.candidate, 10 + at, READING, "", 10) for at, each in enumerate(tasks)}
+    sized = {each.candidate: Deployment(each.candidate, 10 + at, READING, None, 10) for at, each in enumerate(tasks)}
     last = tasks[-1].candidate
     sized[last] = replace(sized[last], fewest=7)
     stresses = Stress(Level(1.0, False), Level(1.0, False), None, 20.0, 10.0)
@@ -183,13 +184,15 @@ def test_a_spare_replica_is_one_more_and_headroom_is_carried_whole() -> None:
 def test_what_misses_the_limits_behind_a_dispatcher_is_no_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     missed = Level(0.76, overloaded=False, met=False)
     monkeypatch.setattr("ebbench.capacity.choose.bound", lambda each: Bound(each.candidate, 10.0))
-    monkeypatch.setattr("ebbench.capacity.choose.size", lambda each, *_: Deployment(each.candidate, 4, READING, "", 4))
+    monkeypatch.setattr(
+        "ebbench.capacity.choose.size", lambda each, *_: Deployment(each.candidate, 4, READING, None, 4)
+    )
     monkeypatch.setattr(
         "ebbench.capacity.choose.stress", lambda _, replicas, __: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0))
     )
     found = choose([task("h200")], {}, InProcess())
     assert found.found == ()
-    assert [reason for _, reason in found.refused] == [
+    assert [reason.worded(REFUSALS) for _, reason in found.refused] == [
         "7 replicas behind a dispatcher still miss the limits, not sized"
     ]
 
@@ -202,7 +205,7 @@ def test_a_run_that_is_too_short_to_decide_meets_nothing(monkeypatch: pytest.Mon
         return replace(READING, short=True)
 
     monkeypatch.setattr("ebbench.capacity.deployments._run", short)
-    monkeypatch.setattr("ebbench.capacity.deployments._alone", lambda _: "")
+    monkeypatch.setattr("ebbench.capacity.deployments._alone", lambda _: None)
     assert size(task("h200"), 1, 2).replicas == 0
     assert sizes == [300, 600, 1200, 2400, 4800] * 2
 
@@ -210,7 +213,9 @@ def test_a_run_that_is_too_short_to_decide_meets_nothing(monkeypatch: pytest.Mon
 def test_limits_missed_by_a_lone_request_refuse_the_candidate() -> None:
     deployment = size(task("l40s", limits="tpot:3"), 1, 100)
     assert deployment.replicas == 0
-    assert "even one request at a time" in deployment.refused
+    assert deployment.refused is not None
+    assert deployment.refused.code == "missed_alone"
+    assert "even one request at a time (tpot" in deployment.refused.worded(REFUSALS)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
@@ -369,7 +374,8 @@ def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path
 
 
 def test_candidates_left_out_are_counted_by_reason() -> None:
-    found = DeploymentChoice((), refused=((TASKS[0].candidate, "no room"), (TASKS[0].candidate, "no room")))
+    reason = fact("cannot_run", error="no room")
+    found = DeploymentChoice((), refused=((TASKS[0].candidate, reason), (TASKS[0].candidate, reason)))
     assert parts(found, TASKS[0], {})[-1] == "2 candidates left out: no room (h200 tp1)."
 
 

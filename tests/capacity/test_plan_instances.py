@@ -113,7 +113,7 @@ def test_what_is_not_one_instance_is_refused(instance: str, said: str) -> None:
 
 
 def test_experts_of_a_dense_model_cannot_be_shared() -> None:
-    assert "no experts to spread" in bound(moe(SHARED).changed(model="qwen3-8b")).refused
+    assert "no experts to spread" in str(bound(moe(SHARED).changed(model="qwen3-8b")).refused)
 
 
 def test_the_tables_fit_80_columns() -> None:

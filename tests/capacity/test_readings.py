@@ -13,10 +13,12 @@ from ebbench.capacity.drive import SearchConfig, SearchOutcome, _too_short, judg
 from ebbench.capacity.estimate import Estimate, MetCounts, Probe
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
+from ebbench.capacity.sentences import ENDS, nothing_usable
 from ebbench.devices import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.manifest import PhaseFact, phase_facts
 from ebbench.records.schema import STEPS
+from ebbench.records.warnings import Fact, fact
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.analysis.made_runs import MS, request, requests_table
@@ -36,7 +38,7 @@ def at(load: float, *, runaway: bool = False, failed: str = "", **fields: object
 
 
 def outcome(
-    *readings: ProbeReading, capacity: float | None = 10.0, limited_by: str = "ttft", refused: str = ""
+    *readings: ProbeReading, capacity: float | None = 10.0, limited_by: str = "ttft", refused: Fact | None = None
 ) -> SearchOutcome:
     alone = at(0.5)
     return SearchOutcome(Estimate(capacity, 9.0, 11.0, limited_by, True), readings, alone, refused=refused)
@@ -70,12 +72,16 @@ def test_a_search_stops_where_longer_runs_cannot_be_had() -> None:
     """A data set whose texts are sent holds 60 sessions; each try at this load has the same."""
     search = SearchConfig(parse_limits(["ttft:300"], 0.95), False, sessions=100, seconds=0.0, precision=0.02, seed=0)
     once = [at(7.0, sessions=200), at(10.0, short=True, sessions=60, asked=100)]
-    assert _too_short(search, once) == ""
-    assert _too_short(search, [*once, at(10.0, short=True, sessions=60, asked=100)]) == "", "no more were asked for"
+    assert _too_short(search, once) is None
+    assert _too_short(search, [*once, at(10.0, short=True, sessions=60, asked=100)]) is None, "no more were asked for"
     again = _too_short(search, [*once, at(10.0, short=True, sessions=60, asked=200)])
-    assert again == "a probe at 10/s that is too short to decide with all 60 sessions that there are"
-    assert "with 1,600 sessions" in _too_short(search, [*once, at(10.0, short=True, sessions=1600)])
-    assert _too_short(search, [*once, at(10.0, sessions=60)]) == ""
+    assert again is not None
+    assert again.worded(ENDS) == "a probe at 10/s that is too short to decide with all 60 sessions that there are"
+    assert "longer source" in nothing_usable(again)
+    longest = _too_short(search, [*once, at(10.0, short=True, sessions=1600)])
+    assert longest is not None
+    assert longest.worded(ENDS).endswith("with 1,600 sessions")
+    assert _too_short(search, [*once, at(10.0, sessions=60)]) is None
 
 
 def test_runs_in_which_the_queue_changed_too_slowly_are_short() -> None:
@@ -97,7 +103,7 @@ def test_the_limit_that_the_fewest_requests_meet_at_capacity_limits() -> None:
     assert outcome(below, replace(above, memory_full=0.6), far, limited_by="ttft tpot").limited_by == "memory"
     assert outcome(below, replace(above, memory_full=0.5), far, limited_by="ttft tpot").limited_by == "ttft"
     assert outcome(below, above, limited_by="queue").limited_by == "queue"
-    assert outcome(below, above, refused="never").limited_by == "limits"
+    assert outcome(below, above, refused=fact("limits_missed_alone")).limited_by == "limits"
 
 
 def test_a_search_has_decided_once_it_has_a_capacity_or_an_upper_bound() -> None:

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 from ebbench.capacity.drive import SearchOutcome
 from ebbench.capacity.estimate import Estimate, Probe
 from ebbench.capacity.saturation import saturation_of, with_saturation
+from ebbench.capacity.sentences import SATURATION
 from ebbench.cli.main import app
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
+from ebbench.records.warnings import Fact, fact
 from ebbench.render.console import Console
 from ebbench.runs.prepare import Series, device_of
 from ebbench.spec.run import RunSpec
@@ -114,13 +116,17 @@ def test_without_a_usable_run_the_rate_has_to_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limited_by", "stopped", "words"),
     [
-        ("queue", "", "8 open sessions complete no more per second than 4"),
-        ("not reached", "", "8 open sessions, twice what a batch holds"),
-        ("not reached", "--max-time 600 (the next run takes 90 s)", "may be higher"),
-        ("errors", "", "requests fail"),
+        ("queue", None, "8 open sessions complete no more per second than 4"),
+        ("not reached", None, "8 open sessions, twice what a batch holds"),
+        (
+            "not reached",
+            fact("max_time", limit_s=600.0, next_run_s=90.0),
+            "the budget of 600 (the next run takes 90 s)",
+        ),
+        ("errors", None, "requests fail"),
     ],
 )
-def test_the_highest_rate_counts_and_its_doubts_are_said(limited_by: str, stopped: str, words: str) -> None:
+def test_the_highest_rate_counts_and_its_doubts_are_said(limited_by: str, stopped: Fact | None, words: str) -> None:
     """With more conversations open than the prefix cache serves, the largest loop completes fewer."""
     readings = tuple(
         replace(READING, probe=Probe(load, 0, ()), completed_sessions_per_s=per_s)
@@ -128,8 +134,9 @@ def test_the_highest_rate_counts_and_its_doubts_are_said(limited_by: str, stoppe
     )
     found = saturation_of(SearchOutcome(Estimate(8, 8, inf, limited_by, False), readings, READING, stopped), "v1", 30.0)
     assert found.rate == 21.0
-    assert words in found.sentence
-    assert "--saturation-rate 21" in found.sentence
+    told = found.measured.worded(SATURATION)
+    assert words in told
+    assert "--saturation-rate 21" in told
 
 
 def probes(folder: Path) -> list[Run]:

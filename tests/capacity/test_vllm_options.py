@@ -34,7 +34,7 @@ def test_vllm_options_reach_the_server(tmp_path: Path, monkeypatch: pytest.Monke
     assert [made.vllm_options for made in seen] == [("--load-format", "dummy")]
 
 
-def test_the_simulator_refuses_them(tmp_path: Path) -> None:
+def test_the_simulator_refuses_options_of_vllm(tmp_path: Path) -> None:
     result = invoke(tmp_path, "--engine", "sim", "--", "--load-format", "dummy")
     assert result.exit_code == 2
     assert "--load-format dummy" in result.stderr

@@ -282,7 +282,7 @@ def test_help_fills_the_width_whatever_the_lines_of_the_docstring() -> None:
 
 
 def test_an_error_of_the_plugin_is_known_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_eb.errors import GivenValueError
+    from vllm_eb.settings import GivenValueError
 
     class OwnPolicyError(GivenValueError):
         """As a policy in a module of the user's may define it."""

@@ -99,7 +99,7 @@ def test_a_trace_needs_a_file() -> None:
         (("serve", "m", "--print", "--calibration", "BINARY"), "is not UTF-8 text"),
     ],
 )
-def test_other_commands_refuse_too(
+def test_other_commands_refuse_bad_arguments(
     words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

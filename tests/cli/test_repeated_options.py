@@ -49,7 +49,7 @@ def test_every_option_of_one_value_is_refused_twice(name: str) -> None:
 @pytest.mark.parametrize(
     "words", [["--seed", "1", "--seed=2"], ["-n", "5", "--num-prompts", "6"], ["-n5", "-n6"], ["--seed", "1"] * 3]
 )
-def test_every_spelling_counts(words: list[str]) -> None:
+def test_every_spelling_of_an_option_counts_as_a_repeat(words: list[str]) -> None:
     done = CliRunner().invoke(app, ["run", "balanced", "--policy", "v1", *words])
     assert done.exit_code == 2
     assert "give it once" in done.output

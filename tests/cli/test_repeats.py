@@ -85,7 +85,7 @@ def test_repeats_without_an_answer_end_at_max_repeats(engine: NoisyEngine) -> No
     assert [entry["seeds"] for entry in json.loads(done.stdout)] == [list(range(9))] * 2
 
 
-def test_copies_stop_at_once(engine: NoisyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_that_are_copies_stop(engine: NoisyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.noise = 0.0
     same = plan_of(10)
     monkeypatch.setattr(planner, "make_plan", lambda asked: replace(same, facts={**same.facts, "seed": asked.seed}))

@@ -68,7 +68,7 @@ def test_further_options_go_to_vllm() -> None:
     assert line("m", "-p", "v0", "--", "--tensor-parallel-size", "2")[-2:] == ["--tensor-parallel-size", "2"]
 
 
-def test_an_emulated_device() -> None:
+def test_serve_passes_an_emulated_device_to_vllm() -> None:
     words = line("m", "-p", "v0", "--emulate", "h200", "--device-model", "qwen3-8b", "--slow-motion", "4")
     settings = json.loads(after(words, "--additional-config"))["ebbench_emulated"]
     assert (settings["device"], settings["model"], settings["slow_motion"]) == ("h200", "qwen3-8b", 4.0)

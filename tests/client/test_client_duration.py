@@ -86,7 +86,7 @@ def test_a_plan_that_ends_before_its_duration_says_so(device: Device) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("workload", ["balanced", "wildchat"])
-def test_against_a_server(workload: str, workers: int) -> None:
+def test_duration_ends_the_release_on_a_server(workload: str, workers: int) -> None:
     plan = build_plan(
         workload, num_prompts=400, max_concurrency=6, duration_s=0.6, source="profile", with_text=False, output_len=5
     )

@@ -31,8 +31,8 @@ from ebbench.config.topology import parse_topology
 from ebbench.dispatch import parse_dispatch
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.fakeserver import parse_fault
-from vllm_eb.errors import GivenValueError
 from vllm_eb.policy import parse_policy
+from vllm_eb.settings import GivenValueError
 
 READERS: dict[str, Callable[[str], object]] = {
     "policy": parse_policy,

@@ -17,7 +17,7 @@ from ebbench.devices.gridcost import GridCost, measured_calibration
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
 from ebbench.records.schema import STEPS
-from vllm_eb.costs import CostGrid
+from vllm_eb.calibration import CostGrid
 
 GRID = ProbeGrid((64, 256, 1024), (2, 16, 64), (64, 512), repeats=4)
 
@@ -105,7 +105,7 @@ def test_linear_fit_recovers_a_linear_machine() -> None:
     assert (measured.prefill_r2, measured.decode_r2, measured.mixed_r2) == pytest.approx((1.0, 1.0, 1.0))
 
 
-def test_r_squared() -> None:
+def test_r_squared_of_perfect_and_flat_fits() -> None:
     assert r_squared([1, 2, 3], [1, 2, 3]) == 1.0
     assert r_squared([1, 2, 3], [2, 2, 2]) == 0.0
     assert r_squared([5, 5], [4, 6]) == 1.0

@@ -44,7 +44,7 @@ def test_config_json_gives_the_same_geometry_as_the_short_name(tmp_path: Path) -
         assert getattr(read, field) == getattr(known, field)
 
 
-def test_moe_config(tmp_path: Path) -> None:
+def test_a_moe_config_has_the_parameters_of_the_bundled_model(tmp_path: Path) -> None:
     path = config(
         tmp_path, model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, num_key_value_heads=4,
         intermediate_size=6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
@@ -85,7 +85,7 @@ def test_bad_config_is_refused_with_the_field(tmp_path: Path, fields: dict[str, 
         read_config(config(tmp_path, **fields))
 
 
-def test_unreadable_config(tmp_path: Path) -> None:
+def test_an_unreadable_config_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "config.json"
     broken.write_text("{")
     with pytest.raises(InputFileError, match="is not valid JSON"):

@@ -69,7 +69,7 @@ def test_a_share_of_memory_that_is_none_is_refused(share: float) -> None:
         load_device("h200", "qwen3-8b", gpu_memory_utilization=share)
 
 
-def test_unknown_names() -> None:
+def test_unknown_devices_and_cost_models_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'h200'"):
         load_device("h2000", "qwen3-8b")
     with pytest.raises(UnknownNameError, match="cost model"):
@@ -170,7 +170,7 @@ def test_a_device_file_with_a_bundled_name_says_its_unused_numbers(
 
 @pytest.mark.parametrize(
     ("device", "options", "decodes", "prompts"),
-    [("h200", {}, True, True), ("h200", {"eager": True}, False, True), ("b200", {}, False, True)],
+    [("h200", {}, True, True), ("h200", {"eager": True}, False, True), ("b200", {}, True, True)],
 )
 def test_steps_of_prompts_that_are_slower_than_16_bits_are_named_too(
     device: str, options: dict[str, bool], decodes: bool, prompts: bool

@@ -103,7 +103,8 @@ def test_heads_between_two_profiled_geometries_lie_between_their_costs() -> None
     assert costs[0] < costs[1] < costs[2]
 
 
-def test_unknown_experts_are_a_roofline_and_say_so(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("without_library")
+def test_unknown_experts_are_scaled_from_the_nearest_and_say_so(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(
         '{"model_type": "mixtral", "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 32,'
@@ -111,7 +112,7 @@ def test_unknown_experts_are_a_roofline_and_say_so(tmp_path: Path) -> None:
         '"num_experts_per_tok": 3, "moe_intermediate_size": 999}'
     )
     device = load_device("h200", str(config))
-    assert any("roofline estimate" in warning for warning in device.warnings)
+    assert any("those of 2 of 8 experts of 4096 x 14336, scaled" in warning for warning in device.warnings)
     assert device.cost.step_s(prefill_shape(512)) > 0
 
 

@@ -152,7 +152,7 @@ def test_a_report_keeps_the_figures_of_groups_that_were_not_run(tmp_path: Path) 
         assert sum(cell.source == "RTX 4090 run" for cell in cells) == 6
 
 
-def test_nothing_to_keep_is_refused(tmp_path: Path) -> None:
+def test_fidelity_keep_without_a_report_is_refused(tmp_path: Path) -> None:
     for arguments, message in (([], "--keep needs --only"), (["--only", "replay"], "cells.parquet: does not exist")):
         given = ["fidelity", "--keep", *arguments, "--against", str(tmp_path)]
         result = CliRunner().invoke(app, given, standalone_mode=False)

@@ -170,7 +170,7 @@ def test_layers_that_share_the_cache_of_others_keep_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("given", "windowed"), [("LLLG", 6), ("LG", 4), (2, 4)])
-def test_windows_by_letters(tmp_path: Path, given: object, windowed: int) -> None:
+def test_a_pattern_of_letters_sets_the_windows(tmp_path: Path, given: object, windowed: int) -> None:
     model = read(tmp_path, LLAMA, model_type="exaone4", sliding_window=4096, sliding_window_pattern=given)
     assert sum(mixer.layers for mixer in model.windows) == windowed
 
@@ -244,6 +244,7 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) 
     assert "the encoder's weights and time are left out" in model.note
 
 
+@pytest.mark.usefixtures("without_library")
 def test_kinds_without_tables_are_estimated_and_said(tmp_path: Path) -> None:
     """On eight GPUs, since a roofline of them as a whole does not exist."""
     path = write(

@@ -11,8 +11,8 @@ import pytest
 from ebbench.engines.vllm import joined_requests, planned_name, read_recording
 from ebbench.errors import DataError
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
-from vllm_eb.decisions import Record
-from vllm_eb.recorder import Recorder, StepRecord
+from vllm_eb.reports import Recorder, StepRecord
+from vllm_eb.strategy import Record
 
 
 @pytest.mark.parametrize(

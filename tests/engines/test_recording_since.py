@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbench.engines.vllm import planned_name, read_recording
-from vllm_eb.recorder import Recorder, StepRecord
+from vllm_eb.reports import Recorder, StepRecord
 
 
 def test_a_run_has_its_own_steps_numbered_from_zero(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_a_simulated_run_has_neither_vllm_nor_driver(measured: Path) -> None:
     assert (found["engine"], found["device"], found["model"]) == ("sim", "rtx-pro-6000", "qwen3-8b")
 
 
-def test_a_measured_run_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_run_records_vllm_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setattr(machine, "visible_gpus", lambda: (Gpu("NVIDIA H200", 143_771, "570.1"), Gpu("other", 1, "2")))
     found = engine_versions("vllm")

@@ -75,7 +75,9 @@ def test_json_is_one_object(measured: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "failures", "errors"), [("copy", 0, 0), ("v0", 1, 0)])
-def test_junit_xml(measured: Path, tmp_path: Path, other: str, failures: int, errors: int) -> None:
+def test_junit_counts_failures_and_errors(
+    measured: Path, tmp_path: Path, other: str, failures: int, errors: int
+) -> None:
     invoke("gate", measured / "v1", measured / other, "--junit", tmp_path / "gate.xml")
     suite = Xml.parse(tmp_path / "gate.xml").getroot().find("testsuite")
     assert suite is not None
@@ -189,7 +191,7 @@ def test_bad_usage_is_one_line(
     assert message in done.stderr
 
 
-def test_abba() -> None:
+def test_sides_alternate_in_abba_order() -> None:
     assert list(abba(3)) == [(0, 0), (0, 1), (1, 1), (1, 0), (2, 0), (2, 1)]
 
 

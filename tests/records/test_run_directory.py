@@ -26,13 +26,13 @@ from ebbench.records.manifest import (
     LIMITS,
     SCHEMA_VERSION,
     Manifest,
-    RunWarning,
     decode_manifest,
     encode_manifest,
     plan_hash,
 )
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
 from ebbench.untrusted import visible
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
@@ -57,7 +57,7 @@ def manifest() -> Manifest:
         engine="sim",
         device="made-gpu",
         model="made-model",
-        warnings=(RunWarning("w", "So it is.", "Do that."),),
+        warnings=(RunWarning("w", message="So it is.", remedy="Do that."),),
     )
 
 
@@ -262,10 +262,26 @@ def test_a_manifest_with_an_added_field_still_reads(tmp_path: Path) -> None:
     assert decode_manifest(json.dumps(content).encode(), tmp_path) == manifest()
 
 
+def test_a_manifest_of_schema_version_1_is_read_and_its_sentences_shown(tmp_path: Path) -> None:
+    content = json.loads(encode_manifest(manifest()))
+    told = {"code": "device", "message": "Never fitted.", "remedy": "Fit it."}
+    content |= {"schema_version": 1, "warnings": [told]}
+    [warning] = decode_manifest(json.dumps(content).encode(), tmp_path).warnings
+    assert (str(warning), warning.sentence, warning.way_out) == ("Never fitted. Fit it.", "Never fitted.", "Fit it.")
+
+
+def test_a_warning_whose_values_are_damaged_is_shown_by_its_code() -> None:
+    assert str(RunWarning("few-requests", {"completed": "x"})).startswith("few-requests {")
+    assert str(RunWarning("of a newer version", {"n": 1})) == "of a newer version {'n': 1}"
+
+
 SHOWN = st.text().map(visible)  # of what a manifest holds, the characters that a terminal would obey are made visible
 
 
-@given(st.builds(RunWarning, SHOWN, SHOWN, SHOWN), SHOWN, st.integers(0, 2**60))
+VALUES = st.dictionaries(SHOWN, SHOWN | st.integers(0, 2**40) | st.booleans() | st.none())
+
+
+@given(st.builds(RunWarning, SHOWN, VALUES, SHOWN, SHOWN), SHOWN, st.integers(0, 2**60))
 def test_manifests_round_trip(warning: RunWarning, name: str, seed: int) -> None:
     made = msgspec.structs.replace(manifest(), warnings=(warning,), policy=name, seed=seed, facts={name: [seed]})
     assert decode_manifest(encode_manifest(made), Path("m")) == made
@@ -276,7 +292,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         Run.load(tmp_path / "nowhere")
 
 
-def test_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_run_directory_is_named(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text("{}")
     for read in (Run.load, lambda path: cut_off_runs([path])):
@@ -386,7 +402,7 @@ def test_equal_plans_hash_equal_and_every_difference_shows() -> None:
         ("x" * 300, "x" * 80),
     ],
 )
-def test_slugs(text: str, expected: str) -> None:
+def test_a_slug_keeps_letters_digits_and_dots(text: str, expected: str) -> None:
     assert slug(text) == expected
 
 
@@ -399,7 +415,7 @@ def test_a_slug_is_one_name_inside_its_directory(text: str) -> None:
     assert Path("runs", name).resolve().parent == Path("runs").resolve()
 
 
-def test_default_directories(tmp_path: Path) -> None:
+def test_default_directories_name_time_workload_and_policy(tmp_path: Path) -> None:
     from datetime import UTC, datetime
 
     now = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)

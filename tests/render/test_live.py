@@ -100,12 +100,14 @@ def test_each_part_of_a_work_has_its_own_time_left() -> None:
     ("elapsed_s", "done", "total", "left_s"),
     [(10, 1, 5, 40), (10, 0, 5, None), (1, 1, 5, None), (10, 5, 5, None), (10, 1, 0, None)],
 )
-def test_the_time_left(elapsed_s: float, done: int, total: int, left_s: float | None) -> None:
+def test_the_time_left_follows_from_the_speed_so_far(
+    elapsed_s: float, done: int, total: int, left_s: float | None
+) -> None:
     assert time_left_s(elapsed_s, done, total) == left_s
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.2, "0 s"), (99, "99 s"), (100, "2 min"), (9000, "2.5 h")])
-def test_durations_in_words(seconds: float, words: str) -> None:
+def test_durations_are_told_in_words(seconds: float, words: str) -> None:
     assert in_words(seconds) == words
 
 
@@ -122,7 +124,7 @@ def test_a_run_tells_the_time_left_if_its_number_is_known(monkeypatch: pytest.Mo
 SNAPSHOT = Progress("eb", 1204, 4000, 95_120, 120_000, 10.0, "eb", 100, 3)
 
 
-def test_progress_in_words() -> None:
+def test_progress_shows_requests_rate_mode_and_time() -> None:
     assert live.describe(SNAPSHOT) == "1,204/4,000  9,512 tok/s  exclusive  at 10.0 s"
     assert live.describe(replace(SNAPSHOT, time_s=0, mode="")) == "1,204/4,000  – tok/s  at 0 ms"
 

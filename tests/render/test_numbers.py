@@ -15,7 +15,7 @@ from ebbench.render import numbers
         (1_204_000, "1,204 s"),
     ],
 )  # fmt: skip
-def test_durations(ms: float | None, shown: str) -> None:
+def test_durations_in_ms_are_shown_in_fitting_units(ms: float | None, shown: str) -> None:
     assert numbers.duration_ms(ms) == shown
 
 

@@ -151,17 +151,19 @@ def test_a_single_policy_and_none_at_all(tmp_path: Path) -> None:
 
 
 def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Path) -> None:
-    from ebbench.records.manifest import RunWarning
+    from ebbench.records.warnings import RunWarning
 
     first, second = made_groups(tmp_path, "v1", "eb")
-    own = replace(second.summaries[0], warnings=(*second.summaries[0].warnings, RunWarning("x", "Odd.", "Look.")))
+    own = replace(
+        second.summaries[0], warnings=(*second.summaries[0].warnings, RunWarning("x", message="Odd.", remedy="Look."))
+    )
     lines = sentences.caveats([first, replace(second, summaries=(own,))])
     assert lines.count("lengths are made up") == 1
     assert "eb: Odd. Look." in lines
 
 
 def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path: Path) -> None:
-    from ebbench.records.manifest import RunWarning
+    from ebbench.records.warnings import RunWarning
 
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
@@ -171,7 +173,7 @@ def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path
             group,
             policy=policy,
             summaries=tuple(
-                replace(summary, policy=policy, warnings=(RunWarning("s", f"Only {n}% of 1,000 are steady."),))
+                replace(summary, policy=policy, warnings=(RunWarning("s", message=f"Only {n}% of 1,000 are steady."),))
                 for n in values
             ),
         )
@@ -190,11 +192,16 @@ def test_invalid_runs_are_marked_in_table_and_words(tmp_path: Path) -> None:
     assert "INVALID v1 (seed 0): 10 of 40 requests failed" in shown
 
 
-def test_a_crossover_never_evaluated_is_explained() -> None:
-    facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, "fewer than 16 active sequences", ())
-    assert sentences.why(Explanation("ebplus", None, facts)) == [
-        "Crossover: never evaluated (fewer than 16 active sequences)."
-    ]
+@pytest.mark.parametrize(
+    ("stored", "shown"),
+    [
+        ("too_few_active", "too few active sequences"),
+        ("fewer than 16 active sequences", "fewer than 16 active sequences"),  # in a run of schema version 1
+    ],
+)
+def test_a_crossover_never_evaluated_is_explained(stored: str, shown: str) -> None:
+    facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, stored, ())
+    assert sentences.why(Explanation("ebplus", None, facts)) == [f"Crossover: never evaluated ({shown})."]
 
 
 def test_the_sentence_on_the_interval_says_where_no_prompt_was_held_back() -> None:

@@ -125,7 +125,7 @@ def test_runs_of_one_question_share_the_experiment_id(exported: Path) -> None:
     assert documents[0]["run"]["uid"] != documents[1]["run"]["uid"]
 
 
-def test_vllms_result_json(exported: Path, runs: Path) -> None:
+def test_vllms_result_file_has_the_runs_figures(exported: Path, runs: Path) -> None:
     document = json.loads((exported / "v1.vllm.json").read_text())
     metrics = summarise(Run.load(runs / "v1")).metrics
     assert document["completed"] == metrics.completed == len(document["ttfts"])

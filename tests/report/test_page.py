@@ -58,7 +58,7 @@ def test_the_numbers_are_those_of_the_runs(browser_page: BrowserPage, page_file:
         assert "in virtual time" in body
         assert Run.load(runs / "v1").manifest.plan_hash[:16] in body
         for warning in Run.load(runs / "v1").manifest.warnings:
-            assert warning.message in body
+            assert warning.sentence in body
 
 
 def test_runs_with_different_limits_show_each_limit(runs: Path) -> None:
@@ -328,7 +328,7 @@ def test_requests_that_failed_are_told(browser_page: BrowserPage, runs: Path, tm
         assert page.inner_text("section.numbers tbody td.strong") == f"{len(status) - 2:,} of {len(status):,}"
 
 
-def test_bad_usage(runs: Path, tmp_path: Path) -> None:
+def test_report_refuses_bad_arguments_with_their_exit_code(runs: Path, tmp_path: Path) -> None:
     for arguments, code, message in (
         ((runs / "nothing",), 3, "no such run directory"),
         ((runs, "-o", tmp_path), 2, "is a directory"),

@@ -20,7 +20,7 @@ import pytest
 from ebbench.analysis.gate.baselines import BASELINES
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import SCHEMAS, Run
-from ebbench.records.schema import SERVER_METRICS
+from ebbench.records.schema import DECISIONS_EXTRAS, SERVER_METRICS
 from ebbench.report.database import TABLES
 from ebbench.sweep.drive import SCHEMA
 from tests.processes.process_tree import wait_until
@@ -76,12 +76,12 @@ def test_server_metrics_are_a_view_empty_where_no_server_was_read(runs: Path, tm
     assert found == {"run": str(tmp_path / "runs" / "served")} | row
 
 
-def test_lists_can_be_taken_apart(runs: Path) -> None:
+def test_lists_can_be_unnested_in_sql(runs: Path) -> None:
     (row,) = answer(runs, "select count(*) as gaps from (select unnest(itl_ns) from requests where run like '%/v1')")
     assert row["gaps"] == sum(len(gaps) for gaps in Run.load(runs / "v1").requests["itl_ns"].to_pylist())
 
 
-def test_formats(runs: Path, tmp_path: Path) -> None:
+def test_query_writes_csv_tables_and_parquet(runs: Path, tmp_path: Path) -> None:
     sql = "select policy, valid from runs order by policy"
     assert invoke("query", sql, "-r", runs, "-f", "csv").stdout == "policy,valid\neb,True\nebplus,True\nv1,True\n"
     assert "ebplus" in invoke("query", sql, "-r", runs).stdout
@@ -287,7 +287,8 @@ def named(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_columns_are_documented_and_no_others(name: str) -> None:
-    assert named(section("reading-a-run.md", f"### {name}.parquet")) == set(TABLES[name].names)
+    only_of_some_runs = DECISIONS_EXTRAS.names if name == "decisions" else []
+    assert named(section("reading-a-run.md", f"### {name}.parquet")) == {*TABLES[name].names, *only_of_some_runs}
 
 
 def test_types_are_documented() -> None:

@@ -14,8 +14,8 @@ from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits, Step
 from tests.simulation.worlds import plan
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, View
 from vllm_eb.queueing import Places
+from vllm_eb.strategy import Decision, View
 
 MS = 1_000_000
 PREFILL = Decision("prefill", "eb", running_limit=4, k=2, n_limit=4)

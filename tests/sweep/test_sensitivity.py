@@ -9,7 +9,7 @@ import pytest
 from ebbench.analysis.sensitivity import sensitivity
 
 
-def test_a_grid_by_hand() -> None:
+def test_sensitivity_equals_a_calculation_by_hand() -> None:
     """Throughput 1 and 3 at B = 1, 2 and 2 at B = 2: mean 2, deviations 1, 1, 0, 0."""
     found = sensitivity({(1, 10): 1.0, (1, 20): 3.0, (2, 10): 2.0, (2, 20): 2.0})
     assert (found.best_budget, found.best_size, found.best) == (1, 20, 3.0)

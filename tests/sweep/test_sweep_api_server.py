@@ -54,7 +54,7 @@ def test_cells_compared_with_a_busy_one_have_the_api_server_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("given", ["off", "datacenter"])
-def test_what_the_file_says_is_done(given: str, tmp_path: Path) -> None:
+def test_an_api_server_in_the_file_is_simulated_as_stated(given: str, tmp_path: Path) -> None:
     found, said = swept(tmp_path, GRID + f'api_server = "{given}"\n')
     assert set(found.values()) == {given}
     assert "API server" not in said

@@ -290,7 +290,7 @@ def test_runs_are_kept_on_request(tmp_path: Path) -> None:
         (("--ray-address", "auto"), "need --executor ray"),
     ],
 )
-def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_sweep_refuses_bad_arguments(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     done = invoke("sweep", spec_file(tmp_path, TINY), "-o", tmp_path / "out", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr

@@ -171,7 +171,7 @@ def test_a_bad_spec_is_refused_with_what_to_write(tmp_path: Path, change: tuple[
     assert raised.value.exit_code == 2
 
 
-def test_a_spec_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_sweep_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="cannot be read"):
         load_sweep(tmp_path / "nothing.toml")
     assert invoke("sweep", tmp_path / "nothing.toml").exit_code == 2

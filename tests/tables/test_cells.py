@@ -103,7 +103,7 @@ def test_a_stored_cell_is_a_run_like_any_other(store: RunStore, small_cell: RunS
     assert found.figures["completed"] == 40 == run.requests.num_rows
 
 
-def test_figures_alone_can_be_kept(tmp_path: Path, small_cell: RunSpec) -> None:
+def test_a_store_can_keep_figures_without_runs(tmp_path: Path, small_cell: RunSpec) -> None:
     store = RunStore(tmp_path)
     run_missing([small_cell], store, workers=1, whole=False)
     found = store.get(small_cell)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ebbench.errors import UsageError
-from ebbench.papers.deferred.table01 import implied_constants
-from ebbench.papers.eb.table02 import table2_cell
-from ebbench.papers.eb.table03 import TRAFFIC, table3_cells
+from ebbench.papers.deferred_prefill import implied_constants
+from ebbench.papers.eb.shifts import TRAFFIC, table3_cells
+from ebbench.papers.eb.workloads import table2_cell
 from ebbench.papers.fidelity.cases import all_cases
 from ebbench.papers.protocols import ASYNC_SCHEDULING, protocol_cells
 from ebbench.papers.published import best_config, pick, rows
 from ebbench.papers.registry import TABLES, find_table
 from ebbench.papers.table import PaperOptions
 from ebbench.runs.prepare import plan_of
-from vllm_eb.deferred import DeferredModel, exact_chain
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
 
 
 def test_published_numbers_are_found_by_their_labels() -> None:

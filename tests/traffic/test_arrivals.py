@@ -28,7 +28,7 @@ def test_gamma_gaps_have_the_asked_burstiness_and_rate(seed: int, burstiness: fl
 
 
 @given(st.floats(0.01, 1e5), st.integers(1, 500))
-def test_constant_is_constant(rate: float, n: int) -> None:
+def test_constant_arrivals_are_equally_spaced(rate: float, n: int) -> None:
     times = arrival_times("constant", rate, substream(0, "arrivals/0"), n)
     assert np.allclose(times, np.arange(1, n + 1) / rate, rtol=1e-12)
 

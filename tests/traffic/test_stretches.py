@@ -59,7 +59,7 @@ def test_levels_near_zero_are_levels(levels: list[float]) -> None:
         assert found[1] > found[0]
 
 
-def test_an_order_of_no_values() -> None:
+def test_no_values_have_an_empty_order() -> None:
     none = np.zeros(0, int)
     assert len(order_with(none, [], np.random.default_rng(0), means=[1.0])) == 0
     assert len(order_centred(none, np.zeros(0), [], np.random.default_rng(0))) == 0

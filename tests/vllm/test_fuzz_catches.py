@@ -11,9 +11,9 @@ import pytest
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.scenes import DRAWN, Scene, ours
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision
 from vllm_eb.policy import parse_policy
 from vllm_eb.settings import settings_of
+from vllm_eb.strategy import Decision
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

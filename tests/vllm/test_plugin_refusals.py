@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ebbench.spec.server import EngineOptions
 from tests.vllm.emulation import CALIBRATION
-from vllm_eb import guard
+from vllm_eb import compat
 from vllm_eb.config import SCHEDULER, ConfigError, additional_config
 from vllm_eb.policy import parse_policy
 
@@ -43,7 +44,7 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
 @pytest.mark.parametrize(
     ("section", "setting", "value", "named"),
     [
-        ("", "speculative_config", object(), "speculative decoding"),
+        ("", "speculative_config", SimpleNamespace(method="medusa"), "speculative decoding by medusa"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("", "kv_transfer_config", object(), "a KV connector"),
         ("model_config", "runner_type", "pooling", "pooling models"),
@@ -54,8 +55,6 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
 def test_vllm_settings_that_the_plugin_does_not_support_are_refused(
     section: str, setting: str, value: object, named: str
 ) -> None:
-    from types import SimpleNamespace
-
     from vllm_eb.compat import refuse_unsupported
 
     config = SimpleNamespace(
@@ -77,38 +76,36 @@ def test_vllm_settings_that_the_plugin_does_not_support_are_refused(
         refuse_unsupported(config, counts_passes=True)
 
 
-@pytest.mark.parametrize("name", [*guard.METHODS, *guard.REQUEST, *guard.OUTPUT])
+@pytest.mark.parametrize("name", [*compat.METHODS, *compat.REQUEST, *compat.OUTPUT])
 def test_a_vllm_that_lacks_a_method_or_field_is_refused_in_one_sentence(name: str) -> None:
     """Each is looked for; all are there in the installed vLLM."""
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    guard.check_classes(Scheduler, Request, SchedulerOutput, "0.32.0")
+    compat.check_classes(Scheduler, Request, SchedulerOutput, "0.32.0")
 
     def init(self: Any) -> None:
-        for attribute in guard.REQUEST:
+        for attribute in compat.REQUEST:
             setattr(self, attribute, None)
 
-    names = {one for one in guard.REQUEST if one != name}
+    names = {one for one in compat.REQUEST if one != name}
     code = init.__code__.replace(co_names=tuple(names))
     init.__code__ = code
     request = type("Request", (), {"__init__": init})
-    body = {one: getattr(Scheduler, one) for one in guard.METHODS if one != name}
-    fields = {one: None for one in guard.OUTPUT if one != name}
-    with pytest.raises(ConfigError, match=rf"last tested with vLLM {guard.TESTED_LAST}, and vLLM 9.9 lacks.*{name}"):
-        guard.check_classes(
+    body = {one: getattr(Scheduler, one) for one in compat.METHODS if one != name}
+    fields = {one: None for one in compat.OUTPUT if one != name}
+    with pytest.raises(ConfigError, match=rf"last tested with vLLM {compat.TESTED_LAST}, and vLLM 9.9 lacks.*{name}"):
+        compat.check_classes(
             type("Scheduler", (), body), request, type("Output", (), {"__dataclass_fields__": fields}), "9.9"
         )
 
 
-@pytest.mark.parametrize("group", guard.ATTRIBUTES)
+@pytest.mark.parametrize("group", compat.ATTRIBUTES)
 def test_a_scheduler_that_lacks_an_attribute_is_refused_in_one_sentence(group: tuple[str, ...]) -> None:
-    from types import SimpleNamespace
-
     def made(without: tuple[str, ...]) -> SimpleNamespace:
         found = SimpleNamespace()
-        for path in (path for paths in guard.ATTRIBUTES for path in paths if paths != without):
+        for path in (path for paths in compat.ATTRIBUTES for path in paths if paths != without):
             place = found
             *folders, last = path.split(".")
             for folder in folders:
@@ -117,9 +114,9 @@ def test_a_scheduler_that_lacks_an_attribute_is_refused_in_one_sentence(group: t
             setattr(place, last, 0)
         return found
 
-    guard.check_scheduler(made(()), "9.9")
+    compat.check_scheduler(made(()), "9.9")
     with pytest.raises(ConfigError, match=r"vLLM 9\.9 lacks"):
-        guard.check_scheduler(made(group), "9.9")
+        compat.check_scheduler(made(group), "9.9")
 
 
 def test_the_scheduler_is_the_one_for_the_engines_mode() -> None:

@@ -23,7 +23,7 @@ from tests.vllm.emulation import (
     with_further_limits,
 )
 from vllm_eb.policy import least_seqs, parse_policy
-from vllm_eb.prompt_steps import cheapest_size
+from vllm_eb.refills import cheapest_size
 
 pytestmark = pytest.mark.vllm
 
@@ -45,7 +45,7 @@ BUDGET = {"small": 48, "large": 4096}
     ("kv", "budget", "turns", "rate", "asynchronous"),
     list(itertools.product(KV, BUDGET, (1, 3), (None, 60.0), (True, False))),
 )
-def test_equal_step_by_step(
+def test_sim_and_emulated_are_equal_step_by_step(
     policy: str, kv: str, budget: str, turns: int, rate: float | None, asynchronous: bool
 ) -> None:
     traffic = Traffic(sessions=28 if turns == 1 else 10, turns=turns, concurrency=22, rate_per_s=rate, seed=turns)
@@ -159,7 +159,7 @@ def test_marginal_is_equal_on_answers_of_one_length(asynchronous: bool) -> None:
     )
     sim, emulated = run_sim(plan, "marginal", gpu, options), run_emulated(plan, "marginal", gpu, options)
     assert differences(sim, emulated) == []
-    assert "prompts cost less beside decodes" in sim.decisions["reason"].to_pylist()
+    assert "mixed_costs_less" in sim.decisions["reason"].to_pylist()
 
 
 @pytest.mark.parametrize("order", ["fcfs", "shortest"])

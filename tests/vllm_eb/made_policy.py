@@ -15,7 +15,6 @@ from vllm_eb.strategy import Strategy
 @dataclass(frozen=True, kw_only=True)
 class BySteps(PolicySpec):
     description = "refills in every Nth step"
-    colour = "#009E73"
 
     steps: int = setting(help="steps between two refills", unit="steps", at_least=1, example=4)
 

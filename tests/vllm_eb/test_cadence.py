@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
 from vllm_eb.policies.cadence import Cadence
 from vllm_eb.policy import parse_policy
+from vllm_eb.strategy import View
 
 
 def served(every: int, arrivals: list[int], slots: int) -> Iterator[tuple[bool, int]]:

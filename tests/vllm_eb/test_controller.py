@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbench.render.sentences import REASONS
+from ebbench.spec.server import EngineOptions
+from tests.simulation.worlds import World, plan
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
 from vllm_eb.policy import parse_policy
+from vllm_eb.strategy import View
 from vllm_eb.theory import crossover
 
 CALIBRATION = Calibration(
@@ -280,3 +285,16 @@ def test_a_refill_follows_at_once_when_nothing_is_left_to_decode() -> None:
     made.on_prompt(10)
     made.on_prompt(10)
     assert made.decide(VIEW._replace(decoding=2, prefilling=0, waiting=5)).phase == "decode"
+
+
+def test_reasons_are_codes_so_that_decisions_can_be_grouped() -> None:
+    lengths = [(20, 3 + row % 9) for row in range(80)]
+    options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=200, num_kv_blocks=40, async_scheduling=False)
+    policies = ("eb:update_every=5,min_samples=5", "ebplus:update_every=5,min_samples=5", "cadence:every=4", "marginal")
+    for policy in policies:
+        decisions = World(plan(lengths, concurrency=16), policy, options).run().decisions
+        codes = set(decisions["reason"].to_pylist())
+        assert codes
+        assert all(re.fullmatch("[a-z][a-z_0-9]+", code) for code in codes), codes
+        evaluations = decisions.filter(pc.equal(decisions["kind"], "mode"))["reason"].to_pylist()
+        assert set(evaluations) <= REASONS.keys()

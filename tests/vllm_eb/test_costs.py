@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_eb.calibration import Calibration, MixedCost, calibration_from_json, calibration_to_json
-from vllm_eb.costs import CostGrid, CostGridError, LinearCosts
+from vllm_eb.calibration import (
+    Calibration,
+    CostGrid,
+    CostGridError,
+    LinearCosts,
+    MixedCost,
+    calibration_from_json,
+    calibration_to_json,
+)
 
 LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
 FLAT_THEN_LINEAR = CostGrid(

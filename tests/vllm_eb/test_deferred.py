@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_eb.deferred import DeferredModel, approximate_chain, exact_chain
+from vllm_eb.policies.deferred import DeferredModel, approximate_chain, exact_chain
 from vllm_eb.theory import TheoryError, base_threshold
 
 # Table 1 of the paper. C, d0 = 285 and 1/alpha = 201 are printed; c_p and c_d appear only as lines in figures 2 and 3.

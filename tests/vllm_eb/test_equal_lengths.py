@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from ebbench.runs.execute import Task, make
 from ebbench.spec.run import simulated
-from vllm_eb.calibration import Calibration, MixedCost
+from vllm_eb.calibration import Calibration, LinearCosts, MixedCost
 from vllm_eb.controller import Controller
-from vllm_eb.costs import LinearCosts
-from vllm_eb.decisions import View
-from vllm_eb.marginal import MarginalRefill
 from vllm_eb.policy import parse_policy
+from vllm_eb.refills import MarginalRefill
+from vllm_eb.strategy import View
 
 PROMPT_TOKENS = 1024
 
@@ -62,7 +61,7 @@ def test_a_refill_of_the_whole_batch_goes_on_beside_its_answers() -> None:
     assert second_step() == "mixed"
 
 
-def test_so_does_one_with_a_queue() -> None:
+def test_a_refill_of_the_batch_with_a_queue_goes_on_mixed() -> None:
     assert second_step(waiting=200) == "mixed"
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vllm_eb.test_costs import LINEAR
-from vllm_eb.costs import StepCosts
-from vllm_eb.lockstep import LONGEST_PERIOD, JointRefill, PassCount, decode_steps, largest_normal, longest_period
-from vllm_eb.marginal import Refill
+from vllm_eb.calibration import StepCosts
+from vllm_eb.refills import LONGEST_PERIOD, JointRefill, PassCount, Refill, decode_steps, largest_normal, longest_period
 from vllm_eb.service import FadingMean
 
 

@@ -10,17 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.vllm_eb.test_costs import FLAT_THEN_LINEAR, GRID, LINEAR
-from vllm_eb.calibration import Calibration, MixedCost
+from vllm_eb.calibration import Calibration, CostGrid, LinearCosts, MixedCost
 from vllm_eb.controller import Controller
-from vllm_eb.costs import CostGrid, LinearCosts
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.marginal import MarginalRefill, Refill
 from vllm_eb.policies.marginal import MarginalPolicy, MarginalSpec
 from vllm_eb.policy import parse_policy
-from vllm_eb.room import PAYBACK_FACTOR, payback_steps, prompts_that_stay
+from vllm_eb.refills import PAYBACK_FACTOR, MarginalRefill, Refill, payback_steps, prompts_that_stay
 from vllm_eb.service import TPOT_SHARE
-from vllm_eb.strategy import EngineFacts
+from vllm_eb.strategy import EngineFacts, Lengths, View
 from vllm_eb.theory import base_threshold
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_eb.memory import memory_bounds, memory_safe_batch, slot_tokens
-from vllm_eb.theory import TheoryError
+from vllm_eb.theory import TheoryError, memory_bounds, memory_safe_batch, slot_tokens
 
 capacities = st.floats(1e3, 1e7)
 prompts = st.floats(1.0, 5000.0)

@@ -15,9 +15,9 @@ import pytest
 
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, Record, View
-from vllm_eb.metrics import Figures, FiguresWriter, read_figures
 from vllm_eb.policy import parse_policy
+from vllm_eb.reports import Figures, FiguresWriter, read_figures
+from vllm_eb.strategy import Decision, Record, View
 
 COSTS = Calibration(alpha_p=0.002, beta_p=3e-5, alpha_d=0.01, beta_d=5e-5)
 
@@ -31,7 +31,7 @@ def test_figures_are_read_by_another_process(tmp_path: Path) -> None:
     writer.update(Decision("decode", "eb", 8, 3, 8), [switched("prefill", theta=0.25), switched("decode", theta=0.375)])
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path; "
-        "from vllm_eb.metrics import read_figures; "
+        "from vllm_eb.reports import read_figures; "
         "print(json.dumps([(r, asdict(f)) for r, f in read_figures('17', Path(sys.argv[1]))]))"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, check=True)
@@ -62,7 +62,7 @@ def test_ranks_of_one_server_are_shown_together(tmp_path: Path) -> None:
 
 def test_the_figures_file_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from vllm_eb.metrics import FiguresWriter; "
+        "import os, sys; from pathlib import Path; from vllm_eb.reports import FiguresWriter; "
         "writer = FiguresWriter('17', 0, 'eb', Path(sys.argv[1])); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=False)

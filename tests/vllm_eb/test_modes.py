@@ -12,9 +12,9 @@ from scipy.optimize import brentq
 
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
-from vllm_eb.modes import ModeSelector
+from vllm_eb.policies.ebplus import ModeSelector
 from vllm_eb.policy import parse_policy
+from vllm_eb.strategy import View
 from vllm_eb.theory import crossover
 
 MEANS: dict[str, Any] = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
@@ -82,7 +82,7 @@ def test_leaves_exclusive_batches_only_at_three_margins(margin: float, favours_e
 def _threshold_that_lags(mixed_s: float, lag_s: float) -> float:
     """The theta0 at which exclusive batches fall ``lag_s`` per token behind: a low one pays alpha_p often."""
     calibration = calibrated(mixed_s)
-    lengths = {name: MEANS[name] for name in ("mu_l", "mu_o")}
+    lengths: dict[str, Any] = {name: MEANS[name] for name in ("mu_l", "mu_o")}
 
     def lead(log_theta: float) -> float:
         return crossover(calibration, **lengths, n_obs=SEQS, theta0=math.exp(log_theta)).advantage + lag_s
@@ -124,8 +124,6 @@ def test_the_policy_passes_its_bound_on(least: int, mode: str) -> None:
 
 def test_too_many_active_sequences_asked_for_is_said_before_the_run() -> None:
     spec = parse_policy("ebplus:min_active=300")
-    warning = spec.load_warning(256, 1024)
-    assert warning is not None
-    assert "256" in warning[1]
-    assert spec.load_warning(512, 1024) is None
-    assert spec.load_warning(0, 1024) is None  # an open loop: as many as there are slots
+    assert spec.load_doubt(256, 1024) == ("never-active-enough", {"active": 256, "min_active": 300})
+    assert spec.load_doubt(512, 1024) is None
+    assert spec.load_doubt(0, 1024) is None  # an open loop: as many as there are slots

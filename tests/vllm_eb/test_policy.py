@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbench.advice.choice import SIMPLEST_FIRST
+from ebbench.render.palette import POLICIES
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
 from vllm_eb.policy import (
     PolicyError,
     PolicySpec,
@@ -21,6 +22,7 @@ from vllm_eb.policy import (
     settings_in_effect,
     settings_of,
 )  # fmt: skip
+from vllm_eb.strategy import View
 
 
 @pytest.mark.parametrize(
@@ -110,9 +112,11 @@ def test_every_kind_is_described() -> None:
         assert all(about.help and about.values for about in settings_of(made).values())
 
 
-def test_colour_departure_and_description_differ_between_policies() -> None:
-    for value in ("colour", "departure", "description"):
-        assert len({getattr(kind, value) for kind in policy_types().values()}) == len(policy_types())
+def test_policies_differ_in_description_colour_and_rank() -> None:
+    kinds = policy_types().keys()
+    assert len(set(descriptions().values())) == len(kinds)
+    assert len(set(POLICIES.values())) == len(POLICIES)
+    assert kinds >= POLICIES.keys() == set(SIMPLEST_FIRST)
 
 
 CHANGED = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_eb.costs import CostGrid
-from vllm_eb.prompt_steps import SIZE_GAIN, SIZES, PromptSteps, cheapest_size, even_steps
+from vllm_eb.calibration import CostGrid
+from vllm_eb.refills import SIZE_GAIN, SIZES, PromptSteps, cheapest_size, even_steps
 
 COSTS_PER_TOKEN = st.lists(st.floats(20e-6, 80e-6), min_size=5, max_size=5)
 

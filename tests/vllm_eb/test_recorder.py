@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_eb import recorder
-from vllm_eb.decisions import Record
-from vllm_eb.recorder import Recorder, StepRecord, folder_of_rank, read_frames
+from vllm_eb import reports
+from vllm_eb.reports import Recorder, StepRecord, folder_of_rank, read_frames
+from vllm_eb.strategy import Record
 
 
 def step(number: int, scheduled: dict[str, int], prefill_tokens: int = 0) -> StepRecord:
@@ -44,7 +44,7 @@ def test_steps_and_decisions_come_out_as_they_went_in(tmp_path: Path) -> None:
 
 
 def test_every_shard_is_readable_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "SHARD_STEPS", 2)
+    monkeypatch.setattr(reports, "SHARD_STEPS", 2)
     writer = Recorder(tmp_path, {"policy": "eb"})
     for number in range(5):
         writer.step(step(number, {"p": 1}))
@@ -119,7 +119,7 @@ def test_ranks_that_share_their_settings_record_apart(tmp_path: Path) -> None:
 def test_a_record_that_ends_early_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = Recorder(tmp_path, {})
     (tmp_path / "000001.msgpack").write_bytes(b"of somebody else")
-    for number in range(recorder.SHARD_STEPS + 1):
+    for number in range(reports.SHARD_STEPS + 1):
         writer.step(step(number, {"p": 1}))
     writer.close()
     assert writer.failure is not None
@@ -129,7 +129,7 @@ def test_a_record_that_ends_early_says_so(tmp_path: Path, caplog: pytest.LogCapt
 def test_steps_are_dropped_and_counted_while_the_disk_is_too_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recorder, "MAX_QUEUED", 10)
+    monkeypatch.setattr(reports, "MAX_QUEUED", 10)
     hold, write = threading.Event(), Recorder._write_item
 
     def slow(self: Recorder, item: object) -> None:

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
+from ebbench.records.warnings import warning
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import View
 from vllm_eb.policies.cadence import Cadence
 from vllm_eb.policies.delayer import ATTEMPTS, LargestPrefill
 from vllm_eb.policy import PolicyError, least_tokens, parse_policy
 from vllm_eb.queueing import SHORTEST_EVERY_S, ShortestFirst
+from vllm_eb.strategy import View
 
 CALIBRATION = Calibration(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-5)
 VIEW = View(now_s=0.0, step_id=0, decoding=40, prefilling=0, waiting=0, free_blocks=900)
@@ -41,7 +42,6 @@ def test_v1_is_vllm_itself_only_without_settings() -> None:
     assert parse_policy("v1").native
     assert not parse_policy("v1:budget=2048").native
     assert not parse_policy("v1:order=shortest").native
-    assert "--max-num-batched-tokens 2048" in parse_policy("v1:budget=2048").vllm_option
 
 
 def test_v1_gives_every_step_its_budget() -> None:
@@ -53,11 +53,11 @@ def test_v1_gives_every_step_its_budget() -> None:
 
 def test_a_budget_below_the_sequences_is_warned_of() -> None:
     spec = parse_policy("v1:budget=64")
-    found = spec.load_warning(500, 256)
-    assert found is not None
-    assert "budget=256" in found[2]
-    assert spec.load_warning(64, 256) is None
-    assert parse_policy("v1").load_warning(500, 256) is None
+    found = spec.load_doubt(500, 256)
+    assert found == ("budget-below-seqs", {"budget": 64, "seqs": 256, "max_num_seqs": 256})
+    assert "Use budget=256 or more" in str(warning(found[0], **found[1]))
+    assert spec.load_doubt(64, 256) is None
+    assert parse_policy("v1").load_doubt(500, 256) is None
 
 
 def test_a_default_cap_above_the_engines_budget_is_no_mistake() -> None:
@@ -251,6 +251,6 @@ def test_any_policy_takes_the_order(policy: str) -> None:
     assert not controller(policy).orders_queue
 
 
-def test_two_orders_are_refused() -> None:
+def test_a_target_beside_another_order_is_refused() -> None:
     with pytest.raises(PolicyError, match="orders the queue itself"):
         parse_policy("marginal:ttft=5,order=shortest")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_eb.costs import LinearCosts
+from vllm_eb.calibration import LinearCosts
 from vllm_eb.service import DEBT_FORGOTTEN, PAUSE_SHARE, TPOT_SHARE, AnswerLength, ServiceLevel, TokenDebt
 
 LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.vllm_eb.test_rivals import controller
-from vllm_eb.waiting import WaitingOrder
+from vllm_eb.controller import WaitingOrder
 
 
 @dataclass(eq=False)

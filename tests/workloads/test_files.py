@@ -113,7 +113,7 @@ def test_a_broken_array_is_given_up_after_a_bounded_part(monkeypatch: pytest.Mon
     assert stream.tell() < 20_000
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet_records_have_the_columns_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     rows = [{"a": i, "b": [{"c": str(i)}], "unused": "x"} for i in range(2000)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)

@@ -64,7 +64,7 @@ def test_lengths_rates_and_their_dependence(azure: Path, tmp_path: Path) -> None
     assert plan.table["arrival_ns"].to_numpy()[-1] / 1e9 == pytest.approx(1000, rel=0.03)
 
 
-def test_longer_and_at_other_rates(azure: Path, tmp_path: Path) -> None:
+def test_a_fitted_workload_runs_longer_and_at_other_rates(azure: Path, tmp_path: Path) -> None:
     path = str(fit(azure, tmp_path))
     once, longer = build_plan(path), build_plan(path, num_prompts=6000)
     faster = build_plan(path, rate_scale=2.0)

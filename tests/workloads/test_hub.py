@@ -155,7 +155,7 @@ def test_longbench_reads_single_files_out_of_the_archive(ask: Ask) -> None:
     assert hub.sent["data.zip"] > 0
 
 
-def test_a_hub_without_the_data_set(ask: Ask) -> None:
+def test_without_the_data_set_the_profile_is_used(ask: Ask) -> None:
     with MiniHub({}) as hub:
         auto, strict = ask(
             hub.endpoint, {"workload": "wildchat", "num_prompts": 3}, {"workload": "wildchat", "source": "hub"}

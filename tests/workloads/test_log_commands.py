@@ -50,7 +50,7 @@ def test_show_counts_what_it_leaves_out(data: Path) -> None:
     assert "times: none" in text
 
 
-def test_run_and_its_record(log: str, tmp_path: Path) -> None:
+def test_a_run_of_a_log_records_its_columns(log: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["run", log, *COLUMNS, "--policy", "v1", "-o", str(tmp_path / "run"), "--quiet"])
     assert done.exit_code == 0, done.output
     run = Run.load(tmp_path / "run")

@@ -61,7 +61,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_published_schemas(logs: Path, name: str) -> None:
+def test_logs_of_published_schemas_are_recognised(logs: Path, name: str) -> None:
     expected = FILES[name]
     unit = {"timed_trace.jsonl": "s"}.get(name)
     plan = build_plan(f"log:{logs / name}", time_unit=unit)

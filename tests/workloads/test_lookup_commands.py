@@ -47,7 +47,7 @@ def test_show_conversations_and_traces(data: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list_scenarios())
-def test_show_every_scenario(name: str) -> None:
+def test_every_bundled_scenario_can_be_shown(name: str) -> None:
     assert json.loads(call(scenarios.app, "show", name, "--json"))["name"] == name
     assert name in call(scenarios.app, "show", name)
     if load_scenario(name).loop == "open":

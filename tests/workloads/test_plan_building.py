@@ -98,7 +98,7 @@ def test_contents_of_two_seeds_share_nothing() -> None:
     assert not one & two
 
 
-def test_caller_sets_lengths() -> None:
+def test_the_callers_lengths_replace_the_workloads() -> None:
     plan = build_plan("balanced", num_prompts=500, input_len=40, output_len=7, length_distribution="fixed")
     assert set(plan.table["input_tokens"].to_pylist()) == {40}
     assert set(plan.table["output_tokens"].to_pylist()) == {7}

@@ -141,13 +141,13 @@ def test_auto_falls_back_when_the_data_set_has_changed(monkeypatch: pytest.Monke
         ("sharegpt", {"output_len": 9, "tokenizer": "words"}, "lengths set by options has none, leave it out"),
     ],
 )
-def test_sources_that_do_not_apply(workload: str, arguments: dict[str, Any], message: str) -> None:
+def test_a_source_that_does_not_apply_is_refused(workload: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_plan(workload, **arguments)
 
 
 @pytest.mark.parametrize("source", ["hubb", "file:", "profil", ""])
-def test_unknown_sources(source: str) -> None:
+def test_an_unknown_source_is_refused(source: str) -> None:
     with pytest.raises(UnknownNameError, match="unknown source"):
         build_plan("sharegpt", source=source)
 

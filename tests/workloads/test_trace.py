@@ -10,7 +10,7 @@ from ebbench.workloads import build_plan
 SECONDS = 1_000_000_000
 
 
-def test_azure_csv(data: Path) -> None:
+def test_azure_csv_is_replayed_in_an_open_loop(data: Path) -> None:
     plan = build_plan(f"trace:{data / 'azure.csv'}")
     table = plan.table
     assert not plan.closed_loop

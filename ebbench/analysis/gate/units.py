@@ -22,8 +22,8 @@ from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.config.setting_strings import Setting, pairs_of, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
-from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.records.run import Run, find_runs
+from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE, RunWarning
 
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",

@@ -34,7 +34,7 @@ from ebbench.analysis.statistics import (
     sign_flip_p,
 )
 from ebbench.errors import DataError, UsageError
-from ebbench.records.manifest import OTHER_MODEL, WARM_CACHE
+from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")

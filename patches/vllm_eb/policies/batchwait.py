@@ -11,14 +11,10 @@ up on admission.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Mode, PhaseState, StepChoice, Strategy, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +22,6 @@ class BatchWait(PolicySpec):
     """``iters`` is batch_wait_timeout_iters, ``ratio`` is batch_wait_max_tokens_ratio; off by default there."""
 
     description = "mixed batches, prompts wait for a fuller step (TensorRT-LLM's batch wait); needs iters= and ratio="
-    colour = "#999933"
-    departure = 15
 
     iters: int = setting(
         help="most steps that prompts wait", unit="steps", at_least=1, example=32, published="batch_wait_timeout_iters"
@@ -36,11 +30,6 @@ class BatchWait(PolicySpec):
         help="share of the token budget at which they no longer wait", unit="share", above=0, at_most=1, example=0.5,
         published="batch_wait_max_tokens_ratio",
     )  # fmt: skip
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """One setting, since TensorRT-LLM has no default."""
-        return (f"{cls.kind}:iters=32,ratio=0.5",)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Mixed steps, or decode steps while prompts wait."""
@@ -58,8 +47,8 @@ class FullerSteps(Strategy):
         self._enough = ratio * engine.max_num_batched_tokens
         self._waited = 0
         self.prompt_tokens_wanted = max(int(self._enough), 1)
-        self._mixed = StepChoice("mixed", "mb", "prompts may come")
-        self._decode = StepChoice("decode", "mb", "prompts wait for a fuller step")
+        self._mixed = StepChoice("mixed", "mb", "prompts_join")
+        self._decode = StepChoice("decode", "mb", "step_not_full")
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
         """A decode step while a mixed one would have too few tokens."""

@@ -7,14 +7,10 @@ v1. ``escape=off`` omits that rule: decodes take precedence however many request
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Mode, PhaseState, StepChoice, Strategy, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,30 +18,12 @@ class CadenceSpec(PolicySpec):
     """``every``: number of steps from one that computes prompts to the next."""
 
     description = "mixed batches, prompts only in every Nth step (vLLM 0.33's --prefill-schedule-interval); every=N"
-    colour = "#56B4E9"
-    departure = 10
-    without_decisions = (
-        "Interval: no prompt was held back, so this is v1. While requests wait for a slot or for memory, prompts "
-        "may come in every step; that is vLLM's rule."
-    )
 
     every: int = setting(
         help="steps from one that computes prompts to the next", unit="steps", at_least=1, example=8,
         published="prefill_schedule_interval",
     )  # fmt: skip
     escape: bool = setting(True, "drop the interval while requests wait for a slot or for memory, as vLLM does")
-
-    @property
-    def vllm_option(self) -> str:
-        """The option of vLLM 0.33 with the same effect."""
-        if not self.escape:
-            return ""
-        return f"From vLLM 0.33 on --prefill-schedule-interval {self.every} does it without the plugin."
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """One interval: if it helps, values from 8 to 32 differ little."""
-        return (f"{cls.kind}:every=16",)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """vLLM's own steps, some without prompts."""
@@ -72,8 +50,8 @@ class Interval(Strategy):
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
         """A decode step during the interval, else a mixed step."""
         if self._cadence.hold(view):
-            return StepChoice("decode", "mb", "the interval is not over")
-        return StepChoice("mixed", "mb", "prompts may come")
+            return StepChoice("decode", "mb", "within_interval")
+        return StepChoice("mixed", "mb", "prompts_join")
 
 
 class Cadence:

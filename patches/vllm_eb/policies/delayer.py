@@ -21,14 +21,11 @@ counts with its requests, and a delayed one with those that it would have had.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
 from vllm_eb.policy import PolicyError, PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Strategy, View
 
 ATTEMPTS = 16
 DECAY = 0.998
@@ -39,8 +36,6 @@ class Delayer(PolicySpec):
     """Settings have SGLang's defaults; ``usage`` and ``ratio`` are off by default."""
 
     description = "exclusive batches, a prefill waits for slots for a batch of the usual size (SGLang's delayer)"
-    colour = "#882255"
-    departure = 55
 
     passes: int = setting(
         30, "most steps that a prefill is delayed; 0: no limit", unit="steps", at_least=0,
@@ -57,14 +52,9 @@ class Delayer(PolicySpec):
     wait: float = setting(5.0, "longest delay by ratio", unit="s", above=0)
 
     def check(self) -> None:
-        """Without a ratio no delay is by ratio."""
+        """Raise PolicyError for ``wait`` without ``ratio``: it limits only delays by ratio."""
         if "wait" in self.given() and not self.ratio:
             raise PolicyError("policy delayer: wait= limits the delay by ratio=; give that too, e.g. ratio=0.5")
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """With SGLang's defaults."""
-        return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """v0 with delayed prefills."""

@@ -1,27 +1,34 @@
 """Refills, mixed or exclusive, when one more decode step would cost more by measured costs; targets come first.
 
-:mod:`vllm_eb.marginal` decides when and how to refill (:mod:`vllm_eb.lockstep` where data-parallel ranks make their
-passes together), :mod:`vllm_eb.room` for how many requests the KV cache has room,
-:mod:`vllm_eb.service` what the targets require, :mod:`vllm_eb.queueing` the order of waiting requests. This module
-keeps their inputs: lengths, contexts and batch sizes so far.
+:mod:`vllm_eb.refills` decides when, how and for how many requests to refill, :mod:`vllm_eb.service` what the targets
+require, :mod:`vllm_eb.queueing` the order of waiting requests. This module keeps their inputs: lengths, contexts and
+batch sizes so far.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.lockstep import JointRefill
-from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way
 from vllm_eb.policy import PolicyError, PolicySpec, setting
-from vllm_eb.prompt_steps import PromptSteps
 from vllm_eb.queueing import Places, PunctualQueue, Waited, Work
-from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
+from vllm_eb.refills import (
+    HUGE_TOKENS,
+    PAYBACK_FACTOR,
+    SHORTEST_STAY,
+    Choice,
+    JointRefill,
+    KvRoom,
+    MarginalRefill,
+    PromptSteps,
+    Refill,
+    Way,
+    payback_steps,
+    prompts_that_stay,
+)
 from vllm_eb.service import AnswerLength, FadingMean, ServiceLevel, TokenDebt
-from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strategy
+from vllm_eb.strategy import Change, EngineFacts, Lengths, PhaseState, StepChoice, Strategy, Values, View
 
 ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
 
@@ -38,7 +45,6 @@ class MarginalSpec(PolicySpec):
         "refills when one more decode step would cost more, mixed or exclusive as measured costs say; "
         "ttft= and tpot= (seconds) are met first"
     )
-    departure = 30
     aligns_ranks = True
 
     mix: bool = setting(True, "allow refills in mixed steps if they cost less; off: exclusive batches only")
@@ -67,12 +73,6 @@ class MarginalSpec(PolicySpec):
     def needs_costs(self) -> bool:
         """Always: every choice compares costs."""
         return True
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """With its defaults, and with the targets."""
-        targets = ",".join(f"{name}={value:g}" for name, value in targets_s.items())
-        return (cls.kind, f"{cls.kind}:{targets}") if targets else (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """The strategy, from costs, targets and KV memory."""
@@ -162,7 +162,7 @@ class MarginalPolicy(Strategy):
                 return StepChoice("prefill", "eb", token_budget=self._refill_budget())
             self._took("mixed", view)
             budget = self._token_budget(view, "mixed", refill)
-            return StepChoice("mixed", "mb", "prompts cost less beside decodes", refill, token_budget=budget)
+            return StepChoice("mixed", "mb", "mixed_costs_less", refill, token_budget=budget)
         refill = phases.refill(view)
         choice = self._cheapest_step(view, refill, blocked=phases.pop_blocked())
         if choice.way == "decode" == phases.phase:
@@ -170,9 +170,9 @@ class MarginalPolicy(Strategy):
         return StepChoice(
             choice.way,
             "mb" if choice.way == "mixed" else "eb",
-            self._reason(refill),
+            "responses_behind" if self.responses_behind else "slots_free" if refill else "nothing_to_refill",
             refill,
-            {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s},
+            self._values(choice),
             self._token_budget(view, choice.way, refill),
         )
 
@@ -267,14 +267,11 @@ class MarginalPolicy(Strategy):
         nothing, and its last, partly filled pass lasts as long as the slowest rank's."""
         return self._joint is not None and self._one_token and self._may_mix
 
-    def _reason(self, refill: int) -> str:
-        """The reason for the last choice, in words."""
-        if self.responses_behind:
-            return "answers are behind their target"
-        if not refill:
-            return "nothing to refill"
-        every = "" if self._joint is None else f", in every pass of {self._joint.plan.period}"
-        return f"{refill} slots to refill{every}"
+    def _values(self, choice: Choice) -> Values:
+        """What the choice was made from; of ranks in lockstep also from how many passes on they refill together."""
+        period = {} if self._joint is None else {"period_passes": self._joint.plan.period}
+        overheads = {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s}
+        return overheads | period
 
     def possible_refill(self, view: View, slots: int) -> Refill:
         """A refill of ``slots`` prompts with the mean lengths."""

@@ -11,14 +11,10 @@ counting only those would never give two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Mode, PhaseState, StepChoice, Strategy, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +22,11 @@ class PPas(PolicySpec):
     """At most ``cap`` prompt tokens per step while ``prompts`` or more prompts are computed."""
 
     description = "mixed batches, prompts capped per step while several are computed beside decodes (P-PAS)"
-    colour = "#332288"
-    departure = 12
 
     cap: int = setting(
         2048, "prompt tokens per step while several prompts are computed", unit="tokens per step", at_least=1
     )
     prompts: int = setting(2, "fewest prompts in a step at which the cap applies", unit="requests", at_least=1)
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """With the published cap."""
-        return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Mixed steps with one of two budgets."""

@@ -9,14 +9,10 @@ targets of marginal).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Mode, PhaseState, StepChoice, Strategy, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +20,6 @@ class SloChunk(PolicySpec):
     """``tpot``: most seconds per mixed step; ``least``: fewest prompt tokens of a step."""
 
     description = "mixed batches, prompt chunks as large as a TPOT target allows by measured costs; needs tpot="
-    colour = "#661100"
-    departure = 18
 
     tpot: float = setting(
         help="target for a mixed step", unit="s", above=0, doubtful_from=5, example=0.05,
@@ -36,11 +30,6 @@ class SloChunk(PolicySpec):
     def needs_costs(self) -> bool:
         """True: the chunk is computed from measured costs."""
         return True
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """With the TPOT target, if there is one."""
-        return (f"{cls.kind}:tpot={targets_s['tpot']:g}",) if "tpot" in targets_s else ()
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Mixed steps, each with its own token budget."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_eb.lengths import Lengths
 from vllm_eb.policy import PolicySpec
-from vllm_eb.strategy import EngineFacts, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +13,6 @@ class V0(PolicySpec):
     """A policy without settings."""
 
     description = "exclusive batches, refill as soon as one slot is free (vLLM v0's rule)"
-    colour = "#E69F00"
-    departure = 50
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """A threshold of one slot."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_eb.decisions import View
-from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode
 from vllm_eb.policy import PolicySpec, setting
-from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
+from vllm_eb.strategy import EngineFacts, Lengths, Mode, PhaseState, StepChoice, Strategy, Values, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +13,6 @@ class V1(PolicySpec):
     """``budget``: the most tokens per step, as if the server had been started with that max_num_batched_tokens."""
 
     description = "mixed batches: vLLM v1, untouched; budget= is a max_num_batched_tokens of its own"
-    colour = "#0072B2"
-    departure = 0
 
     budget: int | None = setting(
         None, "tokens per step, at most max_num_batched_tokens", unit="tokens per step", at_least=1,
@@ -30,27 +24,12 @@ class V1(PolicySpec):
         """Without settings nothing but vLLM decides."""
         return self.budget is None and self.order == "fcfs"
 
-    @property
-    def vllm_option(self) -> str:
-        """The budget is an option of vLLM's."""
-        return "" if self.budget is None else f"--max-num-batched-tokens {self.budget} does it without the plugin."
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """The baseline, and smaller token budgets: which is best moves with the load (P-PAS, arXiv 2608.15171)."""
-        return (cls.kind, *(f"{cls.kind}:budget={budget}" for budget in (2048, 4096, 8192)))
-
-    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
+    def load_doubt(self, open_at_most: int, max_num_seqs: int) -> tuple[str, Values] | None:
         """A budget below the number of sequences, which a vLLM server would not start with."""
         seqs = min(open_at_most or max_num_seqs, max_num_seqs)
         if self.budget is None or self.budget >= seqs:
             return None
-        return (
-            "budget_below_seqs",
-            f"At most {self.budget} of up to {seqs} sequences decode per step under budget={self.budget}; vLLM refuses "
-            "a token budget below --max-num-seqs.",
-            f"Use budget={max_num_seqs} or more, or lower --max-num-seqs to {self.budget}.",
-        )
+        return "budget-below-seqs", {"budget": self.budget, "seqs": seqs, "max_num_seqs": max_num_seqs}
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """vLLM's steps with a budget."""

@@ -1,0 +1,129 @@
+"""What servers measured by others have shown about kernels, collectives, hosts and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import pytest
+
+from ebbench.devices import StepShape, load_device
+from ebbench.devices.collectives import Collectives
+from ebbench.devices.kerneltables import select
+from ebbench.devices.layers import nearest, scaled_times, shapes_measured, step_arrays
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.profiles import find_model, find_profile
+from ebbench.devices.request import quantised
+from ebbench.devices.surfaces import lower_envelope, without_spikes
+from ebbench.papers.fidelity.case import Case
+from ebbench.papers.fidelity.cases_servers import measured_servers
+from ebbench.papers.fidelity.runs import run_cases
+
+KB = 1024.0
+
+
+def test_a_spike_goes_and_a_hump_or_the_last_value_stays() -> None:
+    times = np.array([10.0, 10.0, 21.0, 10.0, 12.0, 11.0, 20.0])
+    assert without_spikes(times).tolist() == [10.0, 10.0, 10.0, 10.0, 12.0, 11.0, 20.0]
+
+
+def test_the_lower_envelope_rises_and_is_nowhere_above() -> None:
+    assert lower_envelope(np.array([3.0, 9.0, 4.0, 5.0]), 0).tolist() == [3.0, 4.0, 4.0, 5.0]
+
+
+def test_fp8_products_on_hopper_take_longer_for_32_tokens_than_for_64() -> None:
+    """Servers show it: 24.7 ms per token with 16 open requests of 70B on one H200, 33.2 with 32, 37.4 with 64."""
+    model = quantised(find_model("llama-3.1-70b"), "fp8", "fp8")
+    arrays = step_arrays(find_profile("h200"), model)
+    assert arrays is not None
+    assert arrays.dense[32] > 1.1 * arrays.dense[16]
+    assert arrays.dense[32] > 1.02 * arrays.dense[64]
+
+
+def test_single_calls_that_took_too_long_are_no_part_of_a_step() -> None:
+    """One FP8 product of 16 tokens took twice as long as those of 8 and of 32 on B200."""
+    table = select("gemm", device="b200", dtype="fp8", n=8192, k=8192).to_pydict()
+    measured = dict(zip(table["tokens"], table["time_us"], strict=True))
+    assert measured[16] > 2 * max(measured[8], measured[32])
+    model = quantised(find_model("llama-3.1-70b"), "fp8", "fp8")
+    arrays = step_arrays(find_profile("b200"), model)
+    assert arrays is not None
+    assert arrays.dense[16] < 1.05 * arrays.dense[32]
+
+
+@pytest.mark.parametrize(("device", "kb"), [("a100", (8, 16, 32)), ("b200", (1024, 2048))])
+def test_an_outlier_of_collectives_does_not_spread_to_larger_ones(device: str, kb: Sequence[int]) -> None:
+    sizes = np.array(kb, dtype=float) * KB
+    table = select("collective", device=device, operation="all_reduce", mode="graph", gpus=8).to_pydict()
+    measured = dict(zip(table["bytes"], table["time_us"], strict=True))
+    found = Collectives(find_profile(device), "nvlink", 8).all_reduce_s(np.ones_like(sizes), sizes)  # type: ignore[arg-type]
+    assert (found * 1e6).tolist() == pytest.approx([measured[int(size)] for size in sizes], rel=0.02)
+
+
+@pytest.mark.parametrize(("device", "as_16_bits"), [("h100", True), ("h200", True), ("b200", False)])
+def test_decodes_over_an_fp8_cache_are_no_faster_on_hopper(device: str, as_16_bits: bool) -> None:
+    step = StepShape((), 64, 64 * 8192, 64)
+    costs = [
+        load_device(device, "llama-3.1-70b", parallel=Parallel(tp=4), kv_cache_dtype=dtype).cost.step_s(step)
+        for dtype in ("fp8", "auto")
+    ]
+    assert (costs[0] >= costs[1]) is as_16_bits
+
+
+def test_the_host_costs_more_where_several_gpus_share_a_model() -> None:
+    """On one GPU an H100's host is that of an H200; 38.5 us per sequence would saturate it at half its load."""
+    one, several = (load_device("h100", "llama-3.1-8b", parallel=Parallel(tp=tp)).cost for tp in (1, 4))
+    other = load_device("h200", "llama-3.1-8b").cost
+    assert (one.host.step_s, one.host.sequence_s) == (other.host.step_s, other.host.sequence_s)  # type: ignore[attr-defined]
+    assert several.host.step_s == pytest.approx(1.16e-3)  # type: ignore[attr-defined]
+    assert several.host.sequence_s == pytest.approx(38.5e-6, rel=0.01)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("h200", "fp8_block"), ("h100", "bfloat16"), ("b200", "fp8_block")])
+def test_experts_scaled_from_the_nearest_shape_are_near_their_own(device: str, dtype: str) -> None:
+    """Each measured shape from the nearest of the others: no bias, a median error of at most 12 %."""
+    profile, tokens, errors = find_profile(device), np.array([1.0, 8, 32, 128, 512, 2048]), []
+    shapes = shapes_measured(device, dtype, 1, 1)
+    for shape in shapes:
+        other = nearest(shape, [one for one in shapes if one != shape])
+        bits = 16.0 if dtype == "bfloat16" else 8.0
+        ours = np.interp(tokens, *scaled_times(profile, shape, bits, other, dtype, (1, 1)))
+        errors += list(ours / np.interp(tokens, *scaled_times(profile, shape, bits, shape, dtype, (1, 1))) - 1.0)
+    assert len(shapes) > 10
+    assert median(abs(error) for error in errors) < 0.12
+    assert abs(median(errors)) < 0.05
+
+
+def shortened(case: Case) -> Case:
+    """The case with four requests per slot instead of ten."""
+    plan = dict(case.protocol.plan)
+    plan["num_prompts"] = min(int(plan["num_prompts"]), 4 * int(plan["max_concurrency"]))
+    return replace(case, protocol=replace(case.protocol, plan=plan))
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "start", "most"),
+    [
+        ("h200", "llama-3.1-70b", "tp=1, 922 in, 922 out, c=32", 0.05),
+        ("h100", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.08),
+        ("h200", "gpt-oss-120b", "tp=2, 922 in, 922 out, c=16", 0.12),
+        ("b200", "minimax-m2.5", "tp=4, 922 in, 922 out, c=32", 0.12),
+        ("h100", "llama-3.1-8b", "tp=1, 203 in, 64 out, 61.79/s", 0.10),
+    ],
+)
+def test_the_time_per_token_of_measured_servers(device: str, model: str, start: str, most: float) -> None:
+    (case,) = (c for c in measured_servers() if (c.device, c.model) == (device, model) and c.name.startswith(start))
+    (cell,) = (c for c in run_cases([shortened(case)], 0, lambda _: None) if c.metric == "tpot_mean_ms")
+    assert abs(cell.error) < most
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-32b", "qwen3-30b-a3b"])
+def test_runs_on_rtx_pro_6000_stay_as_near_as_they_were(model: str) -> None:
+    """One GPU, tp = 2 and expert parallelism: TPOT within 4 %, TTFT within 10 %, nothing fitted."""
+    (case,) = (c for c in measured_servers() if (c.device, c.model) == ("rtx-pro-6000", model))
+    errors = {cell.metric: abs(cell.error) for cell in run_cases([case], 0, lambda _: None)}
+    assert errors["tpot_mean_ms"] < 0.04
+    assert errors["ttft_mean_s"] < 0.10
+    assert errors["output_tokens_per_s"] < 0.04

@@ -1,0 +1,126 @@
+"""Speculative decoding in the simulator: what is said of a setting, what is drawn, and what a run then shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ebbench.devices import load_device
+from ebbench.devices.linear import decode_shape
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import UsageError
+from ebbench.records.plan import Plan
+from ebbench.simulation.drafting import accepted_drafts
+from ebbench.simulation.state import RequestState
+from ebbench.spec.server import EngineOptions
+from ebbench.spec.speculative import speculative_of
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+DEVICE = load_device("h200", "qwen3-8b")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return build_plan("balanced", num_prompts=150, max_concurrency=48, input_len=200, output_len=120)
+
+
+def options(speculative: str | None = None, **settings: object) -> EngineOptions:
+    return EngineOptions(max_num_seqs=48, speculative=speculative, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("method=eagle3,tokens=2,acceptance=1.2,0.5", "position 1 must lie in"),
+        ("method=eagle3,tokens=2,acceptance=0.5,-0.1", "position 2 must lie in"),
+        ("method=eagle3,tokens=2,acceptance=nan", "position 1 must lie in"),
+        ("method=eagle3,tokens=2,acceptance=0.8,0.6,0.4", "3 rates for 2 drafted tokens"),
+        ("method=eagle3,tokens=2,acceptance=0.5,0.6", "cannot rise"),
+        ("method=eagel3,tokens=2,acceptance=0.5", "eagle3"),
+        ("method=medusa,tokens=2,acceptance=0.5", "not simulated"),
+        ("tokens=2,acceptance=0.5", "name the method"),
+        ("method=eagle3,tokens=2", "acceptance"),
+        ("method=eagle3,tokens=0,acceptance=0.5", "from 1 to"),
+        ("method=eagle3,tokens=2,tokens=3,acceptance=0.5", "twice"),
+        ("method=eagle3,token=2,acceptance=0.5", "tokens"),
+        ("method=eagle3,tokens=2,acceptance=high", "rates in"),
+        ("method=eagle3,tokens=2,acceptance=/nowhere/rates.json", "/nowhere/rates.json"),
+        ("3", "name=value"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        options(text)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "rates"),
+    [
+        ("method=eagle3,tokens=3,acceptance=0.8", (0.8, 0.64, 0.512)),
+        ("method=eagle3,tokens=3,acceptance=0.8,0.4", (0.8, 0.4, 0.2)),
+        ("method=eagle3,acceptance=0.9,0.5", (0.9, 0.5)),
+        ("method=eagle3,tokens=2,acceptance=0", (0.0, 0.0)),
+    ],
+)
+def test_rates_that_are_left_out_continue_the_last_one(text: str, rates: tuple[float, ...]) -> None:
+    assert speculative_of(text).acceptance == pytest.approx(rates)
+
+
+def test_a_model_without_mtp_layers_names_the_methods_that_it_has() -> None:
+    with pytest.raises(UsageError, match="no layers for multi-token prediction"):
+        load_device("h200", "qwen3-8b", speculative=speculative_of("method=mtp,tokens=1,acceptance=0.8"))
+
+
+def test_the_shares_of_accepted_drafts_are_the_rates(plan: Plan) -> None:
+    speculative = speculative_of("method=eagle3,tokens=3,acceptance=0.8,0.5,0.1")
+    accepted = accepted_drafts(speculative, RequestState(plan), seed=0)
+    shares = [float(np.mean(accepted > position)) for position in range(3)]
+    assert shares == pytest.approx([0.8, 0.5, 0.1], abs=0.01)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("policy", ["v1", "v0", "eb", "marginal"])
+def test_every_answer_gets_its_tokens_whatever_is_accepted(plan: Plan, policy: str, asynchronous: bool) -> None:
+    settings = options(
+        "method=eagle3,tokens=3,acceptance=0.8,0.6,0.4", async_scheduling=asynchronous, num_kv_blocks=500
+    )
+    result = SimEngine().run(plan, parse_policy(policy), DEVICE, settings)
+    requests = result.requests
+    assert requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
+    for row in requests.select(["first_token_ns", "itl_ns", "last_token_ns"]).to_pylist():
+        assert row["first_token_ns"] + sum(row["itl_ns"]) == row["last_token_ns"]
+    counts = result.facts["speculative"]
+    assert 1 + sum(counts["accepted"]) / counts["steps"] == pytest.approx(2.8, abs=0.1)
+
+
+def test_all_accepted_takes_one_step_for_all_tokens_of_it(plan: Plan) -> None:
+    alone = replace(plan, table=plan.table.slice(0, 1))
+    result = SimEngine().run(alone, parse_policy("v1"), DEVICE, options("method=eagle3,tokens=3,acceptance=1"))
+    steps = result.steps.filter(np.array(result.steps["decode_seqs"]) > 0)
+    outputs = alone.table["output_tokens"][0].as_py()
+    in_vain = 1  # asynchronous scheduling: a further step before the end is known
+    assert -(-(outputs - 1) // 4) <= steps.num_rows <= -(-(outputs - 1) // 4) + in_vain
+
+
+def test_drafts_of_which_none_is_accepted_only_take_time(plan: Plan) -> None:
+    plain = SimEngine().run(plan, parse_policy("v1"), DEVICE, options())
+    device = load_device("h200", "qwen3-8b", speculative=speculative_of("method=eagle3,tokens=3,acceptance=0"))
+    drafted = SimEngine().run(plan, parse_policy("v1"), device, options("method=eagle3,tokens=3,acceptance=0"))
+    assert drafted.requests["end_ns"].to_numpy().max() > plain.requests["end_ns"].to_numpy().max()
+
+
+def test_n_grams_are_scheduled_one_step_at_a_time() -> None:
+    assert not options("method=ngram,tokens=2,acceptance=0.4").async_scheduling
+    assert options("method=eagle3,tokens=2,acceptance=0.4").async_scheduling
+
+
+def test_a_step_with_drafts_costs_less_than_a_step_per_token() -> None:
+    drafting = load_device("h200", "qwen3-8b", speculative=speculative_of("method=eagle3,tokens=3,acceptance=0.5"))
+    for seqs in (1, 64, 256):
+        plain_s = DEVICE.cost.step_s(decode_shape(seqs, 512))
+        assert plain_s < drafting.cost.step_s(decode_shape(seqs, 512, drafts=3)) < 4 * plain_s

@@ -1,0 +1,59 @@
+"""With speculative decoding ``sim`` and the real vLLM core agree row by row, to the nanosecond, under every policy."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
+from tests.vllm.emulation import (
+    DEVICE,
+    differences,
+    random_case,
+    run_emulated,
+    run_sim,
+)
+from vllm_eb.policy import least_seqs, parse_policy
+
+pytestmark = pytest.mark.vllm
+
+
+def random_drafts(seed: int) -> tuple[Plan, str, EngineOptions]:
+    """A random case with drafts of one to seven tokens, from none accepted to all."""
+    plan, policy, options = random_case(seed)
+    if least_seqs(parse_policy(policy)) > options.running_limit:
+        policy = "v0"
+    rng = random.Random(~seed)
+    tokens = rng.choice([1, 1, 2, 3, 7])
+    rates = sorted((rng.choice([0.0, 1.0, rng.random()]) for _ in range(tokens)), reverse=True)
+    speculative = f"method={rng.choice(['eagle', 'mtp', 'ngram'])},acceptance={','.join(map(str, rates))}"
+    threshold = options.long_prefill_token_threshold
+    longest = rng.choice([40960, max_tokens(plan), max_tokens(plan) + tokens])
+    return (
+        plan,
+        policy,
+        replace(
+            options,
+            speculative=speculative,
+            long_prefill_token_threshold=threshold if tokens < threshold <= longest else 0,
+            num_kv_blocks=(options.num_kv_blocks or 0) + -(-2 * tokens // options.block_size),
+            max_model_len=longest,
+        ),
+    )
+
+
+def max_tokens(plan: Plan) -> int:
+    """The longest prompt and output of a plan together."""
+    rows = plan.table.select(["input_tokens", "output_tokens"]).to_pylist()
+    return max(row["input_tokens"] + row["output_tokens"] for row in rows)
+
+
+@pytest.mark.parametrize("seed", range(300, 400))
+def test_equal_with_drafts_under_random_settings(seed: int) -> None:
+    plan, policy, options = random_drafts(seed)
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+    assert sim.requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
