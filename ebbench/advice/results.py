@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import PairedInterval
+from ebbench.records.warnings import Fact
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.eb import THETA_MAX, THETA_MIN
 from vllm_eb.theory import (
@@ -228,7 +229,7 @@ class Advice:
     theory: Prediction
     scores: tuple[PolicyScore, ...]
     chosen: PolicyScore
-    reason: str
+    reason: Fact
     concurrency: GainCurve | None
     mix: GainCurve | None
     tuning: Tuning | None = None

@@ -35,7 +35,7 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
-from ebbench.records.warnings import RunWarning, warning
+from ebbench.records.warnings import Caveat, RunWarning, warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions
 from vllm_eb.policy import PolicySpec
 
@@ -228,8 +228,11 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
-    return [RunWarning(code, message=message) for message in messages]
+def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
+    return [
+        RunWarning(each.code, each.values, about) if isinstance(each, Caveat) else RunWarning(about, message=each)
+        for each in said
+    ]
 
 
 _LONGER = 3.0

@@ -339,7 +339,7 @@ def _compared(manifest: Manifest) -> dict[str, Any]:
 
 
 def unusual_options(options: Mapping[str, Any]) -> str:
-    """Those of LATER_OPTIONS, except ``warmup``, that differ from the values of older runs, as text."""
+    """The LATER_OPTIONS, except ``warmup``, that differ from the values of older runs, as text."""
     found = {name: options.get(name, value) for name, value in LATER_OPTIONS.items() if name != "warmup"}
     return json.dumps({name: value for name, value in found.items() if value != LATER_OPTIONS[name]}, sort_keys=True)
 

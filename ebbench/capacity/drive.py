@@ -63,7 +63,7 @@ class SearchBudget:
         return self.of_time() if time.monotonic() - self.begun > self.seconds else None
 
     def of_time(self, **values: float) -> Fact:
-        """That the time which the user gave is spent."""
+        """The fact that the time given by the user is spent."""
         return fact("max_time", limit_s=self.named_s if math.isfinite(self.named_s) else self.seconds, **values)
 
 

@@ -196,7 +196,7 @@ def end_of(stored: object) -> str:
 
 
 def nothing_usable(stopped: Fact | None) -> str:
-    """That no probe could be used, and what helps."""
+    """The error for a search without a usable probe, with the remedy."""
     why = "no probe was long enough" if stopped is None else stopped.worded(ENDS)
     exhausted = stopped is not None and stopped.code == "all_too_short"
     longer = "use a longer source, or --source profile" if exhausted else "give more --num-prompts or a larger budget"

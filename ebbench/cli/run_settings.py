@@ -109,7 +109,7 @@ Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parall
 
 
 DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
-"""Of commands that run on any engine, where a run's own defaults are of the simulator."""
+"""Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
 
 
 OF_A_SERVER = (

@@ -77,7 +77,7 @@ def source(notes: Sequence[Note]) -> str:
 
 
 def warnings(notes: Sequence[Note], device: str) -> tuple[str, ...]:
-    """Of what was not measured as it is served."""
+    """Warnings about kernels that were not measured as they are served."""
     said = (f"{what}: not measured as served on {device}; {origin.text}" for what, origin in notes if not origin.exact)
     return tuple(dict.fromkeys(said))
 

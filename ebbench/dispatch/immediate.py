@@ -53,7 +53,7 @@ class LeastOutstanding:
 
 
 class PowerOfTwo:
-    """Of two random units the one with fewer open requests (Mitzenmacher 2001)."""
+    """The one of two random units with fewer open requests (Mitzenmacher 2001)."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng

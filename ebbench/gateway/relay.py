@@ -59,7 +59,7 @@ class LineBuffer:
 # Estimates a request's length and prefix for the dispatcher, without a tokenizer.
 
 BYTES_PER_TOKEN = 4.0
-"""Of English text. The servers count exactly; the dispatcher only compares requests with each other."""
+"""For English text. The servers count exactly; the dispatcher only compares requests with each other."""
 
 
 _MOST_BYTES = 1 << 23

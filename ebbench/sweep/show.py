@@ -298,7 +298,7 @@ _UNITS = {
     "request_goodput": "goodput",
 }
 EQUAL = "equal"
-"""In place of a best configuration or a gain that noise explains."""
+"""Shown in place of a best configuration or a gain that noise explains."""
 
 
 def _figures(finding: Finding) -> list[str]:
