@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import PairedInterval, paired_t
-from ebbench.render.numbers import change, listed
+from ebbench.records.warnings import Fact, fact
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.eb import THETA_MAX, THETA_MIN
 from vllm_eb.theory import (
@@ -29,8 +29,6 @@ from vllm_eb.theory import (
 #
 # Pure functions from lengths and cost coefficients to predictions (docs/theory.md). `ebbench.advice.simulate` has the
 # simulation.
-
-# Data types of `ebbench advise` (question, scores, advice), and the theory's predictions for a workload.
 
 _SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
 
@@ -233,7 +231,7 @@ class Advice:
     theory: Prediction
     scores: tuple[PolicyScore, ...]
     chosen: PolicyScore
-    reason: str
+    reason: Fact
     concurrency: GainCurve | None
     mix: GainCurve | None
     tuning: Tuning | None = None
@@ -271,7 +269,7 @@ def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Paired
     return PairedInterval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
 
 
-def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
+def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, Fact]:
     """The simplest policy that is as good as the best: behind by at most TIE, or not significantly behind.
 
     If v1 is significantly behind the best, a policy that may be no better than v1 is not advised instead of one that
@@ -279,15 +277,13 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
     """
     best = scores[0]
     if best.objective <= 0:
-        reason = "no request met the targets under any candidate, so they do not decide, and it is the simplest"
-        return _simplest(scores), f"{reason}; loosen --goodput or reduce the traffic"
+        return _simplest(scores), fact("none_in_targets")
     equal = [one for one in scores if one is best or _ties(one, best)]
     sure = [one for one in equal if _ahead(one)] if all(one.name != BASELINE for one in equal) else []
     unsure = [one for one in equal if one not in sure]
     if sure and unsure:
         chosen = _simplest(sure)
-        named = _with_gains(unsure, chosen)
-        return chosen, f"it is surely ahead of {BASELINE}; {named} may be as good, less certainly"
+        return chosen, fact("surely_ahead", of=BASELINE, unsure=_rivals(unsure, chosen))
     chosen = _simplest(equal)
     return chosen, _winner(scores) if len(equal) == 1 else _among(chosen, [one for one in equal if one is not chosen])
 
@@ -305,21 +301,20 @@ def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | N
     return (best, max(best.gain.mean, 0.0) / max(gains)) if best.gain is not None else None
 
 
-def _winner(scores: Sequence[PolicyScore]) -> str:
+def _winner(scores: Sequence[PolicyScore]) -> Fact:
     """The reason for the best policy if no other is equal."""
     best, *others = scores
     if not others:
-        return "it is the only candidate"
+        return fact("only_candidate")
     if all(_surely_behind(one) for one in others):
-        return "it is ahead of every other candidate by more than chance and half a per cent"
-    doubt = f"{_why_unsure(best)}: chance is not ruled out"
-    second = others[0].objective
+        return fact("ahead_of_all")
+    one_seed, second = len(best.values) == 1, others[0].objective
     if second <= 0:
-        return f"it is the only candidate under which a request met the targets ({doubt})"
-    return f"it is ahead of every other candidate by {100 * (best.objective / second - 1):.1f} % or more ({doubt})"
+        return fact("only_one_in_targets", one_seed=one_seed)
+    return fact("ahead_by_chance", gain=best.objective / second - 1, one_seed=one_seed)
 
 
-def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
+def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> Fact:
     """The reason for the simplest of several policies that may be as good as the best.
 
     Those that are surely behind the chosen one are left out.
@@ -332,20 +327,20 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
     equal = [one for one, gain in found if _is_equal(gain)]
     ahead = [one for one, gain in found if gain.low > 0 and one not in equal]
     unsure = [one for one, gain in found if gain.low <= 0 <= gain.high and one not in equal]
-    seeds = len(chosen.values)
-    parts = []
-    if equal:
-        names, doubt = _some(equal, lambda one: one.policy), " (one seed)" if seeds == 1 else ""
-        parts.append(f"{names} {_are(equal)} equal to it within half a per cent{doubt}")
-    if ahead:
-        parts.append(f"{_with_gains(ahead, chosen)} {_are(ahead)} ahead of it")
-    if unsure:
-        parts.append(
-            f"{_with_gains(unsure, chosen)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}"
-        )
-    if not parts and level:
-        return f"no other policy may be as good{' (one seed)' if seeds == 1 else ''}"
-    return f"{'; '.join(parts)}, and it is the simplest" if parts else "it is the simplest that may be the best"
+    rivals = {"equal": equal, "ahead": ahead, "unsure": unsure}
+    named = {kind: _rivals(scores, chosen) for kind, scores in rivals.items()}
+    return fact("simplest", **named, seeds=len(chosen.values), level=bool(level))
+
+
+def _rivals(scores: Sequence[PolicyScore], over: PolicyScore) -> list[dict[str, Any]]:
+    """The best candidate of each policy, with its gain over another and the ends of its interval (a share)."""
+    best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
+    gains = [(one, _against(one, over)) for one in best]
+    return [
+        {"policy": one.policy, "name": one.name, "gain": gain.mean}
+        | ({"low": gain.low, "high": gain.high} if math.isfinite(gain.high) else {})
+        for one, gain in gains
+    ]
 
 
 def level_budgets(chosen: PolicyScore, scores: Sequence[PolicyScore]) -> list[int]:
@@ -354,27 +349,6 @@ def level_budgets(chosen: PolicyScore, scores: Sequence[PolicyScore]) -> list[in
         return []
     same = [one for one in scores if one.policy == chosen.policy and one is not chosen]
     return sorted(one.max_num_batched_tokens for one in same if _is_equal(_against(one, chosen)))
-
-
-MOST_NAMED = 3
-"""Of more policies only the number is given."""
-
-
-def _with_gains(scores: Sequence[PolicyScore], over: PolicyScore) -> str:
-    """``eb -19.9 % (-48.6 to +24.9) and marginal +0.1 % (-0.3 to +0.6)``."""
-    return _some(scores, lambda one: f"{one.name} {_shown(_against(one, over))}")
-
-
-def _some(scores: Sequence[PolicyScore], text: Callable[[PolicyScore], str]) -> str:
-    """The best candidate of each policy, at most MOST_NAMED of them, and how many others there are."""
-    best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
-    left = len(best) - MOST_NAMED
-    shown = best if left < 2 else best[:MOST_NAMED]
-    return listed([*map(text, shown), *([f"{left} other policies"] if left >= 2 else [])])
-
-
-def _are(scores: Sequence[PolicyScore]) -> str:
-    return "are" if len({one.policy for one in scores}) > 1 else "is"
 
 
 def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:
@@ -387,15 +361,6 @@ def _is_equal(gain: PairedInterval) -> bool:
     """Whether the gain is at most TIE: its whole interval, or with one seed the measured gain."""
     known = math.isfinite(gain.high)
     return max(-gain.low, gain.high) <= TIE if known else abs(gain.mean) <= TIE
-
-
-def _shown(gain: PairedInterval) -> str:
-    bounds = f" ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})" if math.isfinite(gain.high) else ""
-    return f"{change(gain.mean)}{bounds}"
-
-
-def _why_unsure(score: PolicyScore) -> str:
-    return "one seed" if len(score.values) == 1 else "in some runs no request met the targets"
 
 
 def _ahead(one: PolicyScore) -> bool:

@@ -113,7 +113,7 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     reading = read_measured(measured, load, limits, per_open)
     memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
     others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
-    plan = (str(warning) for warning in others if warning.code == "plan")
+    plan = (str(warning) for warning in others if (warning.about or warning.code) == "plan")
     return replace(
         reading,
         caveats=(*plan, *of_device(manifest.engine, others)),

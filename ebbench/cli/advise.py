@@ -307,13 +307,15 @@ def _print(found: Advice) -> None:
 def _as_dict(found: Advice) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from msgspec import to_builtins
+
     from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
 
     budget = budget_share(found.scores)
     theory = asdict(found.theory) | {"exclusive": found.theory.exclusive, "gain": found.theory.gain}
     return {
         "policy": found.chosen.policy,
-        "reason": found.reason,
+        "reason": to_builtins(found.reason),
         "equal_budgets": level_budgets(found.chosen, found.scores),
         "objective": "goodput" if found.question.slo else "total_token_throughput",
         "slo_ms": found.question.slo.limits() or None,

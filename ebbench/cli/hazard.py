@@ -200,7 +200,7 @@ def _p(value: float) -> str:
 
 def _plot(found: Hazard, name: str, path: Path) -> None:
     from ebbench.errors import UsageError
-    from ebbench.papers.eb.figure11 import hazard_panels
+    from ebbench.papers.eb.lengths import hazard_panels
     from ebbench.render.figures import FORMATS, save
 
     suffix = path.suffix.removeprefix(".")

@@ -20,7 +20,6 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.devices import caveats as of_device
 from ebbench.devices.base import Device, StepShape
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.devices.roofline import RooflineCost
@@ -40,7 +39,7 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
-from ebbench.records.warnings import RunWarning, warning
+from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, RunWarning, caveat, warning
 from ebbench.runs.api_server import api_server_warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
@@ -94,8 +93,30 @@ def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
 
 def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> list[str]:
     """The warnings as far as they matter to a run of such batches, with their direction and size there."""
-    words = dict(_conditional(device, batches))
-    return [said for text in warnings if (said := words.get(text, text))]
+    if device.profile is None or device.request is None or device.geometry is None or not batches.steps:
+        return list(warnings)
+    found = (_sized(each, device, batches) if isinstance(each, Caveat) else each for each in warnings)
+    return [each for each in found if each is not None]
+
+
+def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
+    """A caveat with its size in such a run; None if it does not matter to it."""
+    profile, request, cost = device.profile, device.request, device.cost
+    assert profile is not None
+    assert request is not None
+    if said.code == HOST_UNFITTED and isinstance(cost, TableCost | RooflineCost):
+        # What the constants that were fitted on other GPUs would change in the run's time.
+        changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(request.parallel.tp)]
+        least, most = min(changes), max(changes)
+        matters = max(-least, most) >= MATTERS
+        return caveat(said.code, **said.values, change_low=least, change_high=most) if matters else None
+    if said.code == MIXING_UNMEASURED:
+        share = batches.steps.get("mixed", (0.0, None))[0]
+        leaning = profile.mixed_leaning
+        return caveat(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
+    if said.code == HOST_DOUBTED and isinstance(cost, TableCost):
+        return said if _host_decides(cost, batches) else None
+    return said
 
 
 def shown_by_servers(device: Device, batches: Batches) -> list[str]:
@@ -103,58 +124,20 @@ def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     profile = device.profile
     if profile is None or not profile.front_end_ms:
         return []
-    said = []
+    said: list[str] = []
     share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
     if share > MATTERS_TO_FIRST_TOKENS:
-        said.append(
-            f"times to first token are too short: on measured servers with this GPU requests took about "
-            f"{profile.front_end_ms:g} ms (8 to 20) in front of the engine, which is not modelled: "
-            f"{100 * share:.0f} % of this run's mean"
-        )
+        said.append(caveat("front-end-unmodelled", front_end_ms=profile.front_end_ms, share=share))
     spent, decodes = batches.steps.get("decode", (0.0, None))
     mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
     if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
-        said.append(
-            "decode steps of mixtures of experts are 10 to 27 % too fast with few sequences, against measured servers "
-            "with this GPU: router and choice of experts are not modelled"
-        )
+        said.append(caveat("experts-few-sequences"))
     return said
 
 
 FEW_SEQUENCES = 8
 """Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
 GPUs, MiniMax)."""
-
-
-def _conditional(device: Device, batches: Batches) -> Iterable[tuple[str, str]]:
-    """Warnings that depend on the run, each with what is said of it; "" for nothing."""
-    profile, request, model, cost = device.profile, device.request, device.geometry, device.cost
-    if profile is None or request is None or model is None or not batches.steps:
-        return
-    if isinstance(cost, TableCost | RooflineCost):
-        for text in of_device.unfitted_host(request, cost.host):
-            yield text, _sized_host(text, cost, batches, request.parallel.tp)
-    if isinstance(cost, TableCost):
-        for text in of_device.unmeasured_mixing(profile):
-            share = batches.steps.get("mixed", (0.0, None))[0]
-            leaning = f"; {profile.mixed_leaning}" if profile.mixed_leaning else ""
-            yield (
-                text,
-                f"{text}; mixed steps take {100 * share:.0f} % of this run's time{leaning}" if share > MATTERS else "",
-            )
-        for text in of_device.doubtful_host(profile, cost):
-            yield text, text if _host_decides(cost, batches) else ""
-
-
-def _sized_host(text: str, cost: TableCost | RooflineCost, batches: Batches, tp: int) -> str:
-    """What the constants that were fitted on other GPUs would change in the run's time; "" if too little."""
-    changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(tp)]
-    least, most = min(changes), max(changes)
-    if max(-least, most) < MATTERS:
-        return ""
-    return (
-        f"{text}; with those fitted on other GPUs this run's steps would take {100 * least:+.0f} to {100 * most:+.0f} %"
-    )
 
 
 def _fitted_hosts(tp: int) -> list[HostCosts]:
@@ -467,8 +450,11 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
-    return [RunWarning(code, message=message) for message in messages]
+def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
+    return [
+        RunWarning(each.code, each.values, about) if isinstance(each, Caveat) else RunWarning(about, message=each)
+        for each in said
+    ]
 
 
 _LONGER = 3.0

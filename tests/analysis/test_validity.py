@@ -171,7 +171,7 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
 def test_a_longer_run_is_asked_for_by_its_option(tmp_path: Path) -> None:
     plan = plan_of(30)
     warnings = store(tmp_path / "run", replace(plan, max_concurrency=None), run_made(plan)).manifest.warnings
-    remedies = [one.remedy for one in warnings if one.code in ("no-steady-window", "short-steady-window")]
+    remedies = [one.way_out for one in warnings if one.code in ("no-steady-window", "short-steady-window")]
     assert all(re.match(r"Use --num-prompts \d+ or more", each) for each in remedies), remedies
 
 

@@ -261,6 +261,19 @@ def test_a_manifest_with_an_added_field_still_reads(tmp_path: Path) -> None:
     assert decode_manifest(json.dumps(content).encode(), tmp_path) == manifest()
 
 
+def test_a_manifest_of_schema_version_1_is_read_and_its_sentences_shown(tmp_path: Path) -> None:
+    content = json.loads(encode_manifest(manifest()))
+    told = {"code": "device", "message": "Never fitted.", "remedy": "Fit it."}
+    content |= {"schema_version": 1, "warnings": [told]}
+    [warning] = decode_manifest(json.dumps(content).encode(), tmp_path).warnings
+    assert (str(warning), warning.sentence, warning.way_out) == ("Never fitted. Fit it.", "Never fitted.", "Fit it.")
+
+
+def test_a_warning_whose_values_are_damaged_is_shown_by_its_code() -> None:
+    assert str(RunWarning("few-requests", {"completed": "x"})).startswith("few-requests {")
+    assert str(RunWarning("of a newer version", {"n": 1})) == "of a newer version {'n': 1}"
+
+
 SHOWN = st.text().map(visible)  # of what a manifest holds, the characters that a terminal would obey are made visible
 
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
-from ebbench.papers.eb.table19_20 import explained
-from ebbench.papers.staggered.curves import (
+from ebbench.papers.eb.disaggregation import explained
+from ebbench.papers.staggered.prefill import (
     MODEL,
     SHARES,
     SHORT_3K,

@@ -1,4 +1,4 @@
-"""Tables 14 to 16: the grid over token budget B and batch size N, its best cell and its sensitivity metrics."""
+"""The grid over token budget B and batch size N: tables 14 to 16 of the EB paper."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from ebbench.papers.published import (
 from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
+
+# Tables 14 to 16: the grid over token budget B and batch size N, its best cell and its sensitivity metrics.
 
 BUDGETS = (4096, 8192, 10240, 14336, 16384, 18432)
 BATCHES = (256, 512, 1024, 1536, 2048)

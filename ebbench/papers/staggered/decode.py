@@ -1,14 +1,16 @@
-"""Figures 7 and 8 of the staggered paper: spread of KV over decode units, and the gain from balancing it."""
+"""Decode units of Tian et al. (2025): the spread of KV over them, and the gain from balancing it (figures 7 and 8)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.papers.staggered.curves import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
+from ebbench.papers.staggered.prefill import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
 from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
+
+# Figures 7 and 8 of the staggered paper: spread of KV over decode units, and the gain from balancing it.
 
 BATCH = 35  # sequences per decode unit, published
 CHUNK = 16384
@@ -80,7 +82,7 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
         "Ours: 3P1D, decode instance of 32 units (TP 1, DP 32, EP 32) with a barrier, closed loop of 35 x 32 requests, "
         "mean 1,000 in and 1,500 out; sigma is the deviation over the 32 units at one pass, averaged over time. A pass "
         "takes 30 ms + 0.15 ms per sequence + 50 ns per KV token of the slowest unit: estimates from the hardware, see "
-        "ebbench/papers/staggered/deployment.py.",
+        "ebbench/papers/staggered/prefill.py.",
         "Where ours differs: with KV at 70 KB per token (MLA) 45k tokens are 2 ms of a pass of some 40 ms, so balance "
         "in KV alone cannot bring 15 %; the rest of the gain comes from equal numbers of sequences. An answer's length "
         "is not known when it is placed, and sequences stay where they are, so sigma cannot fall below what lengths do "
@@ -91,7 +93,7 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
     return Document("sbs-figure7", "Figures 7 and 8: KV over decode units, and decode throughput", sections, notes)
 
 
-FIGURE7 = PaperTable(
+SBS_FIGURE7 = PaperTable(
     "sbs-figure7",
     "spread of KV over decode units",
     _cells,

@@ -1,4 +1,4 @@
-"""Table 8 of the EB paper (appendix B.3): the errors of the fluid approximation, measured against the exact chain."""
+"""Errors of the fluid approximation: table 8 of the EB paper (appendix B.3), measured against the exact chain."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
 from vllm_eb.theory import base_threshold
+
+# Table 8 of the EB paper (appendix B.3): the errors of the fluid approximation, measured against the exact chain.
 
 BATCHES = (64, 256, 1024)
 MEAN_INPUT, MEAN_OUTPUT = 512, 256  # tokens
