@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Literal, TypeVar
 
-from ebbench.analysis.compare.cases import (
+from ebbench.analysis.cases import (
     TIE,
     Figure,
     Group,
