@@ -19,7 +19,7 @@ import yaml
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.units import FIGURES, unit_of
 from ebbench.errors import DataError
-from ebbench.export import files, llm_d_report, series_of, vllm_result
+from ebbench.export import llm_d_report, series_of, vllm_result
 from ebbench.records.run import Run
 from tests.report.report_data import invoke, rewrite
 
