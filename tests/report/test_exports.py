@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from ebbench import export
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.units import FIGURES, unit_of
 from ebbench.errors import DataError
