@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 LEAST_ADDRESS_SPACE_MIB = 768
-"""With less, importing numpy can loop for ever: OpenBLAS asks for memory until it gets some."""
+"""With less, importing numpy can loop endlessly: OpenBLAS asks for memory until it gets some."""
 
 
 def run() -> None:

@@ -48,7 +48,7 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
                 ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
                 "request spans for an OpenTelemetry collector: run --otlp-endpoint",
             ),
-            Extra("tables", ("aiconfigurator-core",), "rebuilding the packaged kernel tables"),
+            Extra("tables", ("aiconfigurator-core",), "measured kernels of further models, types and GPUs: run, plan"),
         )
     }
 )

@@ -320,7 +320,8 @@ def _device(manifest: Manifest) -> str:
     Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
     """
     machine = manifest.facts.get("server_machine") if manifest.device == UNKNOWN_DEVICE else None
-    apart = machine or manifest.facts.get("device_profile")
+    facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
+    apart = ", ".join(filter(None, facts))
     return f"{manifest.device} ({apart})" if apart else manifest.device
 
 
@@ -338,7 +339,7 @@ def _compared(manifest: Manifest) -> dict[str, Any]:
 
 
 def unusual_options(options: Mapping[str, Any]) -> str:
-    """Those of LATER_OPTIONS, except ``warmup``, that differ from the values of older runs, as text."""
+    """The LATER_OPTIONS, except ``warmup``, that differ from the values of older runs, as text."""
     found = {name: options.get(name, value) for name, value in LATER_OPTIONS.items() if name != "warmup"}
     return json.dumps({name: value for name, value in found.items() if value != LATER_OPTIONS[name]}, sort_keys=True)
 

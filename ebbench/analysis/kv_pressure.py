@@ -79,7 +79,7 @@ FIGURES = ("kv_full_share", "repeated_tokens", "repeated_share")
 
 
 def kv_pressure(steps: pa.Table, requests: pa.Table, options: Mapping[str, Any]) -> KvPressure | None:
-    """By the recorded steps of a run, with ``options`` as in its manifest; None without steps."""
+    """The costs by the recorded steps of a run, with ``options`` as in its manifest; None without steps."""
     if not steps.num_rows:
         return None
     columns = {name: steps.column(name).to_numpy() for name in STEP_COLUMNS}

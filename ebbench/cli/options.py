@@ -31,7 +31,7 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
 
 
 def given_options(context: typer.Context, options: Iterable[str]) -> list[str]:
-    """Those of ``options`` (parameter names) that are on the command line, as the user writes them."""
+    """The ``options`` (parameter names) that are on the command line, as the user writes them."""
     names = {param.name: _shown(param) for param in context.command.params}
     sources = {option: context.get_parameter_source(option) for option in options}
     return [names[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"]

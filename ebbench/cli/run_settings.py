@@ -109,7 +109,7 @@ Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parall
 
 
 DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
-"""Of commands that run on any engine, where a run's own defaults are of the simulator."""
+"""Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
 
 
 OF_A_SERVER = (
@@ -244,8 +244,8 @@ def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
     cannot have, before anything is simulated."""
     from ebbench.devices.apiserver import chosen_api_server
+    from ebbench.devices.base import quantised, start_up
     from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.devices.request import quantised, start_up
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     quantised(find_model(name), settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))

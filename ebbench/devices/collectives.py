@@ -6,12 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ebbench.devices import library
 from ebbench.devices.kerneltables import select, source
 from ebbench.devices.profiles import DeviceProfile, Link
 from ebbench.devices.surfaces import Array, lower_envelope
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import caveat
 
 GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step; larger steps call collectives eagerly
+
+SIZES = tuple(1 << power for power in range(10, 31))
+"""Bytes at which the library is asked."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +46,20 @@ class Collectives:
         """The link, and the source of its times."""
         if self.measured:
             whose = f" of {self._device}" if self.profile.collectives_from else ""
-            return f"link {self.link} ({self._link.note}): {source('collective')}{whose}"
+            packaged = select("collective", device=self._device, link=self.link, gpus=self.gpus).num_rows
+            text = source("collective") if packaged else f"{library.LABEL} (Apache-2.0)"
+            return f"link {self.link} ({self._link.note}): {text}{whose}"
         return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula{self._bounds}"
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """A warning if the times come from another device or from the formula."""
-        unmeasured = f"collectives among {self.gpus} {self.profile.name} over {self.link} were not measured: "
+        of = {"gpus": self.gpus, "device": self.profile.name, "link": self.link}
         if self.measured:
-            return (f"{unmeasured}those of {self._device} stand for them",) if self.profile.collectives_from else ()
-        link = self._link
-        return (
-            f"{unmeasured}their time is that of a ring at {link.bytes_per_s / 1e9:g} GB/s with "
-            f"{link.latency_s * 1e6:g} us of latency{self._bounds}",
-        )
+            lent = (caveat("collectives-lent", **of, taken_from=self._device),)
+            return lent if self.profile.collectives_from else ()
+        ring = {"bytes_per_s": self._link.bytes_per_s, "latency_s": self._link.latency_s}
+        return (caveat("collectives-formula", **of, **ring, bounds=self._bounds),)
 
     @property
     def _lower(self) -> list[Collectives]:
@@ -107,10 +112,17 @@ class Collectives:
             "collective", device=self._device, link=self.link, operation=operation, mode=mode, gpus=self.gpus
         ).to_pydict()
         if not table["bytes"]:
-            return None
+            return self._from_library(operation)
         order = np.argsort(table["bytes"])
         times = np.array(table["time_us"], dtype=float)[order] * 1e-6
         return np.array(table["bytes"], dtype=float)[order], lower_envelope(times, 0)
+
+    def _from_library(self, operation: str) -> tuple[Array, Array] | None:
+        """Sizes and times by the library, which knows one link of each GPU, of a GPU that no packaged table has."""
+        if self.link != next(iter(self.profile.links)) or select("collective", device=self._device).num_rows:
+            return None
+        found = library.collective(self.profile, operation, self.gpus, SIZES)
+        return None if found is None or not found.origin.exact else (found.points, np.maximum.accumulate(found.times))
 
 
 def choose_link(profile: DeviceProfile, wanted: str = "") -> str:

@@ -18,22 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ebbench.devices import library
 from ebbench.devices.kerneltables import SCHEMAS
 
-AIC_VERSION = "0.12.0"
-AIC_SYSTEMS = {
-    "rtx-pro-6000": "rtx_pro_6000_server",
-    "l40s": "l40s",
-    "h100": "h100_sxm",
-    "h200": "h200_sxm",
-    "b200": "b200_sxm",
-    "b300": "b300_sxm",
-    "a100": "a100_sxm",
-}
-AIC_VLLM, AIC_VLLM_OF = "0.24.0", {"a100": "0.14.0"}
-"""vLLM under which the tables were measured, and where it was another."""
 AIC_COLLECTIVES = (
-    f"aiconfigurator-core {AIC_VERSION}, all-reduce measured under vLLM, all-gather and reduce-scatter under NCCL"
+    f"aiconfigurator-core {library.VERSION}, all-reduce measured under vLLM, all-gather and reduce-scatter under NCCL"
 )
 SIM_MODELS = {
     ("rtx-pro-6000", "llama-3.1-8b", 32, 8, 128): "RTXPRO6000/meta-llama/Llama-3.1-8B",
@@ -97,7 +86,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     systems = _aic_systems()
-    aic = f"aiconfigurator-core {AIC_VERSION}, tables measured under vLLM {AIC_VLLM} (A100: {AIC_VLLM_OF['a100']})"
+    versions = f"vLLM {library.VLLM} (A100: {library.VLLM_OF['a100_sxm']})"
+    aic = f"{library.LABEL}, tables measured under {versions}"
     sim = "casys-kaist/LLMServingSim, profiled under vLLM 0.19.0 (copyright KAIST CASYS)"
     _write(args.out, "gemm", _gemm(systems), aic, "Apache-2.0")
     _write(args.out, "decode", _decode(systems), aic, "Apache-2.0")
@@ -126,8 +116,8 @@ def _write(out: Path, kind: str, rows: Iterable[tuple[object, ...]], source: str
 
 
 def _aic_rows(systems: Path, device: str, family: str, name: str, keep: pc.Expression) -> list[dict[str, object]]:
-    version = AIC_VLLM_OF.get(device, AIC_VLLM)
-    path = systems / AIC_SYSTEMS[device] / family / "vllm" / version / f"{name}_perf.parquet"
+    version = library.VLLM_OF.get(library.SYSTEMS[device], library.VLLM)
+    path = systems / library.SYSTEMS[device] / family / "vllm" / version / f"{name}_perf.parquet"
     rows: list[dict[str, object]] = pq.read_table(path).filter(keep).to_pylist()
     return rows
 
@@ -139,14 +129,14 @@ def _us(row: dict[str, object]) -> float:
 def _gemm(systems: Path) -> Iterator[tuple[object, ...]]:
     large = (pc.field("n") >= GEMM_MIN_SIZE) & (pc.field("k") >= GEMM_MIN_SIZE)
     keep = pc.field("gemm_dtype").isin(list(DTYPES)) & large & pc.field("m").isin(list(GEMM_TOKENS))
-    for device in AIC_SYSTEMS:
+    for device in COLLECTIVES:
         for row in _aic_rows(systems, device, "gemm", "gemm", keep):
             yield device, row["gemm_dtype"], row["n"], row["k"], row["m"], _us(row)
 
 
 def _attention(systems: Path, name: str) -> Iterator[tuple[str, dict[str, object]]]:
     types = pc.field("kv_cache_dtype").isin(list(KV_DTYPES))
-    for device in AIC_SYSTEMS:
+    for device in COLLECTIVES:
         for row in _aic_rows(systems, device, "attention", name, types):
             geometry = (row["num_heads"], row["num_key_value_heads"], row["head_dim"])
             if geometry in GEOMETRIES and not row.get("window_size", 0):  # older tables only hold full attention
@@ -187,7 +177,7 @@ def _moe(systems: Path) -> Iterator[tuple[object, ...]]:
         & (pc.field("distribution") == "power_law_1.01")
     )
     names = ("hidden_size", "inter_size", "num_experts", "topk", "moe_tp_size", "moe_ep_size", "num_tokens")
-    for device in AIC_SYSTEMS:
+    for device in COLLECTIVES:
         for row in _aic_rows(systems, device, "moe", "moe", keep):
             yield (device, row["moe_dtype"], *(row[name] for name in names), _us(row))
 
@@ -195,7 +185,7 @@ def _moe(systems: Path) -> Iterator[tuple[object, ...]]:
 def _collectives(systems: Path) -> Iterator[tuple[object, ...]]:
     """All-reduces as measured in vLLM, all-gathers and reduce-scatters as measured in NCCL."""
     for device, links in COLLECTIVES.items():
-        root = systems / AIC_SYSTEMS[device] / "comm"
+        root = systems / library.SYSTEMS[device] / "comm"
         for link, version in links.items():
             for row in _all(root / "vllm" / version / "custom_allreduce_perf.parquet"):
                 mode = str(row["backend"]).removeprefix("vllm_")

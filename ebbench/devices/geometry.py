@@ -44,6 +44,7 @@ class Mixer:
     of these where an FP8 cache has a format of its own; ``cached_bytes``: further bytes, in no type that a server
     chooses; ``state_bytes``: bytes per sequence. ``reads``: elements that a query reads per token before
     it (of a layer that uses another layer's cache, too). ``others``: parameters outside ``products``, in 16 bits.
+    ``sizes``: of a gated delta rule, numbers and widths of its heads by the names of the kernels' arguments.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Mixer:
     reads: int = 0
     products: tuple[Product, ...] = ()
     others: int = 0
+    sizes: tuple[tuple[str, int], ...] = ()
 
     @property
     def params(self) -> int:
@@ -90,7 +92,10 @@ class Mixer:
         products = tuple(one.sliced(tp) for one in self.products)
         if self.kind == "index":
             return replace(self, products=products)
-        part = replace(self, products=products, heads=-(-self.heads // tp), state_bytes=-(-self.state_bytes // tp))
+        sizes = tuple((name, max(size // tp, 1) if name.startswith("n") else size) for name, size in self.sizes)
+        part = replace(
+            self, products=products, heads=-(-self.heads // tp), state_bytes=-(-self.state_bytes // tp), sizes=sizes
+        )
         if not self.kv_heads:
             return part
         kept = max(self.kv_heads // tp, 1)

@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbench.devices import library
+from ebbench.devices.base import SINGLE, Parallel
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.surfaces import Array, increasing, without_spikes
 from ebbench.errors import UsageError
+from ebbench.records.warnings import caveat
 
 # Time of one layer's fused experts by token count, on one GPU or divided among several.
 
@@ -49,12 +51,13 @@ class Shape(NamedTuple):
 
 def expert_times(
     profile: DeviceProfile, model: ModelGeometry, shape: Parallel
-) -> tuple[tuple[Array, Array], tuple[str, ...]]:
-    """(token counts, seconds) of one GPU's experts, and warnings. Tokens are those of all GPUs of the engine.
+) -> tuple[tuple[Array, Array], tuple[str, ...], tuple[library.Note, ...]]:
+    """(token counts, seconds) of one GPU's experts by the tokens of all GPUs, warnings, what the library gave.
 
     With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
-    Sources in order of preference: the table of this shape and division; that of one GPU, divided except for its fixed
-    part; the nearest measured shape, scaled; the roofline of the experts used.
+    Sources in order of preference: the table of this shape and division; the library's (derived from other shapes of a
+    type without any table); the table of one GPU, divided except for its fixed part; that of the nearest shape, scaled;
+    the roofline of the experts used.
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
     matrices = round(model.expert_params / (model.hidden * model.expert_intermediate))
@@ -62,38 +65,28 @@ def expert_times(
     dtype, parts = model.dtype_of_experts, tp * ep
     said: tuple[str, ...] = ()
     if dtype == MXFP4 and profile.mxfp4_experts:
-        dtype, said = profile.mxfp4_experts, (MXFP8_ACTIVATIONS.format(device=profile.name),)
+        dtype, said = profile.mxfp4_experts, (caveat("mxfp8-activations", device=profile.name),)
     if found := _measured(profile.name, wanted, dtype, tp, ep):
-        return found, said
+        return found, said, ()
+    known = bool(shapes_measured(profile.name, dtype, 1, 1))
+    if not said and (curve := library.experts(profile, model, tp, ep, derived=not known)):
+        return (curve.points, curve.times), (), ((f"experts of {model.name}", curve.origin),)
     if whole := _measured(profile.name, wanted, dtype, 1, 1):
-        warning = (
-            f"experts of {model.name} divided among {parts} {profile.name} were not measured: those of one GPU, all "
-            f"but their fixed part divided by {parts}"
-        )
-        return _divided(*whole, parts), (warning, *said)
+        divided = caveat("experts-divided", model=model.name, device=profile.name, gpus=parts)
+        return _divided(*whole, parts), (divided, *said), ()
     bits = WEIGHT_BITS[model.dtype_of_experts]
     for division in dict.fromkeys(((tp, ep), (1, 1))):
         if near := _nearest(profile.name, wanted, dtype, *division):
             other, kind = near
             tokens, times = scaled_times(profile, wanted, bits, other, kind, division)
-            warning = (
-                f"experts of {model.name} ({wanted}) were not measured on {profile.name}: those of {other}, scaled by "
-                f"their traffic and arithmetic; {LEANING}"
-            )
+            of = {"model": model.name, "experts": str(wanted), "device": profile.name}
             found = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
-            return found, (warning, *said)
-    warning = f"experts of {model.name} were not profiled on {profile.name}: their time is a roofline estimate"
-    return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (warning,)
+            return found, (caveat("experts-scaled", **of, measured=str(other)), *said), ()
+    estimated = caveat("experts-roofline", model=model.name, device=profile.name)
+    return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (estimated, *library.hint(profile)), ()
 
 
 MXFP4 = "w4a16_mxfp4"
-MXFP8_ACTIVATIONS = (
-    "experts in MXFP4 compute with activations in MXFP8 on {device}, as vLLM's recipe for gpt-oss sets it "
-    "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
-)
-LEANING = "shapes measured there are off by 10 to 20 % in the median when scaled so from each other, with any batch"
-"""Left one out of h100, h200, b200, l40s and rtx-pro-6000: 9 to 18 % (MXFP4, which has three shapes: 18 to 29 %), one
-in ten by 26 to 64 %, in neither direction. A roofline alone is 1.5 to 9 times too fast for few tokens."""
 
 
 def scaled_times(
@@ -177,7 +170,7 @@ class StepArrays(NamedTuple):
 
     ``dense``: of all layers by the unit's tokens, with the collectives of its ``tp`` GPUs. ``head``: by the unit's
     sampled sequences. ``experts``: of all layers by the tokens of all units, with their exchange; None if a unit's
-    experts process only its own tokens and are part of ``dense``.
+    experts process only its own tokens and are part of ``dense``. ``notes``: what the library gave.
     """
 
     dense: Array
@@ -185,30 +178,38 @@ class StepArrays(NamedTuple):
     experts: Array | None
     warnings: tuple[str, ...]
     provenance: str  # of the connection between the GPUs; "" for one GPU
+    notes: tuple[library.Note, ...]
 
 
 def step_arrays(
-    profile: DeviceProfile, model: ModelGeometry, shape: Parallel = SINGLE, *, eager: bool = False
+    profile: DeviceProfile,
+    model: ModelGeometry,
+    shape: Parallel = SINGLE,
+    *,
+    eager: bool = False,
+    whole: frozenset[str] = frozenset(),
 ) -> StepArrays | None:
     """Everything except attention, for one GPU of ``shape``; None if the device has no tables of matrix products.
 
     Kernels are those of the slice on one GPU (:meth:`ModelGeometry.sliced`); sampling covers the whole vocabulary.
+    ``whole``: kinds of layers whose projections belong to their attention.
     Raises UsageError for a weight type without tables on this device.
     """
     part = model.sliced(shape.tp)
     tables = _all_products(profile, model)
     if tables is None:
         return None
-    products, warnings = tables
+    products, warnings, notes = tables
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     experts = None
     if model.experts:
-        (points, times), unmeasured = expert_times(profile, model, shape)
+        (points, times), unmeasured, found = expert_times(profile, model, shape)
+        notes += found
         each = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
         experts = _sustained(profile, _continued(tokens, points, times), tokens * each, model.dtype_of_experts)
         warnings += unmeasured
     joined = _joined(profile, model, shape, tokens, eager)
-    work = _Work(profile, part, products, tokens)
+    work = _Work(profile, part, products, tokens, whole)
     dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
     return StepArrays(
@@ -217,6 +218,7 @@ def step_arrays(
         model.expert_layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
         (*warnings, *joined.warnings),
         joined.provenance,
+        notes,
     )
 
 
@@ -227,12 +229,15 @@ class _Work(NamedTuple):
     part: ModelGeometry
     products: Mapping[str, Gemm]
     tokens: Array
+    whole: frozenset[str] = frozenset()
 
     def layers(self, experts: Array | None) -> Array:
         """Time (s) of all layers, with the time of one layer's ``experts`` if given."""
         part = self.part
         total = np.zeros(MAX_TOKENS + 1)
         for mixer in part.mixers:
+            if mixer.kind in self.whole:
+                continue
             time = self._products_s(mixer.products, part.dtype_of_attention) + self._beside_attention(mixer)
             total += mixer.layers * time
         dense = part.dense_intermediate if part.experts else part.intermediate
@@ -315,8 +320,10 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
     return _Joined(unit, group, head, warnings, used[-1].provenance if used else "")
 
 
-def _all_products(profile: DeviceProfile, model: ModelGeometry) -> tuple[dict[str, Gemm], tuple[str, ...]] | None:
-    """Matrix products by the types of a model's weights, and in 16 bits; None without any tables."""
+def _all_products(
+    profile: DeviceProfile, model: ModelGeometry
+) -> tuple[dict[str, Gemm], tuple[str, ...], tuple[library.Note, ...]] | None:
+    """Matrix products by the types of a model's weights, and in 16 bits, with warnings; None without any tables."""
     found: dict[str, Gemm] = {}
     warnings: tuple[str, ...] = ()
     for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype)):
@@ -325,25 +332,30 @@ def _all_products(profile: DeviceProfile, model: ModelGeometry) -> tuple[dict[st
             return None
         found[dtype], found["bfloat16"], said = tables
         warnings += said
-    return found, warnings
+    taken = {dtype: _taken(profile, dtype)[1] for dtype in found}
+    notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
+    return found, warnings, notes
+
+
+def _taken(profile: DeviceProfile, dtype: str) -> tuple[Gemm | None, library.Origin | None]:
+    """Matrix products with weights of ``dtype``: packaged, else the library's with their origin."""
+    packaged = _gemm_tables(profile.name, dtype)
+    return (packaged, None) if packaged is not None else library.products(profile, dtype)
 
 
 def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str, ...]] | None:
     """Matrix products with weights of ``dtype``, the same in 16 bits, and warnings; None without any tables."""
     plain = _gemm_tables(profile.name, "bfloat16") or _gemm_from_layers(profile.name)
+    plain = plain or library.products(profile, "bfloat16")[0]
     if plain is None:
         return None
     if dtype == "bfloat16":
         return plain, plain, ()
-    found, tensor = _gemm_tables(profile.name, dtype), _gemm_tables(profile.name, "fp8")
+    found, tensor = _taken(profile, dtype)[0], _taken(profile, "fp8")[0]
     if found is None and WEIGHT_BITS[dtype] < 8:
-        return _of_fewer_bits(profile, plain, dtype), plain, (_FEWER_BITS.format(dtype=dtype, device=profile.name),)
+        return _of_fewer_bits(profile, plain, dtype), plain, (caveat("fewer-bits", dtype=dtype, device=profile.name),)
     if found is not None and tensor is not None and dtype == "fp8_block":
-        note = (
-            f"FP8 products with one scale per block were timed with their launch on {profile.name}, which CUDA graphs "
-            "hide: the launch is taken out, and none is faster than with one scale per tensor"
-        )
-        return _without_launch(found, tensor), plain, (note,)
+        return _without_launch(found, tensor), plain, (caveat("fp8-block-launch", device=profile.name),)
     if found is not None:
         return found, plain, ()
     found = tensor
@@ -352,17 +364,7 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
             f"no kernels with {dtype} weights were measured on {profile.name}; use the model in 16 bits, or a device "
             "with FP8 tables (h100, h200, b200, b300, l40s, rtx-pro-6000)"
         )
-    warning = (
-        f"{dtype} kernels were not measured on {profile.name}: those of FP8 with one scale per tensor stand for them"
-    )
-    return found, plain, (warning,)
-
-
-_FEWER_BITS = (
-    "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, and "
-    "for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, too slow "
-    "with many where the GPU has arithmetic in that type"
-)
+    return found, plain, (caveat("fp8-by-tensor", dtype=dtype, device=profile.name),)
 
 
 def _of_fewer_bits(profile: DeviceProfile, plain: Gemm, dtype: str) -> Gemm:

@@ -58,7 +58,7 @@ HARMLESS = re.compile(
     r"|tie_\w+|_?attn_implementation\w*|experts_implementation|use_parallel_residual|parallel_attn|partial_\w+|mlp_(alpha|beta)\w*|\w+_attn_(alpha|beta)_factor|no_rope_layers?|no_rope_layer_interval"
     r"|nope_layer_interval|layer_rope_theta|mamba_(norm|rms_norm|conv_bias|proj_bias|hidden_act)\w*|first_layer_fusion|keep_window_size|swiglu\w*|hidden_act\w*|_?name_or_path|model_type|transformers_version|auto_map|id2label|label2id|torchscript|use_return_dict|return_dict|base_model_\w+|is_encoder_decoder|tokenizer_class|deepspeed\w*|task_specific\w*|begin_suppress\w*|problem_type|gradient\w*|_commit_hash|\w*original_max_\w*"
 )
-"""Of these, what no figure depends on."""
+"""The ones of these on which no figure depends."""
 _EMPTY = (None, False, 0, 0.0, "", "none")
 
 
@@ -358,7 +358,11 @@ def delta(v: ConfigValues, layers: int) -> Mixer:
             Product(hidden, values * value_dim, BY_ROWS),
         ),
         others=convolved * kernel,
-    )
+        sizes=(
+            ("num_k_heads", keys), ("head_k_dim", key_dim), ("num_v_heads", values), ("head_v_dim", value_dim),
+            ("d_conv", kernel),
+        ),
+    )  # fmt: skip
 
 
 def kimi_delta(v: ConfigValues, layers: int) -> Mixer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,9 +12,11 @@ import numpy.typing as npt
 
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, decode_flops, pair_flops
 from ebbench.devices.kerneltables import select
+from ebbench.devices.library import Rows
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.errors import UsageError
+from ebbench.records.warnings import caveat
 
 # Attention time of one layer, from joint tables if they exist, else from pure tables.
 #
@@ -357,11 +360,9 @@ def _from_nearest(
         return near.like(ours, theirs), ()
     queries = wanted[0] * wanted[2] / (nearest[0] * nearest[2])
     keys = wanted[1] * wanted[2] / (nearest[1] * nearest[2])
-    heads = "{} query and {} KV heads of {}"
-    warning = (
-        f"attention of {heads.format(*wanted)} was not measured on {device}: that of {heads.format(*nearest)}, scaled"
+    return near.scaled(queries, keys), (
+        caveat("attention-scaled", wanted=[*wanted], device=device, nearest=[*nearest]),
     )
-    return near.scaled(queries, keys), (warning,)
 
 
 def _with_kv_dtype(device: str, wanted: Heads, found: Surfaces, kv_dtype: str, bandwidth: float) -> Surfaces:
@@ -491,7 +492,7 @@ def _batched_prompts(device: str, key: dict[str, int | str]) -> dict[tuple[int, 
     return _rows("prefill", ("seqs", "chunk"), device, key)
 
 
-def _by_length(points: dict[tuple[int, int], float], per_pair: float) -> Array:
+def _by_length(points: Mapping[tuple[int, int], float], per_pair: float) -> Array:
     """A single prompt's cost at every length; beyond the last point it grows with the number of query-key pairs."""
     lengths = sorted(c for c, _ in points)
     times = np.array([points[c, 0] for c in lengths])
@@ -508,7 +509,7 @@ def _slope_by_length(slopes: dict[int, float], per_pair: float) -> Array:
     return np.asarray(inside + np.maximum(x - lengths[-1], 0.0) * per_pair)
 
 
-def _further_prompts(batched: dict[tuple[int, ...], float], first: Array, per_pair: float) -> tuple[Array, Array]:
+def _further_prompts(batched: Mapping[tuple[int, ...], float], first: Array, per_pair: float) -> tuple[Array, Array]:
     """Cost of one more prompt when the GPU is already full, and its slope in cached tokens."""
     x = np.arange(MAX_CHUNK + 1, dtype=float)
     rows = np.ceil(x / TILE_ROWS) * TILE_ROWS
@@ -539,16 +540,7 @@ def _from_pure(
     the weights pass through the cache between two layers: no entry is below the time to read its keys from memory.
     """
     rows = _rows("decode", ("seqs", "context"), device, key)
-    rate = max(_stream_rate(rows), stream_s)
-    decode = np.empty((len(SEQS), len(CONTEXTS)))
-    measured = sorted({s for s, _ in rows})
-    for i, n in enumerate(SEQS):
-        low, high = max(s for s in measured if s <= n), min((s for s in measured if s >= n), default=measured[-1])
-        share = (n - low) / (high - low) if high > low else 0.0
-        ends = [_decode_row(rows, s, rate) for s in (low, high)]
-        decode[i] = ends[0] + (ends[1] - ends[0]) * share
-        if n > measured[-1]:
-            decode[i] *= n / measured[-1]
+    decode = _pure_decode(rows, max(_stream_rate(rows), stream_s))
     lone = {(c, 0): t for (s, c), t in batched.items() if s == 1}
     *_, short, _, long = sorted(c for c, _ in lone)
     per_pair = 2 * (lone[long, 0] - lone[short, 0]) / (long**2 - short**2)
@@ -561,13 +553,49 @@ def _from_pure(
     return Surfaces(first, first_context, following, next_context, decode, increment)
 
 
-def _stream_rate(rows: dict[tuple[int, ...], float]) -> float:
+def library_surfaces(rows: Rows, stream_s: float = 0.0) -> Surfaces:
+    """Surfaces of rows of the library; ``stream_s``: least time (s) to read one token's keys from memory.
+
+    A module's decodes add to a step with prompts what exceeds the smallest decode: its weights are read once. What has
+    a state in place of a cache takes as long after any context.
+    """
+    alone = {(chunk, 0): time for (prompts, chunk), time in rows.prompt.items() if prompts == 1}
+    growth: dict[int, list[float]] = {}
+    for (chunk, cached), time in rows.following.items():
+        growth.setdefault(chunk, []).append(max(time - alone[chunk, 0], 0.0) / cached)
+    slopes = {chunk: float(np.mean(each)) for chunk, each in growth.items()}
+    per_pair = slopes[max(slopes)] / max(slopes)
+    first = _by_length(alone, per_pair)
+    following, next_context = _further_prompts(rows.prompt, first, per_pair)
+    shortest, longest = min(rows.decode), max(rows.decode)
+    grows = rows.decode[longest] > rows.decode[longest[0], shortest[1]]
+    decode = _pure_decode(rows.decode, max(_stream_rate(rows.decode), stream_s) if grows else 0.0)
+    added = np.maximum(decode - decode[0, 0], 0.0) if rows.module else 2.0 * decode
+    increment = np.broadcast_to(added, (len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS))).copy()
+    return Surfaces(first, _slope_by_length(slopes, per_pair), following, next_context, decode, increment)
+
+
+def _pure_decode(rows: Mapping[tuple[int, ...], float], rate: float) -> Array:
+    """Pure decode over SEQS x CONTEXTS, nowhere below ``rate`` seconds per KV token."""
+    decode = np.empty((len(SEQS), len(CONTEXTS)))
+    measured = sorted({s for s, _ in rows})
+    for i, n in enumerate(SEQS):
+        low, high = max(s for s in measured if s <= n), min((s for s in measured if s >= n), default=measured[-1])
+        share = (n - low) / (high - low) if high > low else 0.0
+        ends = [_decode_row(rows, s, rate) for s in (low, high)]
+        decode[i] = ends[0] + (ends[1] - ends[0]) * share
+        if n > measured[-1]:
+            decode[i] *= n / measured[-1]
+    return decode
+
+
+def _stream_rate(rows: Mapping[tuple[int, ...], float]) -> float:
     """Time (s) per KV token if keys come from memory: from the largest measured products of batch and context."""
     large = sorted(rows, key=lambda at: at[0] * at[1])[-12:]
     return float(np.median([rows[at] / (at[0] * at[1]) for at in large]))
 
 
-def _decode_row(rows: dict[tuple[int, ...], float], seqs: int, rate: float) -> Array:
+def _decode_row(rows: Mapping[tuple[int, ...], float], seqs: int, rate: float) -> Array:
     contexts = sorted(k for s, k in rows if s == seqs)
     times = np.array([rows[seqs, k] for k in contexts])
     at = np.array(CONTEXTS, dtype=float)
@@ -580,7 +608,7 @@ def _decode_row(rows: dict[tuple[int, ...], float], seqs: int, rate: float) -> A
 
 LAUNCHES_S = 5e-6
 """Two small kernels per layer and step."""
-_WORDS = {
+KINDS_IN_WORDS = {
     "latent": "latent (MLA) attention",
     "index": "an index of keys",
     "state": "a state per sequence in place of attention (linear attention, Mamba or convolutions)",
@@ -612,7 +640,5 @@ def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: floa
 
 def not_measured(mixer: Mixer, layers: int, device: str) -> str:
     """A warning that the times of a kind of layer are an estimate, with its direction."""
-    return (
-        f"{mixer.layers} of {layers} layers have {_WORDS[mixer.kind]}, which was not measured on {device}: its time is "
-        "a roofline estimate, too fast rather than too slow"
-    )
+    what = KINDS_IN_WORDS[mixer.kind]
+    return caveat("layers-estimated", estimated=mixer.layers, layers=layers, what=what, device=device)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ebbench.devices.base import Drafter, StepShape
+from ebbench.devices import library
+from ebbench.devices.base import SINGLE, Drafter, Parallel, StepShape
 from ebbench.devices.collectives import GRAPH_TOKENS
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.kerneltables import source
+from ebbench.devices.kerneltables import select, source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.surfaces import AttentionTables, estimated_surfaces, has_joint_tables, not_measured, surfaces
+from ebbench.devices.surfaces import (
+    KINDS_IN_WORDS,
+    AttentionTables,
+    estimated_surfaces,
+    has_joint_tables,
+    library_surfaces,
+    not_measured,
+    surfaces,
+)
 from ebbench.spec.server import HostCosts
 
 # Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
@@ -112,6 +121,15 @@ def _tokens(shape: StepShape) -> int:
     return shape.decode_seqs + shape.draft_tokens + sum(chunk for chunk, _ in shape.prefill)
 
 
+class TableBuilt(NamedTuple):
+    """A cost model with its provenance and its warnings. ``library``: its name if kernels come from it, else empty."""
+
+    cost: TableCost
+    provenance: str
+    warnings: tuple[str, ...]
+    library: str
+
+
 def table_cost(
     profile: DeviceProfile,
     model: ModelGeometry,
@@ -120,43 +138,75 @@ def table_cost(
     shape: Parallel = SINGLE,
     overlap: bool = True,
     eager: bool = False,
-) -> tuple[TableCost, str, tuple[str, ...]] | None:
-    """Build the model of one unit with its provenance and warnings; None if the device has no kernel tables."""
-    arrays = step_arrays(profile, model, shape, eager=eager)
-    found = _attention(profile, model.sliced(shape.tp), host) if arrays is not None else None
-    if arrays is None or found is None:
+) -> TableBuilt | None:
+    """Build the model of one unit; None if the device has no kernel tables."""
+    mixing = _mixing(profile, model, shape, host)
+    arrays = None if mixing is None else step_arrays(profile, model, shape, eager=eager, whole=mixing.whole)
+    if arrays is None or mixing is None:
         return None
-    attention, warnings = found
     cost = TableCost(
         dense_s=arrays.dense.tolist(),
         head_s=arrays.head.tolist(),
-        attention=attention,
+        attention=mixing.layers,
         host=host,
         overlap=overlap,
         launch_s=EAGER_LAYER_S * model.layers if eager else 0.0,
         experts_s=None if arrays.experts is None else arrays.experts.tolist(),
     )
-    parts = [_provenance(profile, model, host), arrays.provenance, _eager(cost) if eager else ""]
-    return cost, "; ".join(text for text in parts if text), (*arrays.warnings, *warnings)
+    notes = (*arrays.notes, *mixing.notes)
+    parts = (
+        _provenance(profile, model, host), arrays.provenance, library.source(notes), _eager(cost) if eager else "",
+    )  # fmt: skip
+    warnings = (*arrays.warnings, *mixing.warnings, *library.warnings(notes, profile.name))
+    return TableBuilt(
+        cost,
+        "; ".join(text for text in parts if text),
+        tuple(dict.fromkeys(warnings)),
+        library.LABEL if notes else "",
+    )
 
 
-def _attention(
-    profile: DeviceProfile, part: ModelGeometry, host: HostCosts
-) -> tuple[tuple[tuple[int, AttentionTables], ...], tuple[str, ...]] | None:
-    """Every kind of layer with its tables, and warnings; None if the device has no attention tables."""
-    found: list[tuple[int, AttentionTables]] = []
+class _Mixing(NamedTuple):
+    """Layers of each kind with the tables of one. ``whole``: kinds of layers that were measured with their projections,
+    or as a part of such; ``notes``: what the library gave."""
+
+    layers: tuple[tuple[int, AttentionTables], ...]
+    whole: frozenset[str]
+    warnings: tuple[str, ...]
+    notes: tuple[library.Note, ...]
+
+
+def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host: HostCosts) -> _Mixing | None:
+    """Every kind of layer; None if the device has no attention tables."""
+    part = model.sliced(shape.tp)
+    layers: list[tuple[int, AttentionTables]] = []
     warnings: list[str] = []
-    for mixer in part.mixers:
-        if not mixer.measured_alike:
-            raw = estimated_surfaces(profile, mixer, part.kv_dtype_bytes)
-            warnings.append(not_measured(mixer, part.layers, profile.name))
-        elif (measured := surfaces(profile, mixer, part.kv_dtype)) is not None:
-            raw = measured[0]
-            warnings += measured[1]
-        else:
+    notes: list[library.Note] = []
+    whole: set[str] = set()
+    kinds = sorted(zip(model.mixers, part.mixers, strict=True), key=lambda each: each[1].kind == "index")
+    for of_model, mixer in kinds:
+        if mixer.kind == "index" and whole:
+            continue
+        packaged = surfaces(profile, mixer, part.kv_dtype) if mixer.measured_alike else None
+        rows = None
+        scaled = packaged is not None and packaged[1] and not has_joint_tables(profile.name)
+        if packaged is None or scaled or library.is_module(model, of_model):
+            rows = library.mixer_rows(profile, model, of_model, mixer)
+        if rows is not None:
+            read_bytes = mixer.reads * part.kv_dtype_bytes if mixer.measured_alike and not rows.module else 0.0
+            raw = library_surfaces(rows, read_bytes / profile.bandwidth_bytes_per_s)
+            notes.append((f"{KINDS_IN_WORDS.get(mixer.kind, 'attention')} of {mixer.layers} layers", rows.origin))
+            whole |= {mixer.kind, "index"} if rows.module else set()
+        elif packaged is not None:
+            raw, warnings = packaged[0], [*warnings, *packaged[1], *(library.hint(profile) if scaled else ())]
+        elif mixer.measured_alike:
             return None
-        found.append((mixer.layers, raw.tables(host.mixed_excess, mixer.window)))
-    return tuple(found), tuple(dict.fromkeys(warnings))
+        else:
+            raw = estimated_surfaces(profile, mixer, part.kv_dtype_bytes)
+            warnings += [not_measured(mixer, part.layers, profile.name), *library.hint(profile)]
+        window = 0 if rows is not None and rows.module else mixer.window
+        layers.append((mixer.layers, raw.tables(host.mixed_excess, window)))
+    return _Mixing(tuple(layers), frozenset(whole), tuple(dict.fromkeys(warnings)), tuple(notes))
 
 
 def _eager(cost: TableCost) -> str:
@@ -171,7 +221,8 @@ def _types(model: ModelGeometry) -> str:
 def _provenance(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> str:
     joint = has_joint_tables(profile.name)
     kinds = ("mixed", "layer") if profile.name == "rtx-4090" else ("gemm", "mixed" if joint else "decode")
-    tables = "; ".join(dict.fromkeys(source(kind) for kind in kinds))
+    packaged = has_joint_tables(profile.name) or select("gemm", device=profile.name).num_rows
+    tables = "; ".join(dict.fromkeys(source(kind) for kind in kinds)) if packaged else "of the library below"
     mixed = "mixed attention measured" if joint else f"mixed attention: {profile.mixed_note}"
     types = "" if model.plain else f"; weights in {_types(model)}, KV cache in {model.kv_dtype}"
     return f"kernel tables: {tables}; {mixed}{types}; host constants: {host.source}"

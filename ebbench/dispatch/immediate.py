@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ebbench.dispatch.allocate import AdaptiveInterval, DecodeLoad, allocate_decode
-from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.fleet import Fleet, PrefixMemory, UnitState
+from ebbench.dispatch.base import DispatchRequest, EndForward, Fleet, Order, PrefixMemory, UnitState
 
 
 class Choose(Protocol):
@@ -53,7 +52,7 @@ class LeastOutstanding:
 
 
 class PowerOfTwo:
-    """Of two random units the one with fewer open requests (Mitzenmacher 2001)."""
+    """The one of two random units with fewer open requests (Mitzenmacher 2001)."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng

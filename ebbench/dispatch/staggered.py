@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from ebbench.dispatch.allocate import AdaptiveInterval, ChunkPacking, no_hit
-from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.fleet import Fleet, UnitState
+from ebbench.dispatch.base import DispatchRequest, EndForward, Fleet, Order, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.queues import CANDIDATES_A_UNIT, CycleQueue, PassModel, QueuedRequest, candidates, choose_pass
 from ebbench.dispatch.staggered_settings import Readiness, StaggeredSettings
@@ -166,7 +165,7 @@ class BatchBuilder:
         return self._settings.overdraw == "on"
 
     def _round_robin(self, available: dict[int, int]) -> list[Order]:
-        """Without Algorithm 2: in order of arrival to the units in turn, skipping units without capacity."""
+        """Assign without Algorithm 2: in order of arrival to the units in turn, skipping units without capacity."""
         orders: list[Order] = []
         while self._queue:
             open_units = [unit for unit, capacity in available.items() if capacity > 0]
@@ -259,7 +258,7 @@ class ContinuingInstances:
         self._opens_ns.pop(instance, None)
 
     def end_of_instant(self) -> None:
-        """Without network delay a batch can be sent only at the time of the signal: remove all instances."""
+        """Remove all instances: without network delay a batch can be sent only at the time of the signal."""
         if self.reaches_next_pass:
             self._opens_ns.clear()
 

@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ebbench.dispatch import EndForward
 from ebbench.dispatch.base import DispatchRequest
-from ebbench.gateway.dispatch_queue import DispatchQueue
-from ebbench.gateway.refusals import Receive, RefusedError, Scope, Send, error_body, send_refusal
+from ebbench.gateway.dispatch_queue import DispatchQueue, Receive, RefusedError, Scope, Send, error_body, send_refusal
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstream, Upstreams
@@ -59,7 +58,7 @@ class LineBuffer:
 # Estimates a request's length and prefix for the dispatcher, without a tokenizer.
 
 BYTES_PER_TOKEN = 4.0
-"""Of English text. The servers count exactly; the dispatcher only compares requests with each other."""
+"""For English text. The servers count exactly; the dispatcher only compares requests with each other."""
 
 
 _MOST_BYTES = 1 << 23

@@ -23,7 +23,8 @@ from ebbench.spec.server import is_server
 _ANYWHERE = ("warmup", "max_model_len", "api_server", "api_server_count", "vllm_version")
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
 _STATED = ("max_num_seqs", "max_num_batched_tokens", "api_server", "api_server_count", "vllm_version")
-"""Those that the command line takes for a running server, and says that they change nothing; a file does not."""
+"""Settings that the command line accepts for a running server, with a note that they change nothing; a file refuses
+them."""
 
 
 def starts_a_server(name: str) -> bool:

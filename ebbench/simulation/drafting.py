@@ -77,7 +77,7 @@ class Drafting:
 
     @staticmethod
     def of(speculative: Speculative, state: RequestState, seed: int, max_model_len: int) -> Drafting:
-        """Those of a server, for the requests of ``state``."""
+        """The drafts of a server, for the requests of ``state``."""
         return Drafting(
             speculative.tokens,
             speculative.lookahead_tokens,

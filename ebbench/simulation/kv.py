@@ -231,7 +231,7 @@ class CachingKv:
         self._by_key[key] = others if len(others) > 1 else others[0]
 
     def _dropped(self, blocks: Sequence[int]) -> list[int]:
-        """Those of ``blocks`` without references."""
+        """The ``blocks`` without references."""
         references = self._references
         free = []
         for block in blocks:

@@ -111,7 +111,7 @@ class ClientOptions:
         True, "Request exactly the planned tokens, or let responses end.", CLIENT,
         names=("--ignore-eos/--no-ignore-eos",),
     )  # fmt: skip
-    """With it, fewer tokens are a failure."""
+    """If true, an answer with fewer tokens than planned is a failure."""
     temperature: float | None = declare(0.0, "Sampling temperature.", CLIENT, infinite=True)
     max_tokens_field: str | None = declare(
         None, "Field that limits the output. Default: max_tokens, for chat max_completion_tokens.", CLIENT

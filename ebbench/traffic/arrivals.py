@@ -261,7 +261,7 @@ def _mean_of(relative: Floats, held: Int64s, values: Floats) -> Floats:
 
 
 def _off(wanted: Floats, placed: Floats, stretch: Int64s, held: Int64s, close: float) -> Floats:
-    """By how much the mean of each stretch is too low; 0 where it is close, or where there are no places."""
+    """How much too low the mean of each stretch is; 0 where it is close, or where there are no places."""
     off: Floats = wanted - np.bincount(stretch, placed, len(wanted)) / np.maximum(held, 1)
     off[(np.abs(off) <= close) | (held == 0)] = 0.0
     return off

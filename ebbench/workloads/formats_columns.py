@@ -60,7 +60,7 @@ def nearest_columns(names: Sequence[str], role: str) -> str:
 
 
 def columns_like_times(log: LogFile, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
+    """The ``names`` whose values in the first records can be times: calendar times, or numbers that never fall."""
     possible = [name for name in names if not _COUNTS.fullmatch(plain_name(name))]
     return [name for name in possible if _like_times([value_at(name)(record.value) for record in log.sample])]
 

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
+from ebbench.records.warnings import RunWarning
 from tests.gate.gate_data import invoke
 
 LOAD = ("run", "balanced", "--source", "profile", "-n", "60", "--engine", "sim", "--policy", "v1", "-q")
@@ -18,7 +20,7 @@ def said(folder: Path, *words: str) -> str:
     done = invoke(*LOAD, *words, "-o", folder / "run")
     assert done.exit_code == 0, done.output
     warnings = json.loads((folder / "run" / "manifest.json").read_bytes())["warnings"]
-    return "\n".join(one["message"] for one in warnings if one["code"] == "device")
+    return "\n".join(str(convert(one, RunWarning)) for one in warnings if one.get("about") == "device")
 
 
 def test_mixed_attention_matters_only_where_batches_are_mixed(tmp_path: Path) -> None:
@@ -26,6 +28,19 @@ def test_mixed_attention_matters_only_where_batches_are_mixed(tmp_path: Path) ->
     assert "attention of mixed batches was not measured on l40s" in mixed
     assert "of this run's time; mixed batches may look too good" in mixed
     assert "mixed batches" not in said(tmp_path / "one", "--device", "l40s", "-c", "1")
+
+
+def test_what_times_to_first_token_lack_is_said_where_it_is_much(tmp_path: Path) -> None:
+    words = "took about 15 ms (8 to 20) in front of the engine"
+    assert words in said(tmp_path / "idle", "--device", "h200", "-c", "2")
+    assert words not in said(tmp_path / "queued", "--device", "h200", "-c", "60", "--max-num-seqs", "4")
+
+
+def test_mixtures_of_experts_with_few_sequences_say_what_they_lack(tmp_path: Path) -> None:
+    words = "too fast with few sequences"
+    load = ("--device", "h200", "--model", "qwen3-30b-a3b")
+    assert words in said(tmp_path / "few", *load, "-c", "2")
+    assert words not in said(tmp_path / "many", *load, "-c", "60")
 
 
 def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> None:
@@ -40,19 +55,7 @@ def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("concurrency", "doubted"), [("4", False), ("512", True)])
 def test_a_doubtful_constant_is_said_where_it_decides(tmp_path: Path, concurrency: str, doubted: bool) -> None:
-    words = (
-        "--device",
-        "h100",
-        "--model",
-        "llama-3.1-8b",
-        "--topology",
-        "tp=4",
-        "--api-server",
-        "off",
-        "-c",
-        concurrency,
-    )
-    words += ("-n", "600")
+    words = f"--device h100 --model llama-3.1-8b --topology tp=4 --api-server off -c {concurrency} -n 600".split()
     load = [word for word in LOAD if word not in ("-n", "60")]
     done = invoke(*load, *words, "-o", tmp_path / "run")
     assert done.exit_code == 0, done.output

@@ -103,6 +103,7 @@ def test_heads_between_two_profiled_geometries_lie_between_their_costs() -> None
     assert costs[0] < costs[1] < costs[2]
 
 
+@pytest.mark.usefixtures("without_library")
 def test_unknown_experts_are_scaled_from_the_nearest_and_say_so(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ebbench.devices import load_device
+from ebbench.devices.base import Parallel
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.model_config import read_config
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import as_decoder, find_model
 from ebbench.errors import InputFileError, UsageError
 
@@ -244,6 +244,7 @@ def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) 
     assert "the encoder's weights and time are left out" in model.note
 
 
+@pytest.mark.usefixtures("without_library")
 def test_kinds_without_tables_are_estimated_and_said(tmp_path: Path) -> None:
     """On eight GPUs, since a roofline of them as a whole does not exist."""
     path = write(

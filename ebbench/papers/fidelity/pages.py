@@ -138,8 +138,9 @@ PAGES = (
         "Qwen3-32B in 16 bits on two to eight H100, vLLM 0.12 (`silicon_sample.csv`). The engine arguments are "
         "unknown, and TTFT is defined differently by source: TPOT counts. The sample's Llama-3.1-70B in FP8 are runs "
         "of [InferenceX](inferencex.md) and stand there, with their settings.",
-        "The H100's times per step and per sequence on 15 points: Qwen3-32B, tp = 4, 1,024 tokens in.",
-        "host of the H100",
+        "What an H100's host takes more with several GPUs, per step and per sequence, on 15 points: Qwen3-32B, tp = 4, "
+        "1,024 tokens in.",
+        "host of several H100",
         notes="silicon",
     ),
     Page(
@@ -148,8 +149,10 @@ PAGES = (
         ("InferenceX",),
         "Closed loops of 4 to 256 requests on vLLM 0.10 to 0.22, tensor and expert parallel, every second published "
         "run (SemiAnalysisAI, reports/reference/servers/).",
+        "No constant. With these rows in view it was chosen that an FP8 cache decodes no faster than one in 16 bits on "
+        "Hopper, that collectives take their lower envelope, and that gpt-oss computes in MXFP8 on B200.",
         seen="Its H100 and H200 runs of Llama-3.3-70B had been part of the silicon sample, with wrong settings. "
-        "Settings were committed with the figures of the model as it was; what was changed afterwards stands in the "
+        "Settings were committed with the figures of the model as it was; those and what was changed then stand in the "
         "notes.",
         notes="servers",
     ),

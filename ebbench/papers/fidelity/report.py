@@ -29,6 +29,7 @@ from ebbench.papers.fidelity.scores import (
 )
 from ebbench.records import files
 from ebbench.render.documents import section_lines
+from ebbench.spec.server import HostCosts
 
 # The tables of the fidelity report as sections of a document.
 
@@ -114,17 +115,24 @@ def decided(groups: Mapping[str, Sequence[Decisions]]) -> Section:
     return Section("", columns, rows)
 
 
+def _workers(host: HostCosts) -> str:
+    if not host.workers_step_s and not host.workers_sequence_s:
+        return ""
+    return f"{host.workers_step_s * 1e3:.2f} ms, {host.workers_sequence_s * 1e6:.1f} us"
+
+
 def constants() -> Section:
     """The constants of each device, with their source."""
     columns = (
         *labels("device"),
         _number("host per step", lambda value: f"{value * 1e3:.2f} ms"),
         _number("host per sequence", lambda value: f"{value * 1e6:.1f} us"),
+        *labels("more with several GPUs"),
         _number("mixed excess x", lambda value: f"{value:.2f}"),
         *labels("source"),
     )
     rows = tuple(
-        (f"{name} ({model})", host.step_s, host.sequence_s, host.mixed_excess, host.source)
+        (f"{name} ({model})", host.step_s, host.sequence_s, _workers(host), host.mixed_excess, host.source)
         for name in list_devices()
         for model, host in find_profile(name).host.items()
     )
@@ -307,8 +315,8 @@ def _front_page(
     predicted = [cell for cell in compared if not cell.fitted]
     yield from _lines(decided({"predicted rows": decisions(predicted), "all rows": decisions(compared)}))
     yield "\n## Constants\n"
-    yield "At most three per device, and a factor of matrix products (H100, H200: 1.10, from H200). Models without"
-    yield "their own take the device's.\n"
+    yield "At most four per device; H100, B200 and B300 take the H200's, several H100 with what they add. A factor of"
+    yield "matrix products is one of them (H100, H200: 1.10, from H200). Models without their own take the device's.\n"
     yield from _lines(constants())
     for file in drawn:
         yield f"\n![{file.stem}]({file.name})"

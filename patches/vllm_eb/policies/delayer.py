@@ -52,7 +52,7 @@ class Delayer(PolicySpec):
     wait: float = setting(5.0, "longest delay by ratio", unit="s", above=0)
 
     def check(self) -> None:
-        """Without a ratio no delay is by ratio."""
+        """Raise PolicyError for ``wait`` without ``ratio``: it limits only delays by ratio."""
         if "wait" in self.given() and not self.ratio:
             raise PolicyError("policy delayer: wait= limits the delay by ratio=; give that too, e.g. ratio=0.5")
 

@@ -71,7 +71,7 @@ class EstimatingSpec(PolicySpec):
 
     @property
     def needs_costs(self) -> bool:
-        """If the threshold is computed online, from fixed costs."""
+        """Whether the threshold is computed online, from fixed costs."""
         return self.adapts
 
     @property

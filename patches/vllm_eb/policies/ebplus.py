@@ -113,7 +113,7 @@ class EbPlus(EstimatingSpec):
     )
 
     def load_doubt(self, open_at_most: int, max_num_seqs: int) -> tuple[str, Values] | None:
-        """With fewer sequences than it asks for it stays as it began: mixed."""
+        """Doubt about a load of fewer sequences than ``min_active``: EB+ then stays mixed, as it begins."""
         most = min(open_at_most, max_num_seqs) if open_at_most else max_num_seqs
         if most >= self.min_active:
             return None
