@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.advice.choice import BASELINE
-from ebbench.advice.results import AdviceQuestion, ExpectedLoad
+from ebbench.advice.choice import BASELINE, AdviceQuestion, ExpectedLoad
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.engines.setup import topology_of

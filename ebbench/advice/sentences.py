@@ -23,7 +23,7 @@ from vllm_eb.policies.v1 import V1
 from vllm_eb.policy import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
-    from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore
+    from ebbench.advice.choice import Advice, AdviceQuestion, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."

@@ -197,9 +197,9 @@ class GateQuestion:
     def judged(self, *, with_detectable: bool = True) -> Verdict:
         """The verdict on the existing runs. Raises DataError, UsageError."""
         from ebbench.analysis.environment import check_allowed
-        from ebbench.analysis.gate.baselines import stored_units
         from ebbench.analysis.gate.units import load_units, require_separate_runs
         from ebbench.analysis.gate.verdict import judge, left_out, pair_units
+        from ebbench.gate.baselines import stored_units
 
         allowed = check_allowed(self.allow)
         ours, _ = self.policies
@@ -240,8 +240,8 @@ class GateQuestion:
 
 def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
-    from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
+    from ebbench.gate.interleave import Side, measure_pairs
     from ebbench.records.files import sole_use
     from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
@@ -284,8 +284,8 @@ def _say(line: str) -> None:
 
 
 def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
+    from ebbench.gate import verdicts
     from ebbench.render.console import Console
-    from ebbench.report import verdicts
 
     if wanted.as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
@@ -297,7 +297,7 @@ def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
 
 def _tell_error(error: EbbenchError, wanted: VerdictFlags) -> None:
     """Write the error that prevented a verdict to the files that a CI service reads."""
-    from ebbench.report import verdicts
+    from ebbench.gate import verdicts
 
     _write(verdicts.junit_of_error(str(error)), verdicts.summary_of_error(str(error), error.exit_code), wanted)
 
@@ -315,8 +315,8 @@ def _write(junit: bytes, markdown: str, wanted: VerdictFlags) -> None:
 
 
 def _save(runs: list[Path], path: Path) -> None:
-    from ebbench.analysis.gate.baselines import save_baseline
     from ebbench.analysis.gate.units import load_units
+    from ebbench.gate.baselines import save_baseline
 
     if not runs:
         raise UsageError("--save-baseline needs run directories")
@@ -326,9 +326,9 @@ def _save(runs: list[Path], path: Path) -> None:
 
 
 def _self_test(rules: Rules, wanted: OtherFlags) -> None:
-    from ebbench.analysis.gate.self_test import run_self_test, run_trial
+    from ebbench.gate.self_test import run_self_test, run_trial
+    from ebbench.gate.verdicts import self_test_page
     from ebbench.records import files
-    from ebbench.report.verdicts import self_test_page
     from ebbench.runs.pool import pool_of, values
 
     trials, report = wanted.trials, wanted.report

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from ebbench.devices.base import Device
+from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.request import DeviceRequest, StartUp, start_up
 from ebbench.errors import UsageError
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"

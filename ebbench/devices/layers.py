@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbench.devices import library
+from ebbench.devices.base import SINGLE, Parallel
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.surfaces import Array, increasing, without_spikes

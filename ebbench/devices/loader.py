@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import library
-from ebbench.devices.base import CostModel, Device, Drafter, StepShape
+from ebbench.devices.base import SINGLE, CostModel, Device, DeviceRequest, Drafter, Parallel, StepShape, quantised
 from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
 from ebbench.devices.collectives import choose_link
@@ -24,7 +24,6 @@ from ebbench.devices.linear import (
     given_device,
     published_calibration,
 )
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import (
     DeviceProfile,
     find_model,
@@ -34,7 +33,6 @@ from ebbench.devices.profiles import (
     identity_of,
     measured_name,
 )
-from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
@@ -151,7 +149,7 @@ def load(request: DeviceRequest) -> Device:
         profile=profile,
         geometry=geometry,
         request=request,
-        identity=(*identity_of(profile, named, request), *built.identity),
+        identity=(*identity_of(profile, named, cost=request.cost, host=request.host), *built.identity),
         kv_layout=requested_layout(profile, geometry, request),
     )
 

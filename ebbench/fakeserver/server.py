@@ -21,10 +21,11 @@ import uvloop
 
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.config import FakeConfig, Fault, pick
-from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 from ebbench.fakeserver.scheduled_response import (
     EVENT_STREAM,
     GenerationRequest,
+    Ledger,
+    LedgerEntry,
     Messages,
     ScheduledResponse,
     chunk,

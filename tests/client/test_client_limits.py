@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ebbench.client.classify import BODY_LIMIT, transport_failure
 from ebbench.client.request_sender import BODY_S, is_event_stream
+from ebbench.client.response import BODY_LIMIT, transport_failure
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.process.open_files import OTHER_FILES, allow_open_files

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from ebbench.devices import load_device
-from ebbench.devices.base import StepShape
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import EB_VLLM, Parallel, StepShape
 from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
-from ebbench.devices.request import EB_VLLM
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 
 GOOD = """

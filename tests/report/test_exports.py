@@ -20,8 +20,7 @@ from ebbench.analysis.gate.units import FIGURES, unit_of
 from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError
 from ebbench.export import files
-from ebbench.export.files import series_of, vllm_result
-from ebbench.export.llm_d import llm_d_report
+from ebbench.export.files import llm_d_report, series_of, vllm_result
 from ebbench.records.run import Run
 from tests.report.report_data import invoke, rewrite
 
