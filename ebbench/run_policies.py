@@ -67,7 +67,7 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
     ``facts``: those of the plan. ``virtual``: simulated time, in which equal plans give equal figures.
     """
-    from ebbench.analysis.compare.certainty import TESTED, pairs_needed
+    from ebbench.analysis.certainty import TESTED, pairs_needed
 
     if repeats < 2 or policies < 2:
         return ""
@@ -88,8 +88,8 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
 def why_stop(summaries: Sequence[Summary]) -> str:
     """Why more repeats would not help; empty if they may. All policies have run each plan so far."""
-    from ebbench.analysis.compare.cases import group_by_policy
-    from ebbench.analysis.compare.certainty import stop_reason
+    from ebbench.analysis.cases import group_by_policy
+    from ebbench.analysis.certainty import stop_reason
 
     if any(not summary.valid for summary in summaries):
         return "Stopped: a run is INVALID, and more repeats do not change that."
@@ -304,7 +304,7 @@ def _take_up(series: Series, output: Output, stored: Executed, done: _Done) -> N
         _refuse_busy(run, done)
     _keep(run, stored.summary, done)
     if output.save_as_vllm is not None:
-        from ebbench.export.files import save_vllm_result
+        from ebbench.export import save_vllm_result
 
         save_vllm_result(run, stored.summary, output.save_as_vllm)
     done.interrupted = run.manifest.interrupted
@@ -332,7 +332,7 @@ def _keep(run: Run, summary: Summary, done: _Done) -> None:
 
 
 def _show(series: Series, output: Output, done: _Done) -> None:
-    from ebbench.analysis.compare.cases import cases_of
+    from ebbench.analysis.cases import cases_of
 
     order = {spec.name: index for index, spec in enumerate(series.policies)}
     measured = list(zip(done.summaries, done.explanations, strict=False))  # an interruption may come between the two

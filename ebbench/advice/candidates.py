@@ -12,7 +12,7 @@ from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.engines.setup import topology_of
 from ebbench.errors import UsageError
-from ebbench.hazard.trend import analyse_lengths
+from ebbench.hazard import analyse_lengths
 from ebbench.records.plan import Plan
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore

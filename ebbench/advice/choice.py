@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.cases import TIE
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import PairedInterval, paired_t
 from ebbench.records.warnings import Fact, fact

@@ -33,7 +33,7 @@ from ebbench.fakeserver.scheduled_response import (
     response,
 )
 from ebbench.process.alarm import Alarm
-from ebbench.process.open_files import allow_open_files
+from ebbench.process.child import allow_open_files
 
 # HTTP/1.1 on one connection: httptools parses requests, the router responds.
 

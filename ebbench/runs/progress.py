@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -15,14 +16,18 @@ from ebbench.render.console import Console
 from ebbench.render.live import Work, reporter, shown
 from ebbench.runs.execute import Executed, execute
 from ebbench.runs.prepare import Prepared, Series
-from ebbench.runs.store import RunStore, run_missing
 from ebbench.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from ebbench.runs.store import RunStore
 
 
 def with_progress(
     label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
 ) -> None:
     """Execute the cells that the store lacks, with a progress line on stderr."""
+    from ebbench.runs.store import run_missing
+
     missing = store.missing(cells, whole=whole)
     if not missing:
         return

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ebbench.analysis.compare.cases import cases_of, gain, group_by_policy, output_throughput, partition
-from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed
+from ebbench.analysis.cases import cases_of, gain, group_by_policy, output_throughput, partition
+from ebbench.analysis.certainty import ALPHA, log_ratios, p_of, pairs_needed
 from ebbench.analysis.environment import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.cli.main import app

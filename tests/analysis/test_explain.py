@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbench.analysis.compare.cases import Group, baseline_of, differing, gain, group_by_policy, ranked
+from ebbench.analysis.cases import Group, baseline_of, differing, gain, group_by_policy, ranked
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import Summary, summarise

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.analysis.gate.units import GateUnit, parse_margins
-from ebbench.analysis.gate.verdict import Pair, Rules, judge, left_out, pair_units
+from ebbench.analysis.units import GateUnit, parse_margins
+from ebbench.analysis.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.gate.baselines import save_baseline, stored_units
 from ebbench.records import files

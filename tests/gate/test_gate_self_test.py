@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.analysis.gate.verdict import MAX_PAIRS, Rules
+from ebbench.analysis.verdict import MAX_PAIRS, Rules
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import Design, Noise, Trial, trial
 from ebbench.gate.verdicts import wilson

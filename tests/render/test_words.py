@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.compare.cases import Group, cases_of, group_by_policy
+from ebbench.analysis.cases import Group, cases_of, group_by_policy
 from ebbench.analysis.documents import text
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts, explain
 from ebbench.analysis.metrics import Distribution, Slo, SteadyRates

@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 
 from ebbench import __version__
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, GateUnit, unit_of
 from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary, summarise
+from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, GateUnit, unit_of
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import DataError, UsageError
 from ebbench.records import files
