@@ -60,8 +60,8 @@ class ServerFlags:
         list[int] | None,
         typer.Option(
             "--max-num-batched-tokens",
-            help="Token budgets to try; repeat, the one to compare with first. Default: vLLM's, 8192, 2048, 4096 and 16384, "
-            "as far as they hold --max-num-seqs.",
+            help="Token budgets to try; repeat, the one to compare with first. Default: vLLM's, 8192, 2048, 4096 and "
+            "16384, as far as they hold --max-num-seqs.",
         ),
     ] = None
     tp: Tp = 1
@@ -183,7 +183,7 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
     slo = parse_slo(search.goodput or ())
     each_once("--max-num-batched-tokens", server.max_num_batched_tokens or [])
     chosen = batch_limits(find_profile(server.device), settings.get("vllm_version") or DEFAULT_VLLM)
-    seqs = server.max_num_seqs or chosen.max_num_seqs
+    seqs = chosen.max_num_seqs if server.max_num_seqs is None else server.max_num_seqs
     budgets = tuple(server.max_num_batched_tokens or default_budgets(seqs, chosen.max_num_batched_tokens))
     names = checked_server(server.model, settings)
     question = AdviceQuestion(
