@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbench.advice.candidates import candidate, engines_of, figure, load_of
-from ebbench.advice.choice import BASELINE, choose, relative_gain
-from ebbench.advice.results import (
+from ebbench.advice.choice import (
+    BASELINE,
     Advice,
     AdviceQuestion,
     BudgetedPolicy,
@@ -18,7 +18,9 @@ from ebbench.advice.results import (
     GainCurve,
     PolicyScore,
     Tuning,
+    choose,
     predict,
+    relative_gain,
     sign_changes,
 )
 from ebbench.analysis.caveats import by_policy, told_once

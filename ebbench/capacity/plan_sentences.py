@@ -9,7 +9,6 @@ from typing import Any
 from msgspec import to_builtins
 from rich.table import Table
 
-from ebbench.analysis.api_server_load import left_out
 from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.capacity.choose import Costed, DeploymentChoice
 from ebbench.capacity.deployments import (
@@ -26,6 +25,7 @@ from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
+from ebbench.runs.api_server import left_out
 from ebbench.spec.server import OFF
 
 

@@ -27,7 +27,7 @@ from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.traffic.spec import scenario_meant
 
 if TYPE_CHECKING:
-    from ebbench.advice.results import Advice, AdviceQuestion
+    from ebbench.advice.choice import Advice, AdviceQuestion
     from ebbench.advice.simulate import SearchResult
     from ebbench.runs.store import RunStore
     from ebbench.spec.run import RunSpec
@@ -141,17 +141,20 @@ def advise(
     """
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.advice.simulate import api_server_left_out
-    from ebbench.analysis.api_server_load import runs_again
+    from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, settings), RunStore(runs)
-    searched = _search(question, store, workers=workers, quiet=quiet)
-    busy = api_server_left_out(question, store, searched.finalists)
-    if busy is not None and api_server_if_busy(settings):
-        if not quiet:
-            typer.echo(runs_again(busy), err=True)
-        question = replace(question, server={**question.server, "api_server": DEFAULT_CLASS})
-        searched = _search(question, store, workers=workers, quiet=quiet)
+
+    def attempt(served: bool) -> tuple[AdviceQuestion, SearchResult]:
+        asked = replace(question, server={**question.server, "api_server": DEFAULT_CLASS}) if served else question
+        searched = _search(asked, store, workers=workers, quiet=quiet)
+        busy = api_server_left_out(asked, store, searched.finalists)
+        if busy is not None and api_server_if_busy(settings) and not served:
+            raise ApiServerBusyError(busy)
+        return asked, searched
+
+    question, searched = again_if_busy(attempt, lambda text: None if quiet else typer.echo(text, err=True))
     if search.crossover:
         _crossovers(question, store, workers=workers, quiet=quiet)
     found = find_advice(question, store, searched, with_crossover=search.crossover)
@@ -165,7 +168,7 @@ def advise(
 
 def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings: Mapping[str, Any]) -> AdviceQuestion:
     from ebbench.advice.candidates import checked
-    from ebbench.advice.results import AdviceQuestion
+    from ebbench.advice.choice import AdviceQuestion
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.metrics import parse_slo
     from ebbench.cli.run_settings import check_counts, each_once, parse_policies
@@ -242,7 +245,7 @@ def _most(workload: str, columns: str | None) -> int:
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
     """Carry out the runs of the search."""
     from ebbench.advice.simulate import objective, search
-    from ebbench.render.live import with_progress
+    from ebbench.runs.progress import with_progress
 
     def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -254,7 +257,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
     """Carry out the runs of the crossovers."""
     from ebbench.advice.candidates import load_of
     from ebbench.advice.simulate import concurrency_cells, mix_cells
-    from ebbench.render.live import with_progress
+    from ebbench.runs.progress import with_progress
 
     load = load_of(question, store)
     pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -264,7 +267,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from ebbench.advice.simulate import tune, tuning_cells
-    from ebbench.render.live import with_progress
+    from ebbench.runs.progress import with_progress
 
     question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
     cells = tuning_cells(question, policy, budget)
@@ -309,13 +312,15 @@ def _print(found: Advice) -> None:
 def _as_dict(found: Advice) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from msgspec import to_builtins
+
     from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
 
     budget = budget_share(found.scores)
     theory = asdict(found.theory) | {"exclusive": found.theory.exclusive, "gain": found.theory.gain}
     return {
         "policy": found.chosen.policy,
-        "reason": found.reason,
+        "reason": to_builtins(found.reason),
         "equal_budgets": level_budgets(found.chosen, found.scores),
         "objective": "goodput" if found.question.slo else "total_token_throughput",
         "slo_ms": found.question.slo.limits() or None,

@@ -45,7 +45,7 @@ def figures(
 ) -> None:
     """Draw a published figure with our results, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
     from ebbench.cli.run_settings import check_counts
-    from ebbench.papers.figures import OF_RUNS, find_figure
+    from ebbench.papers.registry import FIGURES_OF_RUNS, find_figure
     from ebbench.papers.table import PaperOptions
     from ebbench.runs.store import RunStore
 
@@ -54,7 +54,7 @@ def figures(
         _list()
         return
     chosen = _formats(formats)
-    if name in OF_RUNS:
+    if name in FIGURES_OF_RUNS:
         refuse_unused(context, ("run", *_CHOICES), (), f"`ebbench figures {name}`")
         _of_runs(name, paths or [], output_dir, chosen)
         return
@@ -84,7 +84,7 @@ def _formats(text: str) -> list[str]:
 
 
 def _list() -> None:
-    from ebbench.papers.figures import FIGURES
+    from ebbench.papers.registry import FIGURES
 
     for figure in FIGURES:
         typer.echo(f"{figure.name:10} {figure.title}")

@@ -247,8 +247,8 @@ def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
     cannot have, before anything is simulated."""
     from ebbench.devices.apiserver import chosen_api_server
+    from ebbench.devices.base import quantised, start_up
     from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.devices.request import quantised, start_up
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     quantised(find_model(name), settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))

@@ -182,7 +182,7 @@ def _numbers(text: str, option: str) -> tuple[float, ...]:
 def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
     from ebbench.analysis.phases import attainment_document, load_runs, phases_document
     from ebbench.errors import UsageError
-    from ebbench.papers.eb.table18 import TPOT_MS, TTFT_S
+    from ebbench.papers.eb.shifts import TPOT_MS, TTFT_S
 
     ttft_s, tpot_ms = _numbers(choice.ttft, "--ttft") or TTFT_S, _numbers(choice.tpot, "--tpot") or TPOT_MS
     if not paths:

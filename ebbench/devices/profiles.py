@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.request import DeviceRequest
 from ebbench.errors import InputFileError, UnknownNameError
 from ebbench.foreign.documents import read_toml
 from ebbench.spec.server import HostCosts
@@ -223,7 +222,9 @@ _WORDS = frozenset(
 """Fields of a profile that no figure depends on."""
 
 
-def identity_of(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> tuple[tuple[str, str], ...]:
+def identity_of(
+    profile: DeviceProfile, model: ModelGeometry, *, cost: str, host: HostCosts | None
+) -> tuple[tuple[str, str], ...]:
     """Names and values for a manifest that tell own models and devices from others of their names; empty for bundled
     ones.
 
@@ -234,7 +235,7 @@ def identity_of(profile: DeviceProfile, model: ModelGeometry, request: DeviceReq
     bundled = bundled_model(model)
     if bundled is None or _content(bundled) != _content(model):
         found.append(("model_shape", _shape(model)))
-    if own := _profile(profile, request):
+    if own := _profile(profile, cost, host):
         found.append(("device_profile", own))
     return tuple(found)
 
@@ -273,16 +274,16 @@ def _shape(model: ModelGeometry) -> str:
     return f"{', '.join(shown)}; {_digest(content)}"
 
 
-def _profile(profile: DeviceProfile, request: DeviceRequest) -> str:
+def _profile(profile: DeviceProfile, cost: str, host: HostCosts | None) -> str:
     """The device by its numbers, if it is not a bundled one with the cost model it has by default; else empty."""
     parts = []
     if not _is_bundled(profile):
         rates = f"{profile.bandwidth_bytes_per_s / 1e12:.3g} TB/s, {profile.bf16_flops_per_s / 1e12:.4g} TFLOPS"
         parts.append(f"{rates}, {profile.memory_bytes / 1e9:.4g} GB; {_digest(_numbers(profile))}")
-    if request.cost != "auto":
-        parts.append(f"cost {request.cost}")
-    if request.host is not None:
-        parts.append(f"host {_digest(_without_words(asdict(request.host)))}")
+    if cost != "auto":
+        parts.append(f"cost {cost}")
+    if host is not None:
+        parts.append(f"host {_digest(_without_words(asdict(host)))}")
     return ", ".join(parts)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.published import DEFERRED_PAPER, EB_PAPER
-from ebbench.papers.staggered.curves import STAGGERED_PAPER
+from ebbench.papers.staggered.prefill import STAGGERED_PAPER
 from ebbench.papers.table import PaperOptions, PaperTable
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec

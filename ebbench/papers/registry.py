@@ -1,45 +1,50 @@
-"""All tables by name."""
+"""All tables and figures by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.papers.deferred.figures import DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K
-from ebbench.papers.deferred.table01 import DEFERRED
-from ebbench.papers.eb.adaptation import ADAPTATION
-from ebbench.papers.eb.appendix_e import E3, E5
-from ebbench.papers.eb.convexity import KAPPA
-from ebbench.papers.eb.corrections import CORRECTION
-from ebbench.papers.eb.linear_fit import TABLE5, TABLE7
-from ebbench.papers.eb.long_context import LONG_CONTEXT
-from ebbench.papers.eb.table01 import TABLE1 as EB_TABLE1
-from ebbench.papers.eb.table02 import TABLE2
-from ebbench.papers.eb.table03 import TABLE3
-from ebbench.papers.eb.table04 import TABLE4
-from ebbench.papers.eb.table06 import TABLE6
-from ebbench.papers.eb.table08 import TABLE8
-from ebbench.papers.eb.table09 import TABLE9
-from ebbench.papers.eb.table10_11 import TABLE10, TABLE11
-from ebbench.papers.eb.table12 import TABLE12
-from ebbench.papers.eb.table13 import TABLE13
-from ebbench.papers.eb.table14_16 import TABLE14, TABLE15, TABLE16
-from ebbench.papers.eb.table17 import TABLE17
-from ebbench.papers.eb.table18 import TABLE18
-from ebbench.papers.eb.table19_20 import TABLE19, TABLE20
+from ebbench.papers.deferred_prefill import DEFERRED, DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K
+from ebbench.papers.eb.disaggregation import TABLE19, TABLE20
+from ebbench.papers.eb.fluid import TABLE8
+from ebbench.papers.eb.grid import TABLE14, TABLE15, TABLE16
+from ebbench.papers.eb.lengths import FIGURE11, TABLE9, TABLE12
+from ebbench.papers.eb.online_threshold import CORRECTION, E3, E5, FIGURE3
+from ebbench.papers.eb.prefill_costs import FIGURE7, LONG_CONTEXT, TABLE5, TABLE6, TABLE7
+from ebbench.papers.eb.shifts import ADAPTATION, TABLE3, TABLE18
+from ebbench.papers.eb.step_times import FIGURE1, FIGURE2, FIGURE8, FIGURE9, FIGURE10, KAPPA, TABLE1
+from ebbench.papers.eb.thresholds import FIGURE12, TABLE10, TABLE11, TABLE13
+from ebbench.papers.eb.workloads import FIGURE4, FIGURE5, FIGURE6, TABLE2, TABLE4, TABLE17
 from ebbench.papers.items import INDEX
-from ebbench.papers.staggered.ablation import ABLATION
 from ebbench.papers.staggered.composition import COMPOSITION
-from ebbench.papers.staggered.figure06_table01 import FIGURE6, TABLE1, WAITING
-from ebbench.papers.staggered.figure07 import FIGURE7
-from ebbench.papers.staggered.pools import POOLS
-from ebbench.papers.table import PaperTable
+from ebbench.papers.staggered.decode import SBS_FIGURE7
+from ebbench.papers.staggered.prefill import ABLATION, POOLS, SBS_FIGURE6, SBS_TABLE1, WAITING
+from ebbench.papers.table import PaperFigure, PaperTable
+
+FIGURES: tuple[PaperFigure, ...] = (
+    FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE7, FIGURE8, FIGURE9, FIGURE10, FIGURE11, FIGURE12,
+)  # fmt: skip
+
+
+FIGURES_OF_RUNS = ("timeline", "slo")
+"""Figures of the user's own runs."""
+
+
+def find_figure(name: str) -> PaperFigure:
+    """A figure by name: ``figure3``, ``figure-3``, ``fig3`` or ``3``. Raises UnknownNameError."""
+    wanted = name.lower().replace("-", "").replace("_", "").removeprefix("figure").removeprefix("fig")
+    for figure in FIGURES:
+        if figure.name.removeprefix("figure") == wanted:
+            return figure
+    raise UnknownNameError("figure", name, [*(figure.name for figure in FIGURES), *FIGURES_OF_RUNS])
+
 
 TABLES: tuple[PaperTable, ...] = (
-    EB_TABLE1, TABLE2, TABLE3, TABLE4, TABLE5, TABLE6, TABLE7, TABLE8, TABLE9, TABLE10, TABLE11, TABLE12, TABLE13,
+    TABLE1, TABLE2, TABLE3, TABLE4, TABLE5, TABLE6, TABLE7, TABLE8, TABLE9, TABLE10, TABLE11, TABLE12, TABLE13,
     TABLE14, TABLE15, TABLE16, TABLE17, TABLE18, TABLE19, TABLE20, KAPPA, ADAPTATION, CORRECTION, LONG_CONTEXT,
-    DEFERRED, DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS,
-    FIGURE7, COMPOSITION, INDEX,
+    DEFERRED, DEFERRED_COSTS, DEFERRED_LIMITS, DEFERRED_OVER_K, E3, E5, WAITING, SBS_FIGURE6, SBS_TABLE1, ABLATION,
+    POOLS, SBS_FIGURE7, COMPOSITION, INDEX,
 )  # fmt: skip
 
 

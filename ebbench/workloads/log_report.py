@@ -10,7 +10,7 @@ import numpy as np
 from ebbench.errors import UsageError
 from ebbench.records.content import CHUNK_TOKENS
 from ebbench.traffic.arrivals import dispersion
-from ebbench.traffic.schedule import Load, make_schedule
+from ebbench.traffic.spec import Load, make_schedule
 from ebbench.workloads.log_columns import keeps_failed
 from ebbench.workloads.options import recorded_file
 from ebbench.workloads.requests import Floats, Requests

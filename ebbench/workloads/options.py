@@ -11,7 +11,7 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.resources import located
 
 if TYPE_CHECKING:
-    from ebbench.traffic.schedule import Load
+    from ebbench.traffic.spec import Load
     from ebbench.workloads.sessions import SessionOptions
     from ebbench.workloads.shared_prefix import PrefixOptions
 
@@ -151,7 +151,7 @@ class PlanOptions:
     @property
     def load(self) -> Load:
         """The options of the load."""
-        from ebbench.traffic.schedule import Load
+        from ebbench.traffic.spec import Load
 
         return Load(
             self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s,

@@ -13,13 +13,13 @@ from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.errors import DataError, UnknownNameError, UsageError
-from ebbench.hazard.trend import analyse_lengths
+from ebbench.hazard import analyse_lengths
 from ebbench.papers import published
-from ebbench.papers.eb.figure01 import step_ms
-from ebbench.papers.eb.figure04_06 import MODELS6
-from ebbench.papers.eb.figure11 import hazard_panels
-from ebbench.papers.eb.figure12 import sweep12
-from ebbench.papers.figures import FIGURES, find_figure
+from ebbench.papers.eb.lengths import hazard_panels
+from ebbench.papers.eb.step_times import step_ms
+from ebbench.papers.eb.thresholds import sweep12
+from ebbench.papers.eb.workloads import MODELS6
+from ebbench.papers.registry import FIGURES, find_figure
 from ebbench.papers.table import PaperFigure, PaperOptions
 from ebbench.records.run import Run
 from ebbench.render import palette

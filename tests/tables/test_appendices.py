@@ -10,15 +10,20 @@ import pytest
 
 from ebbench.devices.linear import mixed_shape
 from ebbench.errors import UsageError
-from ebbench.papers.eb.convexity import KAPPA, convexity_index
-from ebbench.papers.eb.figure01 import FIGURE1
-from ebbench.papers.eb.kernel_parts import FIGURE2, measured_attention, step_parts, table_cost_of
-from ebbench.papers.eb.linear_fit import LIMITS, MODELS, TABLE5, prefill_r2, r_squared
-from ebbench.papers.eb.table01 import TABLE1
-from ebbench.papers.eb.table04 import FACTORS, TABLE4, beside_a_prompt
-from ebbench.papers.eb.table08 import BATCHES, fluid_errors
-from ebbench.papers.eb.table12 import TABLE12
-from ebbench.papers.eb.table17 import TABLE17
+from ebbench.papers.eb.fluid import BATCHES, fluid_errors
+from ebbench.papers.eb.lengths import TABLE12
+from ebbench.papers.eb.prefill_costs import LIMITS, LINEAR_MODELS, TABLE5, prefill_r2, r_squared
+from ebbench.papers.eb.step_times import (
+    FIGURE1,
+    FIGURE2,
+    KAPPA,
+    TABLE1,
+    convexity_index,
+    measured_attention,
+    step_parts,
+    table_cost_of,
+)
+from ebbench.papers.eb.workloads import FACTORS, TABLE4, TABLE17, beside_a_prompt
 from ebbench.papers.published import rows
 from ebbench.papers.table import PaperOptions
 from ebbench.runs.store import RunStore
@@ -61,7 +66,7 @@ def test_a_line_explains_all_of_a_line_and_less_of_a_curve() -> None:
 
 def test_published_fits_fall_with_the_range_and_ours_stay_near(store: RunStore) -> None:
     printed = [row for row in rows("table5_table7_prefill_r2") if row["table"] == "7"]
-    assert all(float(a[name]) > float(b[name]) for a, b in pairwise(printed) for name in MODELS)
+    assert all(float(a[name]) > float(b[name]) for a, b in pairwise(printed) for name in LINEAR_MODELS)
     document = TABLE5.document(PaperOptions(models=("qwen3-8b",)), store)
     (row,) = document.sections[0].rows
     published, ours = row[1::2], row[2::2]

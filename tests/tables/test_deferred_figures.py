@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.papers.deferred.figures import COMPLETION_CHANGE, littles_law
+from ebbench.papers.deferred_prefill import COMPLETION_CHANGE, littles_law
 from ebbench.papers.published import rows
 from ebbench.papers.registry import find_table
 from ebbench.papers.table import PaperOptions

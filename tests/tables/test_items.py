@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.papers.figures import find_figure
 from ebbench.papers.items import AGREEMENTS, ITEMS, PAPERS, PaperItem
-from ebbench.papers.registry import find_table
+from ebbench.papers.registry import find_figure, find_table
 from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ebbench.errors import UsageError
-from ebbench.papers.deferred.table01 import implied_constants
-from ebbench.papers.eb.table02 import table2_cell
-from ebbench.papers.eb.table03 import TRAFFIC, table3_cells
+from ebbench.papers.deferred_prefill import implied_constants
+from ebbench.papers.eb.shifts import TRAFFIC, table3_cells
+from ebbench.papers.eb.workloads import table2_cell
 from ebbench.papers.fidelity.cases import all_cases
 from ebbench.papers.protocols import ASYNC_SCHEDULING, protocol_cells
 from ebbench.papers.published import best_config, pick, rows

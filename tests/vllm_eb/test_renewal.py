@@ -80,7 +80,7 @@ def test_the_correction_is_a_setting_of_every_online_threshold() -> None:
 @pytest.mark.parametrize("shape", ["gamma:0.5", "gamma:4", "uniform"])
 def test_renewal_is_within_2_percent_of_the_best_fixed_theta(shape: str) -> None:
     """In simulation with the linear costs that the controller is told and a refill that costs 14 decode steps."""
-    from ebbench.papers.eb.table10_11 import slow_refill, sweep_cell
+    from ebbench.papers.eb.thresholds import slow_refill, sweep_cell
     from ebbench.runs.execute import Task, make
 
     def tokens_per_s(policy: str) -> float:

@@ -18,12 +18,18 @@ their ``paper_sweep`` wrappers, disagg_multi_proxy.py):
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
-from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run
+from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
 from ebbench.resources import REFERENCE
+from ebbench.runs.store import Measured, RunStore
+from ebbench.spec.run import RunSpec
 
 BALANCED = "round-robin"
 """Dispatch to data-parallel ranks. vLLM's front end balances by counts up to 100 ms old (v1/engine/coordinator.py) and
@@ -111,3 +117,314 @@ def four_gpus(setting: PolicyOnTopology, device: str, mix: str, concurrency: int
     workload = f"{REFERENCE}workloads/disaggregation-{mix}.toml"
     plan = {"workload": workload, "num_prompts": REQUESTS20, "max_concurrency": concurrency}
     return setting.protocol(device, plan)
+
+
+# Appendix F.4 of the EB paper: data parallelism against prefill and decode pools, on two and four GPUs.
+
+_RATE = "total_token_throughput"
+_METRICS = (
+    ("total_tokens_per_s", "tokens/s", _RATE, 1.0),
+    ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
+    ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
+)
+_METRICS20 = (_METRICS[0], ("ttft_ms", "TTFT ms", "mean_ttft_ms", 1.0), _METRICS[2])
+_RUN_NOTE = (
+    "Run as the authors' scripts say (ebbench/papers/eb/disaggregation.py): prompts of one length, outputs within 25 % "
+    f"of their mean, vLLM's defaults B = {SERVER_BUDGET} and N = {SERVER_SEQS}; pools on four GPUs without chunked "
+    f"prefill, B = {UNCHUNKED_BUDGET}. EB+ has a threshold of 0.8; its margin on RTX PRO 6000 is inferred."
+)
+_POOLS_NOTE = (
+    f"Pools follow vLLM's P2P NCCL connector: servers use {POOL_UTILIZATION} of the memory, the rest of a decode "
+    "server's receives KV and holds it until the request has finished; nothing holds a transfer back, and a full store "
+    "ends the run ('OOM'). A proxy sends requests to the servers in turn."
+)
+_RANKS_NOTE = (
+    "The ranks of the data-parallel server run in lockstep, as those of a dense model do up to vLLM 0.13, with "
+    "requests spread evenly over them."
+)
+
+
+def _cell(options: PaperOptions, device: str, protocol: Protocol) -> RunSpec:
+    weight = float(protocol.plan["max_concurrency"])
+    return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
+
+
+def _devices(options: PaperOptions) -> tuple[str, ...]:
+    return options.devices or tuple(GPUS)
+
+
+def _further(options: PaperOptions, ranks: int) -> dict[str, PolicyOnTopology]:
+    """The policies that were asked for in addition to v1 and EB+, on data-parallel ranks like those."""
+    return {
+        policy: replicas(f"{policy}, DP={ranks}", ranks, policy)
+        for policy in options.policies
+        if policy not in ("v1", "ebplus")
+    }
+
+
+def _columns(choices: Mapping[str, PolicyOnTopology], further: Mapping[str, PolicyOnTopology]) -> tuple[Column, ...]:
+    """Columns of the published settings, then those of further policies, which are held against v1."""
+    columns: tuple[Column, ...] = ()
+    for choice in choices.values():
+        columns += compared(choice.title)
+    for choice in further.values():
+        columns += (Column("ours", group=choice.title, ours=True), Column("vs v1", "change", choice.title))
+    return columns
+
+
+def _against(base: Value, ours: Value) -> tuple[Value, Value]:
+    """A further policy's figure and its change against v1's."""
+    if isinstance(ours, float) and isinstance(base, float):
+        return ours, relative(ours, base)
+    return ours, None
+
+
+def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
+    """A figure, or OOM if the run ended with one."""
+    if found is None:
+        return None
+    return "OOM" if found.figures.get("dead") else found.get(key, scale)
+
+
+# Table 19: two GPUs.
+
+_ALL_TWO = TWO | {"early": EARLY}
+
+
+def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concurrency: int) -> RunSpec:
+    return _cell(options, device, two_gpus(choice, device, concurrency))
+
+
+def _cells19(options: PaperOptions) -> list[RunSpec]:
+    return [
+        _cell19(options, device, choice, c)
+        for device in _devices(options)
+        for choice in (_ALL_TWO | _further(options, 2)).values()
+        for c in REQUESTS19
+    ]
+
+
+def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
+    further = _further(options, 2)
+    rows = []
+    for concurrency in REQUESTS19:
+        found = {
+            name: store.get(_cell19(options, device, choice, concurrency))
+            for name, choice in (_ALL_TWO | further).items()
+        }
+        for metric, title, key, scale in _METRICS:
+            row: list[Value] = [str(concurrency), title]
+            for name in _ALL_TWO:
+                where = {"concurrency": str(concurrency), "metric": metric, "gpu": gpu_title(device)}
+                published = pick("table19_two_gpu", name, **where)
+                ours = value_or_oom(found[name], key, scale)
+                row += _beside(published, ours, failed=name == "disagg_1p1d" and device in GPUS)
+            base = value_or_oom(found["v1_dp2"], key, scale)
+            for name in further:
+                row += _against(base, value_or_oom(found[name], key, scale))
+            rows.append(tuple(row))
+    return Section(gpu_title(device), labels("c", "metric") + _columns(_ALL_TWO, further), tuple(rows))
+
+
+def _document19(options: PaperOptions, store: RunStore) -> Document:
+    deaths = []
+    for device in _devices(options):
+        for concurrency in REQUESTS19:
+            found = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
+            if found is not None and found.figures.get("dead"):
+                deaths.append(f"{gpu_title(device)}, c = {concurrency}: {found.figures['dead']}.")
+    notes = (
+        f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers. 1,000 "
+        "requests of 512 tokens, outputs of 256 on average; 4,000 with 2,048 open, which is inferred.",
+        _RUN_NOTE,
+        _RANKS_NOTE,
+        _POOLS_NOTE,
+        "With c requests open, up to c received prompts are held, 75 MB each: on RTX PRO 6000 that fills the store at "
+        "c = 512 already, where the published run lived. 'Copies dropped early' gives a copy up "
+        "once its request runs, so that only what waits for a place is held. (The connector can also move copies to "
+        "the host's memory, which is not modelled.)",
+        *deaths,
+        *pending(store, _cells19(options)),
+    )
+    sections = tuple(_section19(options, store, device) for device in _devices(options))
+    return Document("table19", "Table 19: two GPUs, DP=2 against 1P+1D", sections, notes)
+
+
+# Table 20: four GPUs.
+
+NEAR = 0.98
+STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time waits for requests
+
+
+def _cell20(options: PaperOptions, device: str, choice: PolicyOnTopology, mix: str, concurrency: int) -> RunSpec:
+    return _cell(options, device, four_gpus(choice, device, mix, concurrency))
+
+
+def _cells20(options: PaperOptions) -> list[RunSpec]:
+    return [
+        _cell20(options, device, choice, mix, c)
+        for device in _devices(options)
+        for mix in MIXES
+        for c in CONCURRENCY20
+        for choice in (FOUR | _further(options, 4)).values()
+    ]
+
+
+def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
+    rows = [
+        row
+        for mix in MIXES
+        for concurrency in CONCURRENCY20
+        for row in _rows20(options, store, device, mix, concurrency)
+    ]
+    columns = labels("mix", "c", "metric") + _columns(FOUR, _further(options, 4))
+    return Section(gpu_title(device), columns, tuple(rows))
+
+
+def _rows20(
+    options: PaperOptions, store: RunStore, device: str, mix: str, concurrency: int
+) -> Iterator[tuple[Value, ...]]:
+    """One row per metric."""
+    further = _further(options, 4)
+    found = {
+        name: store.get(_cell20(options, device, choice, mix, concurrency)) for name, choice in (FOUR | further).items()
+    }
+    for metric, title, key, scale in _METRICS20:
+        row: list[Value] = [SYNTHETIC[mix], str(concurrency), title]
+        for name in FOUR:
+            published = pick(
+                "table20_four_gpus", "value", gpu=gpu_title(device), concurrency=str(concurrency),
+                workload=mix, setting=name, metric=metric,
+            )  # fmt: skip
+            row += _beside(published, value_or_oom(found[name], key, scale), failed=device in GPUS)
+        base = value_or_oom(found["v1_dp4"], key, scale)
+        for name in further:
+            row += _against(base, value_or_oom(found[name], key, scale))
+        yield tuple(row)
+
+
+def _beside(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
+    """A published figure beside ours. ``failed``: a figure that was not published is that of a run without memory."""
+    left: Value = "OOM" if published is None and failed else published
+    if isinstance(ours, float) and published is not None:
+        return comparison(published, ours)
+    return left, ours, None
+
+
+def _ranked(found: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
+    """Titles and rates of the finished runs, best first."""
+    rates = [
+        (title, measured.get(_RATE))
+        for title, measured in found.items()
+        if measured and not measured.figures.get("dead")
+    ]
+    return sorted(((title, rate) for title, rate in rates if rate is not None), key=lambda item: -item[1])
+
+
+def explained(found: Mapping[str, Measured]) -> str:
+    """The fastest topology, and why the others were slower, from the runs' figures."""
+    ranked = _ranked(found)
+    if not ranked:
+        return "no topology finished."
+    best, rate = ranked[0]
+    remarks = [f"{best} with {rate:,.0f} tokens/s"]
+    for title, other in ranked[1:]:
+        remarks.append(f"{title} {100 * (other / rate - 1):+.1f} %{_why(title, found[title], found[best])}")
+    remarks += [f"{title} ran out of memory" for title, measured in found.items() if measured.figures.get("dead")]
+    return f"{remarks[0]}{_why_best(best, found[best])}; {'; '.join(remarks[1:])}."
+
+
+def _why_best(title: str, best: Measured) -> str:
+    if title not in _POOLS:
+        return ": all GPUs do whatever there is to do"
+    return f": prefill GPUs busy {_busy(best):.0f} %, so that neither side waits long for the other"
+
+
+def _why(title: str, other: Measured, best: Measured) -> str:
+    """Why ``other`` was slower, if its figures show it."""
+    if title not in _POOLS:
+        tpot, best_tpot = other.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
+        if tpot > best_tpot:
+            return f" (prompts among the decodes: TPOT {tpot:.1f} ms against {best_tpot:.1f})"
+        if _ttft(other) > _ttft(best):
+            return f" (decodes while prompts wait: first token after {_ttft(other):.1f} s against {_ttft(best):.1f})"
+        return ""
+    if _busy(other) >= 100 * STARVED:
+        return f" (prefill is the bottleneck: busy {_busy(other):.0f} %, first token after {_ttft(other):.1f} s)"
+    return f" (decode is the bottleneck: prefill GPUs idle {100 - _busy(other):.0f} %)"
+
+
+_POOLS = frozenset(choice.title for choice in FOUR.values() if choice.topology.disaggregated)
+"""Titles of settings whose prefill and decode are apart."""
+
+
+def _busy(measured: Measured) -> float:
+    return measured.get("front_busy", 100) or 0.0
+
+
+def _ttft(measured: Measured) -> float:
+    return measured.get("mean_ttft_ms", 1e-3) or 0.0
+
+
+def _document20(options: PaperOptions, store: RunStore) -> Document:
+    notes = (
+        f"Published: {EB_PAPER}, table 20 (F.4), Qwen3-8B on four GPUs; where nothing is printed, the decode GPU ran "
+        "out of memory or time. 2,000 requests per setting.",
+        _RUN_NOTE,
+        _RANKS_NOTE,
+        _POOLS_NOTE,
+        *_verdicts(options, store),
+        *pending(store, _cells20(options)),
+    )
+    sections = tuple(_section20(options, store, device) for device in _devices(options))
+    return Document("table20", "Table 20: four GPUs, DP=4 against three splits", sections, notes)
+
+
+def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
+    remarks = []
+    for device in _devices(options):
+        near = total = 0
+        for mix in MIXES:
+            for concurrency in CONCURRENCY20:
+                found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
+                known = {title: measured for title, measured in found.items() if measured is not None}
+                if len(known) < len(FOUR):
+                    continue
+                total += 1
+                ranked = _ranked(known)
+                near += bool(ranked) and dict(ranked).get("EB+, DP=4", 0.0) >= NEAR * ranked[0][1]
+                setting = f"{gpu_title(device)}, {SYNTHETIC[mix]}, c = {concurrency}"
+                remarks.append(f"{setting}: {explained(known)}")
+                remarks += [f"{setting}: {best}." for best in _best_policy(options, store, device, mix, concurrency)]
+        if total:
+            remarks.append(
+                f"{gpu_title(device)}: EB+ is best or within {100 * (1 - NEAR):.0f} % of it in {near} of {total}."
+            )
+    return remarks
+
+
+def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, concurrency: int) -> Iterator[str]:
+    """The fastest of all policies on DP=4, if further ones were asked for; within 1 % of v1 nothing matters."""
+    further = _further(options, 4)
+    if not further:
+        return
+    choices = [FOUR["v1_dp4"], FOUR["ebplus_dp4"], *further.values()]
+    found = {choice.title: store.get(_cell20(options, device, choice, mix, concurrency)) for choice in choices}
+    if any(measured is None for measured in found.values()):
+        return
+    ranked = _ranked(found)
+    (best, rate), base = ranked[0], dict(ranked)[FOUR["v1_dp4"].title]
+    gain = 100 * (rate / base - 1)
+    yield f"of the policies, {best} is best ({gain:+.1f} % over v1)" if gain >= 1 else "no policy gains 1 % over v1"
+
+
+_READS = ("device", "model", "policy", "num_prompts")
+_PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
+TABLE19 = PaperTable(
+    "table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False,
+    published_on=_PUBLISHED,
+)  # fmt: skip
+TABLE20 = PaperTable(
+    "table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False,
+    published_on=_PUBLISHED,
+)  # fmt: skip

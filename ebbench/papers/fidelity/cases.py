@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ebbench.papers.eb.table06 import MODELS as LONG_MODELS
-from ebbench.papers.eb.table06 import TABLE, table6_protocol
-from ebbench.papers.eb.table10_11 import BUDGET
-from ebbench.papers.eb.table13 import BATCH
+from ebbench.papers.eb.prefill_costs import TABLE6_MODELS, TABLE6_ROWS, table6_protocol
+from ebbench.papers.eb.thresholds import BUDGET, TABLE13_BATCH
 from ebbench.papers.fidelity.case import (
     DEVICES,
     FIT_ROWS,
@@ -184,7 +182,7 @@ def table13() -> Iterator[Case]:
     B and N are those of ``ebbench tables table13``: with table 2's N of 1,536 the KV cache decides when to refill, and
     every threshold gives the same figure. Its Gamma workload is left out: its parameters are not legible in our copy.
     """
-    base = real_protocol("sharegpt", "qwen3-8b", "eb", (BATCH, BUDGET))
+    base = real_protocol("sharegpt", "qwen3-8b", "eb", (TABLE13_BATCH, BUDGET))
     for row in reference_rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
         if row["workload"] != "ShareGPT":
             continue
@@ -198,12 +196,12 @@ def table13() -> Iterator[Case]:
 
 def table6() -> Iterator[Case]:
     """Prompts of 131,071 tokens on one RTX PRO 6000 (table 6)."""
-    for row in reference_rows(f"paper_tables/{TABLE}.csv"):
-        if row["model"] not in LONG_MODELS:
+    for row in reference_rows(f"paper_tables/{TABLE6_ROWS}.csv"):
+        if row["model"] not in TABLE6_MODELS:
             continue
         for scheduler in ("v1", "eb"):
             number = Published("tokens_per_s", float(row[scheduler]), "table 6")
             yield Case(
-                "128K in, 64 out", "rtx-pro-6000", LONG_MODELS[row["model"]], scheduler,
+                "128K in, 64 out", "rtx-pro-6000", TABLE6_MODELS[row["model"]], scheduler,
                 table6_protocol(scheduler, int(row["concurrency"])), (number,), group="table 6",
             )  # fmt: skip

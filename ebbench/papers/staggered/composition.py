@@ -8,7 +8,7 @@ from typing import Any
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.staggered.curves import deployed
+from ebbench.papers.staggered.prefill import deployed
 from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated

@@ -1,0 +1,385 @@
+"""Groups runs into cases: one case per load and environment. Every table, page and sentence uses this grouping.
+
+Runs that differ in rate, concurrency, device, topology, workload or scheduler settings are not averaged, nor are two
+measurements of the same plan; a policy is compared only with the baseline of its own case.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TypeVar
+
+from ebbench.analysis.environment import differing_names
+from ebbench.analysis.explain import Explanation
+from ebbench.analysis.metrics import Metrics
+from ebbench.analysis.summary import Summary
+
+# Runs of one load in one environment, grouped by policy, with gains over the baseline.
+
+Figure = Callable[[Metrics], float | None]
+
+TIE = 0.005
+"""Policies within this relative difference are called equal: too small to act on."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All runs of one policy, one per seed, in the order of the seeds. ``explanations`` is empty or has one per run."""
+
+    policy: str
+    summaries: tuple[Summary, ...]
+    explanations: tuple[Explanation, ...]
+
+    def values(self, figure: Figure) -> list[float] | None:
+        """A figure of every run; None if a run lacks it."""
+        values = [figure(summary.metrics) for summary in self.summaries]
+        return None if any(value is None for value in values) else [v for v in values if v is not None]
+
+    def mean(self, figure: Figure) -> float | None:
+        """Mean over the runs."""
+        values = self.values(figure)
+        return fmean(values) if values else None
+
+    def spread(self, figure: Figure) -> float | None:
+        """Sample standard deviation over the runs; None for a single run and for copies."""
+        values = self.values(figure)
+        return stdev(values) if values and len(values) > 1 and not self.copies else None
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each run."""
+        return tuple(summary.seed for summary in self.summaries)
+
+    @property
+    def copies(self) -> bool:
+        """Whether several runs agree in every figure, as repeats in virtual time do if the seed changes nothing."""
+        first, *others = self.summaries
+        return bool(others) and all(other.metrics == first.metrics for other in others)
+
+    @property
+    def valid(self) -> bool:
+        """Whether every run is valid."""
+        return all(summary.valid for summary in self.summaries)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Relative difference to the baseline: mean over the plans that both ran, and its standard deviation."""
+
+    mean: float
+    spread: float | None
+
+
+def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explanation] = ()) -> tuple[Group, ...]:
+    """Groups in the order in which policies first appear. ``explanations`` is empty or has one entry per summary.
+
+    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.cases_of` does.
+    """
+    policies = dict.fromkeys(summary.policy for summary in summaries)
+    return tuple(_group(policy, summaries, explanations) for policy in policies)
+
+
+def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Explanation]) -> Group:
+    own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
+    own.sort(key=lambda place: summaries[place].seed)
+    explained = tuple(explanations[place] for place in own) if explanations else ()
+    return Group(policy, tuple(summaries[place] for place in own), explained)
+
+
+def baseline_of(groups: Sequence[Group]) -> Group:
+    """The group of ``v1``, else the first group."""
+    return next((group for group in groups if group.policy == "v1"), groups[0])
+
+
+def output_throughput(metrics: Metrics) -> float | None:
+    """Output tokens/s over the whole run, the default figure for ranking."""
+    return metrics.output_throughput
+
+
+def request_goodput(metrics: Metrics) -> float | None:
+    """Requests/s that met the limits; None if no limits were given."""
+    return metrics.request_goodput
+
+
+def request_time(metrics: Metrics) -> float | None:
+    """Median end-to-end latency in ms."""
+    return metrics.e2el.median
+
+
+def all_keep_up(groups: Sequence[Group]) -> bool:
+    """Whether requests arrive at fixed times and all policies carry the same load in the steady window.
+
+    The arrivals then determine the throughput, so that latency decides.
+    """
+    if not all(summary.open_loop for group in groups for summary in group.summaries):
+        return False
+    return alike([group.mean(steady_throughput) for group in groups])
+
+
+def alike(rates: Sequence[float | None]) -> bool:
+    """Whether all rates are known and within TIE of each other."""
+    known = [value for value in rates if value]
+    return len(known) == len(rates) and max(known) / min(known) - 1 < TIE
+
+
+def steady_throughput(metrics: Metrics) -> float | None:
+    """Output tokens/s inside the steady window."""
+    return metrics.steady.output_throughput if metrics.steady else None
+
+
+def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> Gain | None:
+    """Relative gain of ``group`` over ``baseline`` in ``figure``, over the plans that both ran.
+
+    None if one of the runs is INVALID, no plan is common, or a figure is undefined.
+    """
+    if not (group.valid and baseline.valid):
+        return None
+    pairs = paired_by_plan(group, baseline)
+    ours, theirs = [figure(one.metrics) for one, _ in pairs], [figure(other.metrics) for _, other in pairs]
+    if not pairs or None in ours or any(not value or value <= 0 for value in theirs):
+        return None
+    ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]  # type: ignore[operator]  # no None left
+    measured = len(ratios) > 1 and not (group.copies and baseline.copies)
+    return Gain(fmean(ratios), stdev(ratios) if measured else None)
+
+
+def paired_by_plan(group: Group, baseline: Group) -> list[tuple[Summary, Summary]]:
+    """Runs of the same plan, in the order of the group; a plan that was run several times gives several pairs."""
+    theirs: dict[str, list[Summary]] = {}
+    for summary in baseline.summaries:
+        theirs.setdefault(summary.plan_hash, []).append(summary)
+    pairs = []
+    for summary in group.summaries:
+        if waiting := theirs.get(summary.plan_hash):
+            pairs.append((summary, waiting.pop(0)))
+    return pairs
+
+
+def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[Group]:
+    """Groups that have the figure, best first."""
+    scored = [(value, group) for group in groups if (value := group.mean(figure)) is not None]
+    return [group for _, group in sorted(scored, key=lambda pair: -pair[0])]
+
+
+def differing(summaries: Sequence[Summary]) -> list[str]:
+    """Names of the settings other than the policy in which the runs differ, so that they are not comparable."""
+    found = differing_names([summary.environment for summary in summaries])
+    if len({summary.slo for summary in summaries if summary.slo}) > 1:
+        found.append("limits (--goodput gives all runs the same)")
+    return found + _differing_plans(summaries)
+
+
+def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
+    """Names of seeds or plans that not all policies ran."""
+    plans: dict[str, set[tuple[int, str]]] = {}
+    for summary in summaries:
+        plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
+    several = len({frozenset(seed for seed, _ in held) for held in plans.values()}) > 1
+    found = set().union(*plans.values())
+    mixed = len(found) > len({seed for seed, _ in found})
+    return ["seeds"] * several + ["plan"] * mixed
+
+
+T = TypeVar("T")
+
+NAMES: Mapping[str, str] = {
+    "max_num_seqs": "N =", "max_num_batched_tokens": "B =", "model": "", "device": "", "workload": "", "scenario": "",
+    "sessions": "", "concurrency": "", "rate": "", "saturation rate": "", "burstiness": "", "speed": "", "ramp-up": "",
+    "topology": "", "measurement": "",
+}  # fmt: skip
+"""Words before a value in the title of a case; other conditions are named as they are stored."""
+
+
+@dataclass(frozen=True)
+class ComparisonCase:
+    """The runs of one load in one environment, one group per policy.
+
+    ``title`` names what distinguishes the case from the other cases (empty for a single case); ``apart`` has the names
+    of these conditions. ``phases`` holds a summary per phase of each run whose plan has several phases.
+    """
+
+    title: str
+    groups: tuple[Group, ...]
+    phases: tuple[Summary, ...] = ()
+    apart: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> Group:
+        """The group that the others are compared with."""
+        return baseline_of(self.groups)
+
+    @property
+    def summaries(self) -> tuple[Summary, ...]:
+        """Summaries of all runs, grouped by policy."""
+        return tuple(summary for group in self.groups for summary in group.summaries)
+
+
+def cases_of(
+    summaries: Sequence[Summary], explanations: Sequence[Explanation] = (), phases: Sequence[Summary] = ()
+) -> tuple[ComparisonCase, ...]:
+    """Cases in the order of their first runs; in each case the baseline comes first.
+
+    ``explanations`` is empty or has one entry per summary.
+    """
+    labels = measurements(summaries)
+    conditions = [
+        {**summary.conditions, **({MEASUREMENT: label} if label else {})}
+        for summary, label in zip(summaries, labels, strict=True)
+    ]
+    held = partition(range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries])
+    first_of = [places[0] for _, places in held]
+    apart = differing_conditions([conditions[place] for place in first_of])
+    if len(held) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
+        apart.append("plan")  # equal conditions were split by their plans
+    cases = []
+    for title, places in held:
+        own = [summaries[place] for place in places]
+        directories = {summary.run_dir for summary in own}
+        groups = _baseline_first(
+            group_by_policy(own, [explanations[place] for place in places] if explanations else ())
+        )
+        cases.append(
+            ComparisonCase(
+                title, groups, tuple(phase for phase in phases if phase.run_dir in directories), tuple(apart)
+            )
+        )
+    return tuple(cases)
+
+
+MEASUREMENT = "measurement"
+"""Condition that tells apart measurements of one plan: last week's and this week's are not repeats to average."""
+
+
+def measurements(summaries: Sequence[Summary]) -> list[str]:
+    """For each run the measurement it belongs to, as directory and date; empty where there is only one.
+
+    Runs belong to several measurements if a policy ran the same plan with the same seed more than once under the same
+    conditions. Those of one parent directory are one measurement, until a run of it repeats an earlier one.
+    """
+    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for place, summary in enumerate(summaries):
+        members.setdefault(tuple(sorted(summary.conditions.items())), []).append(place)
+    labels = [""] * len(summaries)
+    for places in members.values():
+        if len({_asked(summaries[place]) for place in places}) == len(places):
+            continue
+        rounds = _rounds(places, summaries)
+        named = _places_and_dates([[summaries[place] for place in part] for part in rounds])
+        for part, label in zip(rounds, named, strict=True):
+            for place in part:
+                labels[place] = label
+    return labels
+
+
+def _asked(summary: Summary) -> tuple[str, int, str]:
+    """The key that runs of different measurements of one thing share: policy, seed and plan."""
+    return summary.policy, summary.seed, summary.plan_hash
+
+
+def _rounds(places: Sequence[int], summaries: Sequence[Summary]) -> list[list[int]]:
+    """``places`` by measurement, the oldest first in each directory."""
+    rounds: dict[tuple[Path, int], list[int]] = {}
+    for place in sorted(places, key=lambda place: summaries[place].anchor_unix_ns):
+        parent = Path(summaries[place].run_dir).parent
+        number = next(
+            number
+            for number in itertools.count()
+            if (parent, number + 1) not in rounds
+            and _asked(summaries[place]) not in {_asked(summaries[one]) for one in rounds.get((parent, number), ())}
+        )
+        rounds.setdefault((parent, number), []).append(place)
+    return list(rounds.values())
+
+
+def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
+    """Per measurement its directory, which is the run's own if it is alone, and when it began; all different."""
+    places = [Path(runs[0].run_dir).resolve() for runs in rounds]
+    parts = [(place if len(runs) == 1 else place.parent).parts for place, runs in zip(places, rounds, strict=True)]
+    begun = [datetime.fromtimestamp(min(run.anchor_unix_ns for run in runs) / 1e9, UTC) for runs in rounds]
+    labels: list[str] = []
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = zip(parts, begun, strict=True)
+        labels = [f"{'/'.join(part[-length:])} of {when:%Y-%m-%d %H:%M}" for part, when in ends]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{label}, number {number}" for number, label in enumerate(labels, start=1)]
+
+
+def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    baseline = baseline_of(groups)
+    return (baseline, *(group for group in groups if group is not baseline))
+
+
+def partition(
+    items: Sequence[T],
+    conditions: Sequence[Mapping[str, str]],
+    plans: Sequence[tuple[int, str]],
+    allowed: Sequence[str] = (),
+) -> list[tuple[str, list[T]]]:
+    """Split ``items`` into lists with equal conditions, each with the words that distinguish it from the others.
+
+    ``conditions`` and ``plans`` (seed and hash) have one entry per item; ``allowed`` names conditions that may differ.
+    If one seed has several plans under equal conditions, an unrecorded condition differed, and every plan becomes a
+    list of its own.
+    """
+    compared = [{name: text for name, text in each.items() if name not in allowed} for each in conditions]
+    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for place, each in enumerate(compared):
+        members.setdefault(tuple(sorted(each.items())), []).append(place)
+    split = [part for places in members.values() for part in _by_plan(places, plans)]
+    split.sort(key=lambda part: part[0][0])
+    titles = _titles([(compared[places[0]], plan) for places, plan in split])
+    return [(title, [items[place] for place in places]) for title, (places, _) in zip(titles, split, strict=True)]
+
+
+def _by_plan(places: list[int], plans: Sequence[tuple[int, str]]) -> list[tuple[list[int], str]]:
+    """``places`` unchanged, or, if a seed has several plans, one part per plan with the plan's hash."""
+    if len({plans[place] for place in places}) == len({plans[place][0] for place in places}):
+        return [(places, "")]
+    parts: dict[str, list[int]] = {}
+    for place in places:
+        parts.setdefault(plans[place][1], []).append(place)
+    return [(own, plan[:8]) for plan, own in parts.items()]
+
+
+def differing_conditions(conditions: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of the conditions in which the cases differ."""
+    names = dict.fromkeys(name for each in conditions for name in each)
+    return [name for name in names if len({each.get(name, "") for each in conditions}) > 1]
+
+
+def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
+    """A title per case, from its conditions and plan.
+
+    Conditions that a case does not record are left out if the titles stay distinct without them.
+    """
+    if len(cases) < 2:
+        return [""] * len(cases)
+    apart = differing_conditions([conditions for conditions, _ in cases])
+    for complete in (False, True):
+        titles = [_title(conditions, apart, plan, complete=complete) for conditions, plan in cases]
+        if all(titles) and len(set(titles)) == len(titles):
+            break
+    return titles
+
+
+def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, complete: bool) -> str:
+    words = [_worded(name, conditions.get(name, ""), complete=complete) for name in apart]
+    return ", ".join([*(word for word in words if word), *([f"plan {plan}"] if plan else [])])
+
+
+def _worded(name: str, text: str, *, complete: bool) -> str:
+    if not text or text == "None":
+        return f"{name} not recorded" if complete else ""
+    return f"{NAMES.get(name, name)} {text}".strip()
+
+
+def by_phase(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
+    """The phases of a case in order, each with its groups."""
+    names = dict.fromkeys(summary.phase for summary in case.phases)
+    return [(name, group_by_policy([one for one in case.phases if one.phase == name])) for name in names]

@@ -1,0 +1,489 @@
+"""The regression gate: pass, fail or inconclusive, from paired units.
+
+- FAIL: for some gated figure the Holm-adjusted p is at most alpha and the estimated loss reaches the margin
+- PASS: for every gated figure the upper bound of the interval lies below the margin
+- INCONCLUSIVE: neither, or fewer pairs than the test needs to be able to fail, or a gated figure that only some runs
+  have
+
+A fixed number of pairs is judged by the sign-flip test and the paired t interval (``statistics.py``); pairs measured
+until the verdict is known, and runs of ``ebbench run --repeats auto``, by p-values and bounds valid after every pair
+(:mod:`sequential`).
+
+Losses are log ratios, positive if the candidate is worse, so 3 % less throughput and 3 % more latency are equal losses.
+Figures that are not gated are advisory: shown with the same statistics, without influence on the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ebbench.analysis.caveats import told_once
+from ebbench.analysis.environment import differences
+from ebbench.analysis.statistics import (
+    PairedInterval,
+    anytime_p,
+    confidence_sequence,
+    detectable_loss,
+    holm,
+    paired_t,
+    pairs_to_pass,
+    sign_flip_p,
+)
+from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
+from ebbench.errors import DataError, UsageError
+from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE
+
+Outcome = Literal["pass", "fail", "inconclusive"]
+GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+MAX_PAIRS = 40
+"""Default number of pairs after which a sequential measurement ends without a verdict.
+
+By then most comparisons of equal sides are decided under the noise of the first row of reports/gate.md.
+"""
+MIN_PAIRS = 6
+"""Least pairs: with three gated figures, Holm's first step requires p <= 0.05 / 3, and 6 is the first n with 2**-n
+below that. A smaller alpha requires more."""
+COPIES = (
+    "pair(s) left out as copies: in virtual time, plans of the same lengths and arrivals give the same figures "
+    "whatever their seed; take another trace or other requests to measure more"
+)
+
+ORDER_P = 1 / 16
+"""Largest p of an order within pairs that is named as the cause of their spread: four pairs that all agree."""
+EMPTY_CACHE = (
+    "restart the server between runs, or let it empty its cache (vLLM: VLLM_SERVER_DEV_MODE=1; SGLang has /flush_cache)"
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``margin`` maps a figure to the loss that matters (0.03 is 3 %); ``default_margin`` is for the others.
+
+    ``gated``: figures that decide. ``sequential``: the pairs are judged after every one.
+    """
+
+    default_margin: float = 0.03
+    margin: Mapping[str, float] = field(default_factory=dict)
+    alpha: float = 0.05
+    confidence: float = 0.95
+    min_pairs: int = MIN_PAIRS
+    gated: tuple[str, ...] = GATED
+    sequential: bool = False
+
+    def margin_of(self, figure: str) -> float:
+        """The margin of a figure as a share."""
+        return self.margin.get(figure, self.default_margin)
+
+
+DEFAULT_RULES = Rules()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Baseline and candidate on the same plan. ``copies``: number of other pairs left out as copies of it."""
+
+    baseline: GateUnit
+    candidate: GateUnit
+    copies: int = field(default=0, kw_only=True)
+
+    @property
+    def question(self) -> tuple[object, ...]:
+        """Plan and figures of both sides; if equal in virtual time, the pair is a copy."""
+        figures = (*self.baseline.figures.values(), *self.candidate.figures.values())
+        return (self.candidate.lengths or self.candidate.plan_hash, *figures)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One figure. ``loss``, ``low``, ``high`` and ``detectable`` are shares (0.05: the candidate is 5 % worse)."""
+
+    figure: str
+    gated: bool
+    baseline: float
+    candidate: float
+    losses: tuple[float, ...]
+    loss: float
+    low: float
+    high: float
+    p: float
+    p_adjusted: float
+    margin: float
+    detectable: float | None
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The gate's verdict and the data behind it. ``skipped``: figures that could not be judged, with the reason.
+
+    ``cause``: what explains the spread of the pairs, if it is known.
+    """
+
+    outcome: Outcome
+    reason: str
+    judged: tuple[Judged, ...]
+    skipped: Mapping[str, str]
+    pairs: tuple[Pair, ...]
+    rules: Rules
+    notes: tuple[str, ...] = ()
+    cause: str = ""
+
+
+def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allowed: Sequence[str] = ()) -> list[Pair]:
+    """Pair units of the same plan, in order of time if a plan was run several times.
+
+    Raises DataError if the sides are not comparable (:func:`require_comparable`) or have no plan in common. Left out:
+    plans of one side only and runs in excess of the shorter side, which :func:`left_out` names, and copies in virtual
+    time, which are not measurements (repeats of one plan, and plans that differ only in token content without effect on
+    any figure).
+    """
+    require_comparable(baseline, candidate, allowed)
+    ours, theirs = _by_plan(baseline), _by_plan(candidate)
+    if not ours.keys() & theirs.keys():
+        raise DataError(_other_plan(len(ours), baseline, "candidate"))
+    common = [plan for plan in ours if plan in theirs]
+    return _measured([Pair(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)])
+
+
+def require_comparable(
+    baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allowed: Sequence[str] = ()
+) -> None:
+    """Raise DataError if the sides differ in environment, if one mixes several, or if a seed has other plans."""
+    require_one_environment(baseline, allowed, "baseline")
+    require_one_environment(candidate, allowed, "candidate")
+    found = differences(baseline[0].environment, candidate[0].environment, allowed)
+    if found:
+        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}")
+    for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
+        seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
+        unlike = [unit for unit in ours if unit.plan_hash not in plans and unit.seed in seeds]
+        if unlike:
+            raise DataError(_other_plan(len({unit.plan_hash for unit in unlike}), unlike, side))
+
+
+def _other_plan(count: int, units: Sequence[GateUnit], side: str) -> str:
+    return (
+        f"plan: {count} plan(s) ({_seeds(units)}) have no run of the same plan in the {side}; "
+        "measure both sides with the same seeds, requests and traffic"
+    )
+
+
+def _seeds(units: Sequence[GateUnit]) -> str:
+    seeds = sorted({unit.seed for unit in units})
+    return f"seed {', '.join(map(str, seeds[:5]))}{', ...' if len(seeds) > 5 else ''}"
+
+
+def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tuple[str, ...]:
+    """Notes about runs that are in no pair: of plans that only one side has, in excess of the other side's, INVALID."""
+    notes = []
+    for side, units, others in (("baseline", baseline, candidate), ("candidate", candidate, baseline)):
+        theirs = _by_plan(others)
+        lonely = [unit for unit in units if unit.plan_hash not in theirs]
+        if lonely:
+            notes.append(f"{len(lonely)} run(s) of the {side} left out: the other side has no run of {_seeds(lonely)}")
+        more = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
+        if more:
+            notes.append(f"{more} run(s) of the {side} left out: the other side has fewer runs of the same plan")
+        if tries := sum(unit.invalid_tries for unit in units):
+            notes.append(f"{tries} INVALID run(s) of the {side} left out: the same plan was measured again")
+    return tuple(notes)
+
+
+def _measured(pairs: Sequence[Pair]) -> list[Pair]:
+    """One pair for each group of copies."""
+    kept: list[Pair] = []
+    known: dict[tuple[object, ...], int] = {}
+    for pair in pairs:
+        place = known.setdefault(pair.question, len(kept))
+        if place == len(kept) or not pair.candidate.virtual:
+            kept.append(pair)
+        else:
+            kept[place] = replace(kept[place], copies=kept[place].copies + 1)
+    return kept
+
+
+def _by_plan(units: Sequence[GateUnit]) -> dict[str, list[GateUnit]]:
+    plans: dict[str, list[GateUnit]] = {}
+    for unit in sorted(units, key=lambda unit: (unit.seed, unit.anchor_unix_ns)):
+        held = plans.setdefault(unit.plan_hash, [])
+        if not (unit.virtual and held):
+            held.append(unit)
+    return plans
+
+
+def judge(
+    pairs: Sequence[Pair],
+    rules: Rules = DEFAULT_RULES,
+    *,
+    with_detectable: bool = True,
+    further_notes: Sequence[str] = (),
+) -> Verdict:
+    """Judge paired units. Raises UsageError for invalid rules.
+
+    ``further_notes`` precede those on the pairs. ``with_detectable`` False skips the least detectable effects, which do
+    not influence the verdict. Pairs with a run of ``--repeats auto`` are judged by the sequential rules.
+    """
+    _check(rules)
+    rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
+    losses, skipped = {}, {}
+    for figure in dict.fromkeys([*rules.gated, *FIGURES]):
+        found = losses_of(figure, pairs)
+        if isinstance(found, str):
+            skipped[figure] = found
+        else:
+            losses[figure] = found
+    gated = [figure for figure in rules.gated if figure in losses]
+    adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
+    level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
+    judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
+    partial = [figure for figure in rules.gated if figure in skipped and _missed(figure, pairs, rules)]
+    cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
+    outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)), cause)
+
+
+def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
+    """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
+    rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
+    losses = {figure: found for figure in rules.gated if not isinstance(found := losses_of(figure, pairs), str)}
+    adjusted = zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True)
+    return {figure: p for figure, p in adjusted if p <= rules.alpha}
+
+
+def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
+    """Whether any run was repeated until the answer was clear (``run --repeats auto``)."""
+    return any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
+
+
+def _missed(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
+    """Whether a gated figure that cannot be judged leaves the verdict open: it was chosen, or some runs have it."""
+    return rules.gated != GATED or measured_somewhere(figure, pairs)
+
+
+def _p(losses: Sequence[float], rules: Rules) -> float:
+    return anytime_p(losses) if rules.sequential else sign_flip_p(losses)
+
+
+def _check(rules: Rules) -> None:
+    if unused := [figure for figure in rules.margin if figure not in rules.gated]:
+        names = ", ".join(name for name, figure in NAMES.items() if figure in unused)
+        raise UsageError(f"--margin names {names}, not gated here; add --metric for each, or leave the margin out")
+    for margin in (rules.default_margin, *rules.margin.values()):
+        if not 0 < margin < 1:
+            raise UsageError(f"a margin must lie between 0 and 100 %, not {100 * margin:g}")
+    if not 0 < rules.alpha < 0.5:
+        raise UsageError(f"--alpha must lie between 0 and 0.5, not {rules.alpha:g}")
+    if rules.min_pairs < 2:
+        raise UsageError(f"at least 2 pairs are needed, not {rules.min_pairs}")
+
+
+def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
+    """Whether any run has the figure."""
+    units = (unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    return any(unit.figures.get(figure) is not None for unit in units)
+
+
+def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
+    """Log ratios, positive if the candidate is worse, or the reason why they cannot be computed."""
+    if (
+        figure == "request_goodput"
+        and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
+    ):
+        return "the runs were given different limits"
+    found = []
+    for pair in pairs:
+        before, after = pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)
+        if before is None or after is None:
+            return "no limits given (--goodput)" if figure == "request_goodput" else "too few samples in some run"
+        if before <= 0 or after <= 0:
+            return "zero in some run"
+        found.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
+    return tuple(found)
+
+
+def _judged(
+    figure: str,
+    losses: tuple[float, ...],
+    pairs: Sequence[Pair],
+    p_adjusted: float | None,
+    level: float | None,
+    rules: Rules,
+) -> Judged:
+    p = _p(losses, rules)
+    interval = (confidence_sequence if rules.sequential else paired_t)(losses, rules.confidence)
+    gated, margin = p_adjusted is not None, rules.margin_of(figure)
+    adjusted = p if p_adjusted is None else p_adjusted
+    detectable = None
+    if level is not None:
+        detectable = detectable_loss(_spread(losses), len(losses), alpha=level, margin=math.log1p(margin))
+    return Judged(
+        figure=figure,
+        gated=gated,
+        baseline=_typical([pair.baseline.figures[figure] for pair in pairs]),
+        candidate=_typical([pair.candidate.figures[figure] for pair in pairs]),
+        losses=losses,
+        loss=math.expm1(interval.mean),
+        low=_share(interval.low),
+        high=_share(interval.high),
+        p=p,
+        p_adjusted=adjusted,
+        margin=margin,
+        detectable=None if detectable is None else math.expm1(detectable),
+        outcome=_outcome(interval, adjusted, math.log1p(margin), rules.alpha),
+    )
+
+
+def _outcome(interval: PairedInterval, p_adjusted: float, margin: float, alpha: float) -> Outcome:
+    if p_adjusted <= alpha and interval.mean >= margin:
+        return "fail"
+    return "pass" if interval.high < margin else "inconclusive"
+
+
+def _conclude(
+    gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules, cause: str
+) -> tuple[Outcome, str]:
+    """The verdict and its reason. ``cause``: what explains the spread of the pairs, if it is known."""
+    if not gated:
+        return "inconclusive", "no gated figure is defined in every run"
+    needed = pairs_needed(rules, len(gated))
+    if pairs < needed:
+        return "inconclusive", f"{pairs} pair(s) where the test needs {needed}; measure more"
+    failed = [entry for entry in gated if entry.outcome == "fail"]
+    if failed:
+        return "fail", "; ".join(f"{LABELS[entry.figure]} is {entry.loss:.1%} worse" for entry in failed)
+    open_ones = [entry for entry in gated if entry.outcome == "inconclusive"]
+    if open_ones:
+        bounds = "; ".join(
+            f"{LABELS[entry.figure]} may be up to {entry.high:.1%} worse (margin {entry.margin:.1%})"
+            for entry in open_ones
+        )
+        return "inconclusive", f"{bounds}; {cause or _more(open_ones, rules)}"
+    if partial:
+        names = ", ".join(LABELS[figure] for figure in partial)
+        return "inconclusive", f"{names} cannot be judged, since some runs have no value or zero"
+    worst = max(entry.high for entry in gated)
+    return "pass", f"no gated figure is worse by more than {max(worst, 0.0):.1%} (95 % confidence)"
+
+
+def pairs_needed(rules: Rules, figures: int) -> int:
+    """Least number of pairs with which that many gated figures can fail."""
+    return max(rules.min_pairs, math.ceil(math.log2(figures / rules.alpha)))
+
+
+def _more(open_ones: Sequence[Judged], rules: Rules) -> str:
+    """Estimated number of pairs needed for a verdict if the sides are equal, from the observed spread."""
+    counts = [
+        pairs_to_pass(_spread(entry.losses), math.log1p(entry.margin), confidence=rules.confidence)
+        for entry in open_ones
+    ]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return "their spread is too large for this margin: measure longer runs or allow more with --margin"
+    least = max(*known, len(open_ones[0].losses) + 1)
+    return f"with this spread about {least} pairs show that equal sides are equal, or take longer runs"
+
+
+def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], rules: Rules) -> str:
+    """Why the second run of a pair was better or worse than the first on either side; empty if it was not.
+
+    The sides must have taken turns to be first. Losses that follow the order more than the sides, and by more than the
+    margin, are tested like a difference between the sides.
+    """
+    second = [1 if pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns else -1 for pair in pairs]
+    if any(pair.baseline.virtual for pair in pairs) or len(set(second)) < 2:
+        return ""
+    better: list[str] = []
+    worse: list[str] = []
+    for figure, values in losses.items():
+        turned = [sign * value for sign, value in zip(second, values, strict=True)]
+        mean = math.fsum(turned) / len(turned)
+        follows = abs(mean) > max(abs(math.fsum(values) / len(values)), math.log1p(rules.margin_of(figure)))
+        if follows and sign_flip_p([value * math.copysign(1.0, mean) for value in turned]) <= ORDER_P:
+            (better if mean < 0 else worse).append(
+                f"{LABELS[figure]} by {abs(math.expm1(mean)):.0%}".replace("%", " %")
+            )
+    if better:
+        return (
+            f"whichever side ran second in a pair was better ({', '.join(better)}): both runs of a pair send the same "
+            f"prompts, which a prefix cache that nothing emptied still holds; {EMPTY_CACHE}"
+        )
+    if worse:
+        return (
+            f"whichever side ran second in a pair was worse ({', '.join(worse)}): the machine or server slows down "
+            "within a pair (temperature, clocks, memory of the server); leave more time between runs, or restart it"
+        )
+    return ""
+
+
+def _warm_server(pairs: Sequence[Pair]) -> str:
+    """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
+    found = {
+        pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
+        for pair in pairs
+        if pair.candidate.cache_unknown and pair.baseline.cache_unknown
+    }
+    orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
+    return found.pop() if len(found) == len(orders) == 1 else ""
+
+
+def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
+    notes = []
+    policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
+    if len(policies) > 1:
+        notes.append(f"the sides differ in policy: {' against '.join(policies)}")
+    apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
+    if apart:
+        notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
+    if repeated_until_clear(pairs):
+        notes.append("these runs were repeated until it was clear (--repeats auto), so the test holds at every look")
+    if copies := sum(pair.copies for pair in pairs):
+        notes.append(f"{copies} {COPIES}")
+    real = [pair for pair in pairs if not pair.baseline.virtual]
+    if real and not _interleaved(real):
+        notes.append(
+            "the two sides were not measured interleaved, so a drift of the machine counts as a difference; "
+            "use --pairs with --baseline-command and --candidate-command"
+        )
+    notes += _about_server(real)
+    return tuple(notes)
+
+
+def _about_server(pairs: Sequence[Pair]) -> list[str]:
+    """Why a server's figures are not of what was asked for; of its cache, what it means for the two sides."""
+    notes, codes = [], {OTHER_MODEL, WARM_CACHE}
+    if server := _warm_server(pairs):
+        codes.remove(WARM_CACHE)
+        side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"
+        notes.append(
+            f"every run of the {side} sent prompts that {server} had met in the other side's run, and whose prefix "
+            f"cache nothing emptied and no figure shows: it may look faster for that; {EMPTY_CACHE}"
+        )
+    units = [unit for pair in pairs for unit in (pair.baseline, pair.candidate)]
+    return notes + told_once(
+        [[str(one) for one in unit.about_server if one.code in codes] for unit in units], lambda _: ""
+    )
+
+
+def _interleaved(pairs: Sequence[Pair]) -> bool:
+    """Whether the sides alternate in time."""
+    before = [pair.baseline.anchor_unix_ns for pair in pairs]
+    after = [pair.candidate.anchor_unix_ns for pair in pairs]
+    return len(pairs) < 2 or not (max(before) < min(after) or max(after) < min(before))
+
+
+def _spread(losses: Sequence[float]) -> float:
+    mean = math.fsum(losses) / len(losses)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (len(losses) - 1)) if len(losses) > 1 else 0.0
+
+
+def _typical(values: Sequence[float | None]) -> float:
+    """Geometric mean, which corresponds to the mean log ratio."""
+    known = [math.log(value) for value in values if value]
+    return math.exp(math.fsum(known) / len(known))
+
+
+def _share(log_loss: float) -> float:
+    return math.expm1(min(log_loss, 700.0)) if math.isfinite(log_loss) else log_loss

@@ -1,0 +1,555 @@
+"""Writes runs in the formats of other tools, as files in a directory."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench import __version__
+from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.metrics import itl_ns, tpot_ns
+from ebbench.analysis.summary import Summary, summarise
+from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, GateUnit, unit_of
+from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
+from ebbench.errors import DataError, UsageError
+from ebbench.records import files
+from ebbench.records.run import Run, slug
+from ebbench.untrusted import csv_cell
+
+# A run in the benchmark report format of llm-d, schema 0.2, as JSON (which is valid YAML).
+#
+# Request latencies count from the intended start. Unknown fields are left out.
+
+VERSION = "0.2"
+_LABEL = "engine-0"
+_UNKNOWN = 0
+"""Accelerator of an unknown device; the field is required, and llm-d writes the same value."""
+_PERCENTILES = {
+    "p0p1": 0.1, "p1": 1, "p5": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99,
+    "p99p9": 99.9,
+}  # fmt: skip
+
+
+def llm_d_report(run: Run, summary: Summary) -> dict[str, Any]:
+    """The report of one run. Raises DataError if a file of the run is damaged."""
+    columns = RequestColumns.of(run.table("requests", NEEDED))
+    parts = _parts(run)
+    used = [{"component_label": part.label, "aggregate": use} for part in parts if (use := _engine_use(run, part))]
+    return {
+        "version": VERSION,
+        "run": _run(run, summary),
+        "scenario": {"stack": [_engine(run, part) for part in parts], "load": _load(run, columns)},
+        "results": {
+            "request_performance": {"aggregate": _aggregate(summary, columns)},
+            "observability": {"components": used} if used else {},
+        },
+    }
+
+
+def _run(run: Run, summary: Summary) -> dict[str, Any]:
+    m = run.manifest
+    duration_s = summary.metrics.duration_s or 0.0
+    start = datetime.fromtimestamp(m.anchor_unix_ns / 1e9, UTC)
+    end = datetime.fromtimestamp(m.anchor_unix_ns / 1e9 + duration_s, UTC)
+    return {
+        "uid": _hash([m.plan_hash, m.policy, m.device, m.anchor_unix_ns, run.path.name]),
+        "eid": m.plan_hash[:32],
+        "time": {"start": start.isoformat(), "end": end.isoformat(), "duration": f"PT{duration_s:.6f}S"},
+        "description": f"{m.workload}, scenario {m.scenario}, policy {m.policy}, seed {m.seed}",
+        "keywords": [m.policy, f"engine:{m.engine}", f"clock:{m.clock}", "valid" if m.valid else "INVALID"],
+    }
+
+
+class _Part(NamedTuple):
+    """A group of equal instances. ``gpus`` is per instance. ``units``: their units in the steps table; None is all."""
+
+    label: str
+    role: str
+    replicas: int
+    gpus: int
+    parallelism: dict[str, int]
+    units: range | None = None
+
+
+def _parts(run: Run) -> list[_Part]:
+    m = run.manifest
+    if m.engine == "endpoint":
+        return [_Part(_LABEL, "replica", 1, _UNKNOWN, {})]
+    if "topology" not in m.facts:
+        return [_part(_LABEL, "replica", PoolSpec(instances=int(m.facts.get("replicas", 1))))]
+    topology = _topology(m.facts)
+    if topology is None:
+        return [_Part(_LABEL, "replica", 1, int(m.facts.get("gpus", _UNKNOWN)), {})]
+    if topology.prefill is None or topology.decode is None:
+        return [_part(_LABEL, "replica", pool) for pool in topology.pools]
+    first = topology.prefill.units  # the steps table numbers the units of the prefill pool first
+    return [
+        _part("prefill-0", "prefill", topology.prefill, range(first)),
+        _part("decode-0", "decode", topology.decode, range(first, first + topology.decode.units)),
+    ]
+
+
+def _part(label: str, role: str, pool: PoolSpec, units: range | None = None) -> _Part:
+    parallelism = {"tp": pool.tp, "dp": pool.dp, "ep": pool.ep}
+    return _Part(label, role, pool.instances, pool.tp * pool.dp, parallelism, units)
+
+
+def _topology(facts: Mapping[str, Any]) -> TopologySpec | None:
+    """The topology, if its label describes it completely; a topology from a file may have a custom name."""
+    label = str(facts["topology"])
+    try:
+        found = None if label.endswith(".toml") else parse_topology(label)
+    except UsageError:
+        return None
+    return found if found is not None and found.gpus == facts.get("gpus") else None
+
+
+def _engine(run: Run, part: _Part) -> dict[str, Any]:
+    m = run.manifest
+    facts = {name: m.facts[name] for name in ("topology", "gpus", "dispatch") if name in m.facts}
+    return {
+        "metadata": {
+            "label": part.label,
+            "cfg_id": _hash([m.options, m.policy, m.device, m.model]),
+            "description": m.device_provenance or f"engine {m.engine}",
+        },
+        "standardized": {
+            "kind": "inference_engine",
+            "tool": "vllm" if m.engine in ("vllm", "emulated") else f"ebbench-{m.engine}",
+            "tool_version": str(m.versions.get("vllm") or m.facts.get("vllm_version") or m.versions.get("ebbench", "")),
+            "role": part.role,
+            "replicas": part.replicas,
+            "model": {"name": m.model},
+            "accelerator": {"model": m.device, "count": part.gpus, "parallelism": part.parallelism},
+        },
+        "native": {"args": {f"--{name.replace('_', '-')}": value for name, value in m.options.items()},
+                   "config": {"scheduling_policy": m.policy} | facts},
+    }  # fmt: skip
+
+
+def _load(run: Run, columns: RequestColumns) -> dict[str, Any]:
+    m = run.manifest
+    concurrency = m.max_concurrency or max((phase.max_concurrency for phase in m.phases), default=None)
+    rate = m.facts.get("request_rate")
+    standardized: dict[str, Any] = {
+        "tool": "ebbench",
+        "tool_version": __version__,
+        "source": "sampled" if m.source not in ("profile", "scenario") else "random",
+        "input_seq_len": _length(columns.input_tokens),
+        "output_seq_len": _length(columns.output_tokens[columns.ok]),
+    }
+    standardized |= {"concurrency": concurrency} if concurrency else {}
+    standardized |= {"rate_qps": float(rate)} if isinstance(rate, int | float) and rate > 0 else {}
+    facts = {"workload": m.workload, "scenario": m.scenario, "seed": m.seed, "source": m.source, "plan": m.plan_hash}
+    return {
+        "metadata": {"cfg_id": m.plan_hash[:32], "description": f"{m.workload}, {m.scenario}"},
+        "standardized": standardized,
+        "native": {"config": facts},
+    }
+
+
+def _length(tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
+    if not len(tokens):
+        return {"distribution": "other", "value": 0}
+    low, high = int(tokens.min()), int(tokens.max())
+    if low == high:
+        return {"distribution": "fixed", "value": low}
+    return {
+        "distribution": "other",
+        "value": float(tokens.mean()),
+        "std_dev": float(tokens.std()),
+        "min": low,
+        "max": high,
+    }
+
+
+def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
+    m, ok = summary.metrics, columns.ok
+    ttft = (columns.first_token - columns.intended)[ok] / 1e9
+    e2el = (columns.last_token - columns.intended)[ok] / 1e9
+    tpot = tpot_ns(columns, ok) / 1e9
+    incomplete = sum(m.counts[name] for name in ("timed_out", "cancelled", "abandoned", "never_sent"))
+    inputs = None if not m.duration_s else m.total_input_tokens / m.duration_s
+    return {
+        "requests": _without_none({
+            "total": m.planned,
+            "failures": m.counts["failed"],
+            "incomplete": incomplete,
+            "input_length": _statistics("count", columns.input_tokens[ok]),
+            "output_length": _statistics("count", columns.output_tokens[ok]),
+        }),
+        "latency": _without_none({
+            "time_to_first_token": _statistics("s", ttft),
+            "time_per_output_token": _statistics("s/token", tpot),
+            "inter_token_latency": _statistics("s/token", itl_ns(columns, ok) / 1e9),
+            "normalized_time_per_output_token": _statistics("s/token", e2el / np.maximum(columns.output_tokens[ok], 1)),
+            "request_latency": _statistics("s", e2el),
+        }),
+        "throughput": _without_none({
+            "input_token_rate": _mean("tokens/s", inputs),
+            "output_token_rate": _mean("tokens/s", m.output_throughput),
+            "total_token_rate": _mean("tokens/s", m.total_token_throughput),
+            "request_rate": _mean("queries/s", m.request_throughput),
+        }),
+    }  # fmt: skip
+
+
+def _engine_use(run: Run, part: _Part) -> dict[str, Any]:
+    names = ["kv_blocks_used", "kv_blocks_total", "running", "waiting"]
+    steps = run.table("steps", ["instance", *names])
+    if part.units is not None:
+        numbers = steps["instance"]
+        steps = steps.filter(pc.and_(pc.greater_equal(numbers, part.units.start), pc.less(numbers, part.units.stop)))
+    if not steps.num_rows:
+        return {}
+    used, total, running, waiting = (steps[name].to_numpy() for name in names)
+    return _without_none({
+        "kv_cache_usage": _statistics("percent", 100 * used / np.maximum(total, 1)),
+        "running_requests": _statistics("count", running),
+        "waiting_requests": _statistics("count", waiting),
+    })  # fmt: skip
+
+
+def _statistics(units: str, values: npt.NDArray[Any]) -> dict[str, Any] | None:
+    if not len(values):
+        return None
+    percentiles = np.percentile(values, list(_PERCENTILES.values()))
+    return {
+        "units": units,
+        "mean": float(values.mean()),
+        "stddev": float(values.std()),
+        "min": float(values.min()),
+        **{name: float(value) for name, value in zip(_PERCENTILES, percentiles, strict=True)},
+        "max": float(values.max()),
+    }
+
+
+def _mean(units: str, value: float | None) -> dict[str, Any] | None:
+    return None if value is None else {"units": units, "mean": value}
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+# A run as the result file of `vllm bench serve --save-detailed`.
+
+_STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
+_LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
+    """The result with the keys of vLLM 0.32 and no others; lists have one entry per request, in plan order.
+
+    Latencies count from the intended start as everywhere in ebbench, while vLLM counts from the send. They therefore
+    include the time that a request waited under a concurrency cap (``queue_times``, s). Times of requests are in s from
+    the start of the run. A statistic with too few samples is null.
+    """
+    manifest, numbers = run.manifest, summary.to_dict()
+    requests = run.requests
+    closed = max((phase.max_concurrency for phase in manifest.phases), default=None)
+    rate = manifest.facts.get("request_rate")
+    result: dict[str, Any] = {
+        "date": manifest.created.replace("-", "").replace(":", "").replace("T", "-").rstrip("Z"),
+        "endpoint_type": "openai",
+        "backend": "openai",
+        "label": manifest.policy,
+        "model_id": manifest.facts.get("served_model", manifest.model),
+        "tokenizer_id": None,
+        "num_prompts": requests.num_rows,
+        "request_rate": rate if rate is not None else "inf",
+        "burstiness": manifest.facts.get("burstiness", 1.0),
+        "max_concurrency": manifest.max_concurrency or closed,
+        "completed": numbers["completed"],
+        "failed": requests.num_rows - numbers["completed"],
+    }
+    for key in ("duration", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput",
+                "output_throughput", "total_token_throughput"):  # fmt: skip
+        result[key] = numbers[key]
+    lists = _lists(requests, capped=manifest.max_concurrency is not None)
+    result |= lists | _peaks(lists)
+    result["rtfx"] = 0.0  # seconds of audio per second
+    result |= {f"{s}_{name}_ms": numbers[f"{s}_{name}_ms"] for name in _LATENCIES for s in _STATISTICS}
+    return result
+
+
+def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
+    """Write :func:`vllm_result` to ``path``. Raises RunError if it cannot be written."""
+    files.write_text(json.dumps(vllm_result(run, summary), allow_nan=False) + "\n", path)
+
+
+def _lists(requests: pa.Table, *, capped: bool) -> dict[str, list[Any]]:
+    """Lists with one entry per request. Requests wait before they are sent only under a cap (``capped``)."""
+    columns = {name: requests.column(name).to_pylist() for name in requests.column_names}
+    intended, sent = columns["intended_ns"], columns["sent_ns"]
+    ok = [status == "ok" for status in columns["status"]]
+    texts = columns.get("text", [None] * len(ok))
+    return {
+        "input_lens": [n or 0 for n in columns["input_tokens"]],
+        "output_lens": [n or 0 if good else 0 for n, good in zip(columns["output_tokens"], ok, strict=True)],
+        "ttfts": [_since(*row) for row in zip(ok, intended, columns["first_token_ns"], strict=True)],
+        "itls": [
+            [_seconds(g) for g in gaps or ()] if good else [] for gaps, good in zip(columns["itl_ns"], ok, strict=True)
+        ],
+        "latencies": [_since(*row) for row in zip(ok, intended, columns["last_token_ns"], strict=True)],
+        "start_times": [_seconds(i or 0) for i in intended],
+        "queue_times": [_since(capped, *row) for row in zip(intended, sent, strict=True)],
+        "generated_texts": [text or "" for text in texts],
+        "errors": [_error(*pair) for pair in zip(columns["error_class"], columns["error_body"], strict=True)],
+    }
+
+
+def _peaks(lists: Mapping[str, list[Any]]) -> dict[str, float | int]:
+    """Most output tokens and most open requests in one second, counted as vLLM does: in whole seconds from the first
+    start, a request being open in each second that it touches."""
+    done = [row for row, latency in enumerate(lists["latencies"]) if latency > 0]
+    if not done:
+        return {"max_output_tokens_per_s": 0.0, "max_concurrent_requests": 0}
+    start_s = np.array([lists["start_times"][row] for row in done])
+    start_s -= start_s.min()
+    latency_s = np.array([lists["latencies"][row] for row in done])
+    gaps = [np.cumsum([lists["ttfts"][row], *lists["itls"][row]]) for row in done]
+    token_s = np.concatenate([start + times for start, times in zip(start_s, gaps, strict=True)])
+    opened, closed = start_s.astype(int), (start_s + latency_s).astype(int)
+    change = np.bincount(opened, minlength=closed.max() + 2)
+    change -= np.bincount(closed + 1, minlength=len(change))
+    return {
+        "max_output_tokens_per_s": float(np.bincount(token_s.astype(int)).max()),
+        "max_concurrent_requests": int(np.cumsum(change).max()),
+    }
+
+
+def _since(known: bool, start_ns: int | None, end_ns: int | None) -> float:
+    """Seconds between two times; 0 if one is missing, since a server may finish a request whose first token was not
+    seen."""
+    return _seconds(end_ns - start_ns) if known and start_ns is not None and end_ns is not None else 0.0
+
+
+def _error(error_class: str | None, body: str | None) -> str:
+    return ": ".join(part for part in (error_class, body) if part)
+
+
+def _seconds(ns: int) -> float:
+    return ns / 1e9
+
+
+# Exports runs over time as CSV for change-point detection (Apache Otava), one row per commit.
+#
+# A series is one policy in one environment, on one server, under one load and one set of limits, so that its rows are
+# comparable. Several runs of one commit (seeds, restarts) form one row with their geometric mean, at the time of the
+# first run. ebbench's commit says nothing of a server that it did not start: there a row is one measurement (runs
+# that follow each other, no seed twice), and the commit is the version that the server names. A cell is empty if one
+# of the runs lacks the figure.
+
+TIME = "time"
+ATTRIBUTES = ("commit", "policy", "environment", "server", "load", "limits", "seeds", "runs")
+NEXT_MEASUREMENT_S = 6 * 3600
+"""A run that begins so long after the one before it belongs to another measurement of a server."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One CSV file: its name (a safe file stem), the figures that every row has, its text."""
+
+    name: str
+    figures: tuple[str, ...]
+    csv: str
+
+
+@dataclass(frozen=True, order=True)
+class _SeriesKind:
+    """The values that all rows of a series share."""
+
+    policy: str
+    environment: str
+    server: str
+    load: str
+    limits: str
+
+    @property
+    def name(self) -> str:
+        """A unique file stem."""
+        shared = "\n".join((self.environment, *filter(None, (self.server,)), self.load, self.limits))
+        return f"{slug(self.policy)}-{hashlib.sha256(shared.encode()).hexdigest()[:12]}"
+
+
+def series_of(runs: Sequence[Run]) -> list[Series]:
+    """One series per policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
+
+    Raises DataError if no run is left.
+    """
+    groups: dict[_SeriesKind, list[tuple[str, GateUnit]]] = {}
+    for run in runs:
+        if run.manifest.valid:
+            unit = unit_of(run)
+            kind = _SeriesKind(unit.policy, unit.configuration_hash, unit.server, unit.load, unit.slo)
+            groups.setdefault(kind, []).append((_commit(run), unit))
+    if not groups:
+        raise DataError("no valid run to make a history of")
+    return [_series(kind, groups[kind]) for kind in sorted(groups)]
+
+
+def _commit(run: Run) -> str:
+    """The commit of ebbench, which holds simulator and plugin; of a server that runs already, its own version."""
+    if run.manifest.engine == "endpoint":
+        return str(run.manifest.facts.get("server_version") or "")
+    return run.manifest.git_commit or f"ebbench-{run.manifest.versions.get('ebbench', '')}"
+
+
+def _series(kind: _SeriesKind, members: Sequence[tuple[str, GateUnit]]) -> Series:
+    rows = _rows(sorted(members, key=lambda member: member[1].anchor_unix_ns))
+    means = {name: [_geometric_mean(units, name) for _, units in rows] for name in FIGURES}
+    shown = {name: column for name, column in means.items() if any(value is not None for value in column)}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([TIME, *ATTRIBUTES, *shown])
+    for place, (commit, units) in enumerate(rows):
+        values = [_cell(column[place]) for column in shown.values()]
+        writer.writerow(map(csv_cell, (_when(units), commit, *_attributes(kind, units), *values)))
+    whole = tuple(name for name, column in shown.items() if None not in column)
+    return Series(kind.name, whole, text.getvalue())
+
+
+def _rows(members: Sequence[tuple[str, GateUnit]]) -> list[tuple[str, list[GateUnit]]]:
+    """Commits with their runs, in order of time; of a server, measurements."""
+    rows: list[tuple[str, list[GateUnit]]] = []
+    for commit, unit in members:
+        place = next((place for place, (known, _) in enumerate(rows) if known == commit and not unit.server), None)
+        if unit.server and rows and rows[-1][0] == commit and _same_measurement(rows[-1][1], unit):
+            place = len(rows) - 1
+        if place is None:
+            rows.append((commit, []))
+        rows[-1 if place is None else place][1].append(unit)
+    return rows
+
+
+def _same_measurement(units: Sequence[GateUnit], unit: GateUnit) -> bool:
+    """Whether a run of a server belongs to the same measurement as earlier ones."""
+    pause_s = (unit.anchor_unix_ns - units[-1].anchor_unix_ns) / 1e9
+    return pause_s < NEXT_MEASUREMENT_S and all(
+        (unit.seed, unit.plan_hash) != (one.seed, one.plan_hash) for one in units
+    )
+
+
+def _when(units: Sequence[GateUnit]) -> str:
+    earliest = min(unit.anchor_unix_ns for unit in units)
+    return datetime.fromtimestamp(earliest / 1e9, UTC).isoformat(timespec="seconds")
+
+
+def _attributes(kind: _SeriesKind, units: Sequence[GateUnit]) -> list[str]:
+    """The values of ATTRIBUTES, which follow the commit."""
+    seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in units}))
+    return [kind.policy, kind.environment, kind.server, kind.load, kind.limits, seeds, str(len(units))]
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _geometric_mean(units: Sequence[GateUnit], name: str) -> float | None:
+    """None if a unit lacks the figure; 0 if it is 0 for a unit."""
+    values = [value for unit in units if (value := unit.figures[name]) is not None]
+    if len(values) < len(units):
+        return None
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(values) else 0.0
+
+
+def otava_config(series: Sequence[Series]) -> str:
+    """The Otava configuration for the CSV files, without columns that have empty cells, since Otava accepts only
+    numbers."""
+    lines = ["tests:"]
+    for each in series:
+        lines += [
+            f"  {each.name}:",
+            "    type: csv",
+            f"    file: {each.name}.csv",
+            f"    time_column: {TIME}",
+            f"    attributes: [{', '.join(ATTRIBUTES)}]",
+            "    metrics:",
+        ]
+        for name in each.figures:
+            lines += [f"      {name}:", f"        column: {name}", f"        direction: {_direction(name)}"]
+        lines += ["    csv_options:", "      delimiter: ','", "      quote_char: '\"'"]
+    return "\n".join(lines) + "\n"
+
+
+def _direction(name: str) -> int:
+    return 1 if name in HIGHER_IS_BETTER else -1
+
+
+def export(kind: str, runs: Sequence[Run], directory: Path) -> list[Path]:
+    """Write one file per run (``otava``: per series); returns the paths.
+
+    Raises RunError, and DataError for damaged runs.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    return EXPORTS[kind](runs, directory)
+
+
+def _llm_d(runs: Sequence[Run], directory: Path) -> list[Path]:
+    return _documents(runs, directory, "llm-d.json", lambda run: llm_d_report(run, summarise(run)))
+
+
+def _vllm(runs: Sequence[Run], directory: Path) -> list[Path]:
+    return _documents(runs, directory, "vllm.json", lambda run: vllm_result(run, summarise(run)))
+
+
+def _documents(
+    runs: Sequence[Run], directory: Path, ending: str, convert: Callable[[Run], dict[str, Any]]
+) -> list[Path]:
+    written = []
+    for name, run in zip(_names(runs), runs, strict=True):
+        path = directory / f"{name}.{ending}"
+        files.write_bytes(json.dumps(convert(run), indent=2, allow_nan=False).encode() + b"\n", path)
+        written.append(path)
+    return written
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """One unique name per run: the directory's, with its parent's or a number if several runs share it."""
+    names: list[str] = []
+    for run in runs:
+        wanted = candidate = _unique(run, runs)
+        number = 1
+        while candidate in names:
+            number += 1
+            candidate = f"{wanted}-{number}"
+        names.append(candidate)
+    return names
+
+
+def _unique(run: Run, runs: Sequence[Run]) -> str:
+    """The run directory's name, preceded by its parent's if another run has the same name."""
+    name = run.path.resolve().name
+    same = [other for other in runs if other.path.resolve().name == name]
+    return name if len(same) == 1 else f"{run.path.resolve().parent.name}-{name}"
+
+
+def _otava(runs: Sequence[Run], directory: Path) -> list[Path]:
+    series = series_of(runs)
+    written = []
+    for each in series:
+        written.append(directory / f"{each.name}.csv")
+        files.write_bytes(each.csv.encode(), written[-1])
+    files.write_bytes(otava_config(series).encode(), directory / "otava.yaml")
+    return [*written, directory / "otava.yaml"]
+
+
+EXPORTS: dict[str, Callable[[Sequence[Run], Path], list[Path]]] = {"llm-d": _llm_d, "vllm": _vllm, "otava": _otava}

@@ -1,0 +1,139 @@
+"""Stored baselines: a Parquet file with one row per unit, looked up by the hash of the environment."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ebbench.analysis.environment import ENVIRONMENT, differences
+from ebbench.analysis.units import FIGURES, MEASURED, GateUnit
+from ebbench.errors import DataError
+from ebbench.records import files
+
+BASELINES = pa.schema(
+    [
+        pa.field("configuration_hash", pa.string(), nullable=False),
+        *(pa.field(name, pa.string(), nullable=False) for name in ENVIRONMENT),
+        pa.field("policy", pa.string(), nullable=False),
+        pa.field("plan_hash", pa.string(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("virtual", pa.bool_(), nullable=False),
+        pa.field("anchor_unix_ns", pa.int64(), nullable=False),
+        pa.field("run", pa.string(), nullable=False),
+        pa.field("slo", pa.string(), nullable=False),
+        *(pa.field(name, pa.float64()) for name in FIGURES),
+        pa.field("load", pa.string()),
+        *(pa.field(name, pa.float64()) for name in MEASURED if name not in FIGURES),
+        pa.field("until_clear", pa.bool_()),
+    ]
+)
+LATER = frozenset({"load", "until_clear", *MEASURED}) - frozenset(FIGURES)
+"""Columns that older files lack; their rows have no known load or ``until_clear``, and none of these figures."""
+
+
+def save_baseline(units: Sequence[GateUnit], path: Path) -> int:
+    """Store units as the baseline of their environments and policies; returns the number of rows in the file.
+
+    Rows of the same environment, policy and load are replaced, all others stay. Rows of an unknown load are replaced if
+    their plan is stored now.
+    """
+    stored = _read(path) if path.exists() else []
+    measured = {(*_key(unit)[:2], "", unit.plan_hash) for unit in units}
+    replaced = {_key(unit) for unit in units}
+    replaced |= {_key(unit) for unit in stored if (*_key(unit), unit.plan_hash) in measured}
+    rows = [_row(unit) for unit in [*(unit for unit in stored if _key(unit) not in replaced), *units]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_table(pa.Table.from_pylist(rows, schema=BASELINES), path)
+    return len(rows)
+
+
+def _key(unit: GateUnit) -> tuple[str, str, str]:
+    return unit.configuration_hash, unit.policy, unit.load
+
+
+def stored_units(
+    path: Path, candidates: Sequence[GateUnit], allowed: Sequence[str] = (), policy: str | None = None
+) -> list[GateUnit]:
+    """The baseline for the candidates' environment and load: of ``policy``, else of their policy or the only stored
+    one.
+
+    If several environments match because of ``allowed``, the candidates' own comes first, then the newest. Raises
+    DataError if there is none, naming the keys in which the nearest one differs: a missing baseline never passes.
+    """
+    stored, candidate = _read(path), candidates[0]
+    fitting = [unit for unit in stored if not differences(unit.environment, candidate.environment, allowed)]
+    if not fitting:
+        raise DataError(f"{path}: no baseline for this environment{_nearest(stored, candidate, allowed)}")
+    loaded = _of_load(fitting, [unit.load for unit in candidates])
+    if not loaded:
+        found = "; ".join(dict.fromkeys(unit.load for unit in fitting))
+        raise DataError(f"{path}: no baseline of {candidate.load}, only of {found}; store one with --save-baseline")
+    wanted = policy or candidate.policy
+    chosen = _of_one_environment([unit for unit in loaded if unit.policy == wanted] or loaded, candidate)
+    policies = dict.fromkeys(unit.policy for unit in chosen)
+    if len(policies) > 1:
+        raise DataError(f"{path}: no baseline of policy {wanted}, only of {', '.join(policies)}")
+    return chosen
+
+
+def _of_load(units: Sequence[GateUnit], loads: Sequence[str]) -> list[GateUnit]:
+    """Units of these loads; without any, those of unknown load, which are matched by plan later."""
+    return [unit for unit in units if unit.load in loads] or [unit for unit in units if not unit.load]
+
+
+def _of_one_environment(units: Sequence[GateUnit], candidate: GateUnit) -> list[GateUnit]:
+    own = candidate.configuration_hash
+    if all(unit.configuration_hash != own for unit in units):
+        own = max(units, key=lambda unit: unit.anchor_unix_ns).configuration_hash
+    return [unit for unit in units if unit.configuration_hash == own]
+
+
+def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[str]) -> str:
+    found = sorted((differences(unit.environment, candidate.environment, allowed) for unit in stored), key=len)
+    if not found:
+        return "; the file is empty"
+    keys = dict.fromkeys(re.split(r"[.:]", text)[0] for text in found[0])
+    allow = " ".join(f"--allow {key}" for key in keys)
+    return f"; the nearest differs in {'; '.join(found[0])}: store one with --save-baseline, or compare with {allow}"
+
+
+def _read(path: Path) -> list[GateUnit]:
+    if not path.exists():
+        raise DataError(f"{path}: no such baseline; store one with: ebbench gate --save-baseline {path} RUN...")
+    table = files.read_table(path)
+    lacking = [name for name in BASELINES.names if name not in table.column_names and name not in LATER]
+    if lacking:
+        raise DataError(f"{path}: lacks {files.some_columns(lacking)}; not a baseline of ebbench?")
+    return [_unit(row) for row in table.to_pylist()]
+
+
+def _row(unit: GateUnit) -> dict[str, Any]:
+    return {
+        "configuration_hash": unit.configuration_hash,
+        **{name: unit.environment.get(name, "") for name in ENVIRONMENT},
+        **{name: getattr(unit, name) for name in _PLAIN},
+        **unit.figures,
+        "load": unit.load,
+        "until_clear": unit.until_clear,
+    }
+
+
+_PLAIN = ("policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "run", "slo")
+
+
+def _unit(row: dict[str, Any]) -> GateUnit:
+    unit = GateUnit(
+        environment={name: row[name] for name in ENVIRONMENT},
+        figures={name: row.get(name) for name in MEASURED},
+        load=row.get("load") or "",
+        until_clear=bool(row.get("until_clear")),
+        **{name: row[name] for name in _PLAIN},
+    )
+    if unit.configuration_hash != row["configuration_hash"]:
+        raise DataError(f"baseline of {json.dumps(row['run'])}: its configuration hash does not fit its keys")
+    return unit

@@ -1,0 +1,273 @@
+"""Measures the gate's error rates: how often it fails equal sides, and how often it detects an injected slow-down.
+
+A trial is a whole comparison: pairs of simulated server restarts in ABBA order, on the simulator, with step times
+disturbed as on a real machine:
+
+- every restart has its own speed (clocks, memory layout): log-normal, standard deviation ``restart``
+- every step jitters: log-normal, ``step``
+- the machine drifts over the session: ``drift`` per restart, linearly
+- some steps stall: probability ``stall_share``, ten times their length
+
+A slow-down multiplies the candidate's step times. Every pair has a new plan, the same on both sides. Trials with
+sequential rules add pairs until the verdict is known, as ``ebbench gate --max-pairs`` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.metrics import measure
+from ebbench.analysis.statistics import evidence
+from ebbench.analysis.units import GateUnit, figures_of
+from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
+from ebbench.devices import load_device
+from ebbench.devices.base import CostModel, Device, StepShape
+from ebbench.engines.sim import SimEngine
+from ebbench.records.plan import Plan
+from ebbench.spec.server import EngineOptions
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+OPTIONS = EngineOptions(max_num_seqs=32, max_num_batched_tokens=2048)
+REQUESTS, CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 96, 32, 256, 16  # small: a trial has twelve runs or more
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Disturbances of step times, as shares of the undisturbed time."""
+
+    name: str
+    restart: float = 0.01
+    step: float = 0.05
+    drift: float = 0.0
+    stall_share: float = 0.0
+
+
+NOISES = (
+    Noise("restarts differ by 1 %, steps by 5 %"),
+    Noise("and the machine slows by 0.3 % per restart", drift=0.003),
+    Noise("and one step in 200 stalls tenfold", stall_share=0.005),
+)
+SLOWDOWNS = (0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.10)
+
+
+@dataclass(frozen=True)
+class Design:
+    """One kind of trial. ``pairs``: number of pairs, with sequential rules the maximum."""
+
+    noise: Noise
+    slowdown: float
+    pairs: int
+    rules: Rules = DEFAULT_RULES
+
+    def __str__(self) -> str:
+        candidate = f"candidate {self.slowdown:.0%} slower" if self.slowdown else "equal sides"
+        pairs = f"at most {self.pairs}" if self.rules.sequential else f"{self.pairs}"
+        return f"{candidate}, {pairs} pairs, {self.noise.name}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The outcome of one comparison and the number of pairs used."""
+
+    outcome: Outcome
+    pairs: int
+
+
+@dataclass(frozen=True)
+class TrialTally:
+    """Outcomes of all trials of one design; ``pairs``: pairs used per trial."""
+
+    design: Design
+    failed: int
+    passed: int
+    inconclusive: int
+    pairs: tuple[int, ...] = ()
+
+    @property
+    def trials(self) -> int:
+        """Number of trials."""
+        return self.failed + self.passed + self.inconclusive
+
+    def share(self, outcome: Outcome) -> float:
+        """Share of trials with this outcome."""
+        return {"fail": self.failed, "pass": self.passed, "inconclusive": self.inconclusive}[outcome] / self.trials
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Trials of equal sides under each noise and of slow-downs under the first, with fixed and sequential rules."""
+
+    equal: tuple[TrialTally, ...]
+    slowed: tuple[TrialTally, ...]
+    equal_sequential: tuple[TrialTally, ...] = ()
+    slowed_sequential: tuple[TrialTally, ...] = ()
+
+
+def run_self_test(
+    *,
+    trials: int = 1_000,
+    power_trials: int = 200,
+    pairs: int = 6,
+    max_pairs: int = MAX_PAIRS,
+    rules: Rules = DEFAULT_RULES,
+    seed: int = 0,
+    tried: Try | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> SelfTest:
+    """Try the gate ``trials`` times per noise on equal sides and ``power_trials`` times per slow-down.
+
+    Sequential trials need more pairs, so there are fewer: a quarter of ``trials`` per noise, a fifth of
+    ``power_trials`` per slow-down. ``tried`` runs all tasks, once, and yields results in any order (worker processes
+    are started once, not per design); the default runs them one after another in this process. ``say`` gets a line
+    per design when its trials are done.
+    """
+    tried = tried or one_by_one
+    looked = replace(rules, sequential=True)
+    groups = [
+        [(Design(noise, 0.0, pairs, rules), trials) for noise in NOISES],
+        [(Design(NOISES[0], slowdown, pairs, rules), power_trials) for slowdown in SLOWDOWNS],
+        [(Design(noise, 0.0, max_pairs, looked), max(trials // 4, 1)) for noise in NOISES],
+        [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 5, 1)) for slowdown in SLOWDOWNS[2:]],
+    ]
+    designs = [design for group in groups for design, _ in group]
+    counts = [count for group in groups for _, count in group]
+    tasks = [
+        (number, designs[number], seed + number * 1_000_000 + each)
+        for number, count in enumerate(counts)
+        for each in range(count)
+    ]
+    found: list[list[Trial]] = [[] for _ in designs]
+    done = itertools.count(1)
+    for number, result in tried(tasks):
+        found[number].append(result)
+        if len(found[number]) == counts[number]:
+            tally = _tally(designs[number], found[number])
+            say(
+                f"{next(done)} of {len(designs)}: {tally.design}: {tally.failed} of {tally.trials} failed, "
+                f"{tally.passed} passed"
+            )
+    tallies = iter(_tally(design, results) for design, results in zip(designs, found, strict=True))
+    return SelfTest(*(tuple(itertools.islice(tallies, len(group))) for group in groups))
+
+
+Task = tuple[int, Design, int]
+"""Number of the design, the design, the seed of the trial."""
+Try = Callable[[Sequence[Task]], Iterable[tuple[int, Trial]]]
+
+
+def run_trial(task: Task) -> tuple[int, Trial]:
+    """Run the trial of a design from a seed; called in worker processes. Returns the number of its design with it."""
+    number, design, seed = task
+    return number, trial(design, seed)
+
+
+def one_by_one(tasks: Sequence[Task]) -> Iterable[tuple[int, Trial]]:
+    """Run trials one after another in this process."""
+    return map(run_trial, tasks)
+
+
+def trial(design: Design, seed: int) -> Trial:
+    """Run one comparison from its seed."""
+    drawn = np.random.default_rng(seed)
+    least = pairs_needed(design.rules, len(design.rules.gated)) if design.rules.sequential else design.pairs
+    pairs: list[Pair] = []
+    outcome: Outcome = "inconclusive"
+    for index in range(design.pairs):
+        pairs.append(_pair(design, index, seed, drawn))
+        if len(pairs) >= least:
+            outcome = judge(pairs, design.rules, with_detectable=False).outcome
+            if outcome != "inconclusive":
+                break
+    return Trial(outcome, len(pairs))
+
+
+def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> Pair:
+    """One restart of each side on a new plan, the candidate first in every second pair."""
+    plan_seed = seed * 100 + index
+    plan = build_plan(
+        "balanced",
+        num_prompts=REQUESTS,
+        seed=plan_seed,
+        max_concurrency=CONCURRENCY,
+        input_len=INPUT_TOKENS,
+        output_len=OUTPUT_TOKENS,
+    )
+    order = (0.0, design.slowdown) if index % 2 == 0 else (design.slowdown, 0.0)
+    figures = [_restart(design.noise, slowdown, 2 * index + place, plan, drawn) for place, slowdown in enumerate(order)]
+    sides = [
+        GateUnit({}, "v1", str(plan_seed), plan_seed, False, 2 * index + place, "", found)
+        for place, found in enumerate(figures)
+    ]
+    return Pair(*sides) if index % 2 == 0 else Pair(sides[1], sides[0])
+
+
+def pairs_by_spread(
+    ratios: Sequence[float], *, margin: float = 0.03, confidence: float = 0.95, draws: int = 1_000
+) -> list[tuple[float, float, float]]:
+    """For each ratio of the losses' spread to the margin: pairs until one figure of equal sides passes.
+
+    Rows of (ratio, median, 90th percentile); losses drawn from a normal distribution; infinite beyond 200 pairs.
+    """
+    rows = []
+    limit, level = math.log1p(margin), (1 - confidence) / 2
+    for ratio in ratios:
+        losses = np.random.default_rng(7).normal(0.0, ratio * limit, (draws, 200))
+        known = [evidence(-each, -limit) >= 1 / level for each in losses]
+        counts = [float(np.argmax(each)) + 1 if each.any() else math.inf for each in known]
+        middle, upper = np.quantile(counts, (0.5, 0.9), method="higher")
+        rows.append((ratio, float(middle), float(upper)))
+    return rows
+
+
+def _restart(
+    noise: Noise, slowdown: float, number: int, plan: Plan, drawn: np.random.Generator
+) -> dict[str, float | None]:
+    """The figures of one run of the plan on a server of this speed."""
+    speed = math.exp(drawn.normal(0.0, noise.restart)) * (1 + noise.drift * number) * (1 + slowdown)
+    device = _device()
+    disturbed = replace(
+        device, cost=_Disturbed(device.cost, speed, noise, np.random.default_rng(drawn.integers(2**63)))
+    )
+    result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS)
+    return figures_of(measure(RequestColumns.of(result.requests)))
+
+
+class _Disturbed:
+    """A cost model with noise; created anew for every restart."""
+
+    def __init__(self, cost: CostModel, speed: float, noise: Noise, drawn: np.random.Generator) -> None:
+        self._cost, self._speed, self._noise, self._drawn = cost, speed, noise, drawn
+        self._factors: list[float] = []
+
+    def step_s(self, shape: StepShape) -> float:
+        """The model's step time (s) with noise."""
+        if not self._factors:
+            factors = self._speed * np.exp(self._drawn.normal(0.0, self._noise.step, 512))
+            if self._noise.stall_share:
+                factors *= np.where(self._drawn.random(512) < self._noise.stall_share, 10.0, 1.0)
+            self._factors = factors.tolist()
+        return self._cost.step_s(shape) * self._factors.pop()
+
+
+@cache
+def _device() -> Device:
+    return load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=32, max_num_batched_tokens=2048)
+
+
+def _tally(design: Design, trials: Sequence[Trial]) -> TrialTally:
+    outcomes = [each.outcome for each in trials]
+    pairs = tuple(each.pairs for each in trials)
+    return TrialTally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
+
+
+def false_alarms(tallies: Sequence[TrialTally]) -> float:
+    """The highest share of failed trials of equal sides."""
+    return max(tally.share("fail") for tally in tallies)

@@ -1,0 +1,322 @@
+"""The gate's verdict as console text, JSON, JUnit XML and a GitHub job summary."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+from xml.etree import ElementTree as Xml
+
+import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ebbench import __version__
+from ebbench.analysis.units import LABELS
+from ebbench.analysis.verdict import Judged, Outcome, Verdict
+from ebbench.gate import self_test as gate_trials
+from ebbench.gate.self_test import SelfTest, TrialTally
+from ebbench.render import numbers
+from ebbench.untrusted import markdown
+
+
+def self_test_page(done: SelfTest) -> str:
+    """False alarms by noise and power by slow-down, both with fixed and with sequential pairs, and the method."""
+    design = done.equal[0].design
+    rules = design.rules
+    worst = gate_trials.false_alarms(done.equal)
+    lines = [
+        "# The gate tried on itself",
+        "",
+        f"ebbench {__version__}; made by `ebbench gate --self-test --trials {done.equal[0].trials} --report FILE`.",
+        "",
+        f"A trial is a whole comparison: {design.pairs} pairs of simulated server restarts in ABBA order, a new plan "
+        f"of {gate_trials.REQUESTS} requests in every pair, run on the simulator (rtx-pro-6000, qwen3-8b, policy v1) "
+        "with disturbed step times, reduced and judged by the same code as measured runs. "
+        f"Rules: margin {100 * rules.default_margin:g} %, alpha {rules.alpha:g}, Holm over the three gated figures.",
+        "",
+        "## False alarms: two equal sides",
+        "",
+        *_table("noise", [(tally.design.noise.name, tally) for tally in done.equal]),
+        "",
+        f"Highest share of failures: {worst:.1%} (aim: at most 5 %). The numbers in brackets are 95 % Wilson bounds.",
+        "",
+        "## Power: the candidate's steps made slower",
+        "",
+        *_table("slow-down", [(f"{tally.design.slowdown:.0%}", tally) for tally in done.slowed]),
+        "",
+        f"A slow-down below the margin of {100 * rules.default_margin:g} % is allowed, so a failure there is no "
+        "detection that was asked for; one above it that does not fail is inconclusive far more often than passed.",
+        "",
+        *_sequential(done),
+        *_spreads(rules.default_margin),
+    ]
+    return "\n".join(lines)
+
+
+# The gate's self-test as Markdown.
+
+
+def _sequential(done: SelfTest) -> list[str]:
+    """The same tables for pairs measured until the verdict is known."""
+    most = done.equal_sequential[0].design.pairs
+    worst = gate_trials.false_alarms(done.equal_sequential)
+    return [
+        "## Pairs until the answer is known",
+        "",
+        f"As `--max-pairs {most}` measures them: judged after every pair from the sixth on, by p-values and bounds "
+        "that hold at every look (ebbench/analysis/sequential.py). Pairs: median, in brackets the 90th percentile.",
+        "",
+        *_table("two equal sides", [(t.design.noise.name, t) for t in done.equal_sequential], pairs=True),
+        "",
+        f"Highest share of failures: {worst:.1%} (aim: at most 5 %).",
+        "",
+        *_table("slow-down", [(f"{t.design.slowdown:.0%}", t) for t in done.slowed_sequential], pairs=True),
+        "",
+    ]
+
+
+RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+
+
+def _spreads(margin: float) -> list[str]:
+    """Number of pairs by the spread between pairs, for machines with other noise."""
+    rows = [
+        f"| {ratio:g} | {_count(median)} | {_count(upper)} |"
+        for ratio, median, upper in gate_trials.pairs_by_spread(RATIOS, margin=margin)
+    ]
+    return [
+        "## Pairs by the spread between them",
+        "",
+        f"How many pairs equal sides take to pass for one figure, by the standard deviation of the pairs' losses over "
+        f"the margin (drawn from a normal distribution; margin {100 * margin:g} %).",
+        "",
+        "| spread over margin | pairs, median | pairs, 90th percentile |",
+        "|---:|---:|---:|",
+        *rows,
+        "",
+    ]
+
+
+def _count(pairs: float) -> str:
+    return "more than 200" if math.isinf(pairs) else f"{pairs:g}"
+
+
+def _table(head: str, rows: Sequence[tuple[str, TrialTally]], *, pairs: bool = False) -> list[str]:
+    lines = [
+        f"| {head} | trials | failed | passed | inconclusive |" + (" pairs |" if pairs else ""),
+        "|---|---:|---:|---:|---:|" + ("---:|" if pairs else ""),
+    ]
+    for name, tally in rows:
+        shares = " | ".join(_share(count, tally.trials) for count in (tally.failed, tally.passed, tally.inconclusive))
+        taken = [int(count) for count in np.quantile(tally.pairs, (0.5, 0.9), method="higher")] if pairs else []
+        lines.append(f"| {name} | {tally.trials} | {shares} |" + (f" {taken[0]} ({taken[1]}) |" if pairs else ""))
+    return lines
+
+
+def _share(count: int, trials: int) -> str:
+    low, high = wilson(count, trials)
+    return f"{count / trials:.1%} ({low:.1%}–{high:.1%})"
+
+
+def wilson(count: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % confidence bounds of a share (Wilson's score interval)."""
+    share = count / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    reach = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials * trials)) ** 0.5
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+WORDS: dict[Outcome, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
+_ROWS: dict[Outcome, str] = {"pass": "inside margin", "fail": "worse", "inconclusive": "undecided"}
+"""Words for single figures; PASS and FAIL are words for the whole gate."""
+EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 5}
+_STYLES: dict[Outcome, str] = {"pass": "green", "fail": "bold red", "inconclusive": "yellow"}
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def console(verdict: Verdict) -> RenderableType:
+    """The verdict, its table, and notes."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for header in HEADERS:
+        table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
+    for entry in verdict.judged:
+        table.add_row(*_cells(entry), style=None if entry.gated else "dim")
+    head = Text(f"{WORDS[verdict.outcome]}: {verdict.reason}.", style=_STYLES[verdict.outcome])
+    return Group(head, Text(), table, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
+
+
+HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "")
+
+
+def _cells(entry: Judged) -> list[str]:
+    return [
+        LABELS[entry.figure],
+        _value(entry.figure, entry.baseline),
+        _value(entry.figure, entry.candidate),
+        _percent(entry.loss),
+        interval(entry),
+        f"{entry.p_adjusted:.3f}",
+        _ROWS[entry.outcome] if entry.gated else "advisory",
+    ]
+
+
+def _legend(verdict: Verdict) -> str:
+    head = (
+        f"{len(verdict.pairs)} pairs; worse by: latency over the baseline's, baseline's rate over the candidate's, "
+        "geometric mean over the pairs, negative is better; "
+    )
+    if verdict.rules.sequential:
+        return (
+            f"{head}p (one-sided: is the candidate worse?) and interval hold at every look (e-process), p "
+            f"Holm-adjusted. Margin: {_margins(verdict)}."
+        )
+    return (
+        f"{head}p: exact sign-flip test, one-sided (is the candidate worse?), Holm-adjusted. "
+        f"Minimum detectable loss (failed with 80 % probability) and margin: {detectable(verdict)}."
+    )
+
+
+def detectable(verdict: Verdict) -> str:
+    """The minimum detectable effect and the margin of every gated figure."""
+    parts = []
+    for entry in verdict.judged:
+        if entry.gated:
+            smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
+            parts.append(f"{LABELS[entry.figure]} {smallest} ({100 * entry.margin:g} %)")
+    return ", ".join(parts) or "nothing is gated"
+
+
+def _margins(verdict: Verdict) -> str:
+    """The margin of every gated figure."""
+    gated = [entry for entry in verdict.judged if entry.gated]
+    return ", ".join(f"{LABELS[entry.figure]} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
+
+
+def interval(entry: Judged) -> str:
+    """The interval as ``+1.2 to +3.4 %``."""
+    return f"{_percent(entry.low).removesuffix(' %')} to {_percent(entry.high)}"
+
+
+def notes(verdict: Verdict) -> list[str]:
+    """Notes and the figures that could not be judged."""
+    skipped = [
+        f"not judged: {', '.join(LABELS[f] for f, reason in verdict.skipped.items() if reason == why)}; {why}"
+        for why in dict.fromkeys(verdict.skipped.values())
+    ]
+    return [f"note: {text}" for text in (*verdict.notes, *skipped)]
+
+
+def to_json(verdict: Verdict) -> dict[str, Any]:
+    """One JSON object; infinite bounds are null."""
+    return {
+        "outcome": verdict.outcome,
+        "reason": verdict.reason,
+        "exit_code": EXIT_CODES[verdict.outcome],
+        "sequential": verdict.rules.sequential,
+        "pairs": [
+            {"plan_hash": pair.baseline.plan_hash, "seed": pair.baseline.seed, "baseline": pair.baseline.run,
+             "candidate": pair.candidate.run}
+            for pair in verdict.pairs
+        ],
+        "figures": [_finite(asdict(entry)) for entry in verdict.judged],
+        "skipped": dict(verdict.skipped),
+        "notes": list(verdict.notes),
+    }  # fmt: skip
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+
+
+def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
+    """JUnit XML: one test case per figure. Inconclusive counts as an error, since it must not pass."""
+    gated = [entry for entry in verdict.judged if entry.gated]
+    suite = Xml.Element("testsuite", name=_legal(name), tests=str(len(verdict.judged)))
+    for entry in verdict.judged:
+        case = Xml.SubElement(suite, "testcase", classname=_legal(name), name=entry.figure)
+        if not entry.gated:
+            Xml.SubElement(case, "skipped", message="advisory")
+        elif entry.outcome == "fail":
+            Xml.SubElement(case, "failure", message=sentence(entry))
+        elif verdict.outcome == "inconclusive":
+            Xml.SubElement(case, "error", message=sentence(entry) if entry.outcome != "pass" else verdict.reason)
+        Xml.SubElement(case, "system-out").text = _legal(sentence(entry))
+    if not gated:
+        case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
+        Xml.SubElement(case, "error", message=_legal(verdict.reason))
+        suite.set("tests", str(len(verdict.judged) + 1))
+    for tag, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+        suite.set(attribute, str(len(suite.findall(f"testcase/{tag}"))))
+    return _document(suite)
+
+
+def junit_of_error(message: str, name: str = "ebbench gate") -> bytes:
+    """JUnit XML of a gate that could not give a verdict: one test case with an error."""
+    suite = Xml.Element("testsuite", name=_legal(name), tests="1", failures="0", errors="1", skipped="0")
+    case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
+    Xml.SubElement(case, "error", message=_legal(message))
+    return _document(suite)
+
+
+def _document(suite: Xml.Element) -> bytes:
+    root = Xml.Element("testsuites")
+    root.append(suite)
+    Xml.indent(root)
+    content: bytes = Xml.tostring(root, encoding="utf-8", xml_declaration=True)
+    return content + b"\n"
+
+
+def _legal(text: str) -> str:
+    """The text without characters that XML 1.0 does not allow."""
+    return _ILLEGAL.sub("�", text)
+
+
+def sentence(entry: Judged) -> str:
+    """One figure in words."""
+    return (
+        f"{LABELS[entry.figure]}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
+        f"{_percent(entry.loss)} worse ({interval(entry)}), p = {entry.p_adjusted:.3f}, "
+        f"margin {100 * entry.margin:g} %"
+    )
+
+
+def summary(verdict: Verdict) -> str:
+    """A GitHub job summary."""
+    icon = {"pass": "✅", "fail": "❌", "inconclusive": "⚠️"}[verdict.outcome]
+    lines = [
+        f"## {icon} {WORDS[verdict.outcome]}",
+        "",
+        f"{markdown(verdict.reason)}.",
+        "",
+        *markdown_table(verdict.judged),
+    ]
+    lines += ["", _legend(verdict), *(f"- {markdown(line)}" for line in notes(verdict))]
+    return "\n".join(lines) + "\n"
+
+
+def summary_of_error(message: str, exit_code: int) -> str:
+    """GitHub job summary of a gate that could not give a verdict."""
+    return f"## ⛔ NOT JUDGED (exit code {exit_code})\n\n{markdown(message)}\n"
+
+
+def markdown_table(judged: Sequence[Judged]) -> list[str]:
+    """The figures as lines of a Markdown table."""
+    head = [header or "verdict" for header in HEADERS]
+    rows = [[markdown(cell) for cell in _cells(entry)] for entry in judged]
+    rule = ["---", *["---:"] * (len(head) - 2), "---"]
+    return [f"| {' | '.join(row)} |" for row in [head, rule, *rows]]
+
+
+def _value(figure: str, value: float) -> str:
+    return numbers.duration_ms(value) if figure.endswith("_ms") else numbers.rate(value)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %" if math.isfinite(share) else ("∞" if share > 0 else "-∞")

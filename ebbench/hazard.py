@@ -1,0 +1,263 @@
+"""Tests whether the completion hazard rises, on the empirical hazard (Zhang et al. 2026, appendix E.4).
+
+Both tests use ``h(t)`` up to the 95th percentile of the lengths, as in the paper: Mann-Kendall (no trend against a
+monotone one) and linear regression (zero slope against non-zero), from ``pymannkendall`` and ``scipy``.
+
+If more than 1 % of the responses have the maximum length, that length is a limit: these responses are right-censored,
+so they count as survivors there and not as completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from ebbench.errors import DataError, InputFileError, UsageError
+from ebbench.extras import need
+from ebbench.foreign.opening import DOCUMENT_BYTES, read_text
+from ebbench.records.run import MANIFEST, Run
+from vllm_eb.hazard import MIN_SURVIVORS, CensoredHazard, HazardEstimate, SlidingHazard, empirical_hazard
+
+LEVEL = 0.05
+QUANTILE = 0.95
+LIMIT_SHARE = 0.01
+_MIN_POINTS = 4  # neither test is meaningful with fewer points
+
+
+@dataclass(frozen=True)
+class TrendTests:
+    """Two tests of the trend of h(t) for t in [t_min, t_max] tokens. ``tau`` is Kendall's; ``slope`` is per token^2."""
+
+    t_min: int
+    t_max: int
+    points: int
+    tau: float
+    mann_kendall_p: float
+    slope: float
+    intercept: float
+    regression_p: float
+    r_squared: float
+
+    @property
+    def rising(self) -> bool:
+        """Whether both tests find a rising trend at the 5 % level."""
+        mann_kendall = self.tau > 0 and self.mann_kendall_p < LEVEL
+        return mann_kendall and self.slope > 0 and self.regression_p < LEVEL
+
+    @property
+    def verdict(self) -> str:
+        """The result in words."""
+        if self.rising:
+            return "increasing failure rate (IFR): both tests find a rising hazard"
+        if self.tau < 0 and self.mann_kendall_p < LEVEL and self.slope < 0 and self.regression_p < LEVEL:
+            return "decreasing failure rate (DFR): both tests find a falling hazard"
+        if min(self.mann_kendall_p, self.regression_p) < LEVEL:
+            return "undecided: the two tests disagree"
+        return "no trend found: a constant hazard (CFR) is not rejected"
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Empirical hazard of output lengths (tokens), the tests, and both estimators' fits ``p0 + eta t``.
+
+    ``survivors[i]`` requests have at least ``t[i]`` tokens. Points above ``t_reliable`` (the 95th percentile or the
+    limit) rest on few requests. ``limit``: the length at which responses were cut, with ``censored_samples`` of them;
+    None if there is none. The ``published`` estimator treats cut responses as complete, as it does in service. If all
+    responses are equally long, there are neither tests nor fits.
+    """
+
+    t: npt.NDArray[np.int64]
+    h: npt.NDArray[np.float64]
+    survivors: npt.NDArray[np.int64]
+    t_reliable: int
+    limit: int | None
+    censored_samples: int
+    samples: int
+    mean: float
+    std: float
+    tests: TrendTests | None
+    published: HazardEstimate | None
+    censored: HazardEstimate | None
+
+    @property
+    def untested(self) -> str | None:
+        """Why there are no tests; None if there are."""
+        if self.tests is not None:
+            return None
+        if self.std == 0:
+            return f"every response has {self.t[-1]:,} tokens: there is no trend to test and no hazard to fit"
+        return "too few different lengths to test for a trend"
+
+    def binned(self, bins: int = 40) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Midpoints (tokens) and hazards per token of equal bins over the reliable range: completions over tokens at
+        risk."""
+        inside = self.t <= self.t_reliable
+        edges = np.linspace(0, self.t_reliable, min(bins, self.t_reliable) + 1)
+        which = np.clip(np.searchsorted(edges, self.t[inside], "left") - 1, 0, len(edges) - 2)
+        ended = np.bincount(which, self.h[inside] * self.survivors[inside], len(edges) - 1)
+        exposed = np.bincount(which, self.survivors[inside].astype(float), len(edges) - 1)
+        return (edges[:-1] + edges[1:]) / 2, ended / np.maximum(exposed, 1)
+
+
+def analyse_lengths(lengths: npt.ArrayLike) -> Hazard:
+    """Hazard, tests and fits of output lengths (tokens; at least one)."""
+    outputs = np.asarray(lengths, np.int64)
+    varied = np.ptp(outputs) > 0
+    ended, cut, limit = split_at_limit(outputs)
+    t, h, survivors = empirical_hazard(ended, cut)
+    return Hazard(
+        t=t,
+        h=h,
+        survivors=survivors,
+        t_reliable=_reliable(outputs, limit),
+        limit=limit,
+        censored_samples=len(cut),
+        samples=len(outputs),
+        mean=float(outputs.mean()),
+        std=float(outputs.std()),
+        tests=trend_tests(outputs),
+        published=_fit(SlidingHazard(window=len(outputs)), outputs, outputs[:0]) if varied else None,
+        censored=_fit(CensoredHazard(window=len(outputs)), ended, cut) if varied else None,
+    )
+
+
+def split_at_limit(outputs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int | None]:
+    """Responses that ended, responses cut at a limit, and the limit (None if there is none)."""
+    greatest = int(outputs.max())
+    cut = outputs == greatest
+    if cut.all() or cut.mean() <= LIMIT_SHARE:
+        return outputs, outputs[:0], None
+    return outputs[~cut], outputs[cut], greatest
+
+
+def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
+    """Both tests; None if all lengths are equal or there are too few points. Raises EbbenchError without scipy."""
+    outputs = np.asarray(lengths, np.int64)
+    if np.ptp(outputs) == 0:  # the hazard is zero before that length: no trend
+        return None
+    ended, cut, limit = split_at_limit(outputs)
+    t, h, survivors = empirical_hazard(ended, cut)
+    last = _reliable(outputs, limit)
+    keep = (t <= last) & (survivors >= MIN_SURVIVORS)
+    if int(keep.sum()) < _MIN_POINTS or np.ptp(h[keep]) == 0:
+        return None
+    mann_kendall, linregress = _tests()
+    trend = mann_kendall(h[keep], alpha=LEVEL)
+    line = linregress(t[keep], h[keep])
+    return TrendTests(
+        t_min=1,
+        t_max=last,
+        points=int(keep.sum()),
+        tau=float(trend.Tau),
+        mann_kendall_p=float(trend.p),
+        slope=float(line.slope),
+        intercept=float(line.intercept),
+        regression_p=float(line.pvalue),
+        r_squared=float(line.rvalue) ** 2,
+    )
+
+
+def _reliable(outputs: npt.NDArray[np.int64], limit: int | None) -> int:
+    last = int(np.quantile(outputs, QUANTILE, method="lower"))
+    return last if limit is None else min(last, limit - 1)
+
+
+def _fit(
+    estimator: SlidingHazard | CensoredHazard, ended: npt.NDArray[np.int64], running: npt.NDArray[np.int64]
+) -> HazardEstimate | None:
+    for length in ended.tolist():
+        estimator.observe(length)
+    return estimator.estimate(running)
+
+
+def _tests() -> tuple[Any, Any]:
+    purpose = "testing a hazard for a trend"
+    kendall = need("pymannkendall", purpose)
+    return kendall.original_test, need("scipy.stats", purpose).linregress
+
+
+# Reads output lengths for a hazard analysis: from a workload, a trace, a list of numbers or a stored run.
+
+
+@dataclass(frozen=True)
+class OutputLengths:
+    """Output tokens of complete responses, and their source."""
+
+    output_tokens: npt.NDArray[np.int64]
+    mean_input: float | None
+    name: str
+    source: str
+
+
+def read_lengths(
+    what: str, *, source: str = "auto", num_prompts: int | None = None, seed: int = 0, **plan: str | int | None
+) -> OutputLengths:
+    """Lengths of a workload name, ``log:FILE``, a TOML file, a run directory, or a file of numbers or of a trace.
+
+    The other arguments are those of build_plan. Raises UsageError, InputFileError, DataError.
+    """
+    path = Path(what).expanduser()
+    chosen = {"source": None if source == "auto" else source, "num_prompts": num_prompts, "seed": seed or None, **plan}
+    if (path / MANIFEST).exists():
+        _refuse(chosen, f"{path} is a run")
+        return _of_run(path)
+    if path.is_dir():
+        raise DataError(f"{path}: holds no {MANIFEST}; give one run directory")
+    if path.is_file() and path.suffix != ".toml":
+        numbers = _numbers(path)
+        if numbers is not None:
+            _refuse(chosen, f"{path} is a list of lengths")
+            return OutputLengths(numbers, None, path.name, f"file:{path}")
+        what = f"trace:{path}"
+    return _of_plan(what, source, num_prompts, seed, plan)
+
+
+def _refuse(chosen: Mapping[str, str | int | None], owner: str) -> None:
+    """Raise UsageError for options that do not apply to a stored run or a list."""
+    given = ["--" + name.replace("_", "-") for name, value in chosen.items() if value is not None]
+    if given:
+        raise UsageError(f"{owner} and is used completely; leave out {', '.join(given)}")
+
+
+def _of_run(path: Path) -> OutputLengths:
+    run = Run.load(path)
+    table = run.table("requests", ["status", "input_tokens", "output_tokens"])
+    done = table.filter(pc.equal(table["status"], "ok"))
+    if not done.num_rows:
+        raise DataError(f"{path}: no request completed, so there are no output lengths")
+    outputs = done["output_tokens"].to_numpy().astype(np.int64)
+    return OutputLengths(outputs, float(pc.mean(done["input_tokens"]).as_py()), path.name, f"run:{path}")
+
+
+def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> OutputLengths:
+    from ebbench.workloads import build_plan
+    from ebbench.workloads.options import is_recorded
+
+    # A closed loop, since only lengths are needed, not the times of a trace.
+    scenario = "saturated" if is_recorded(what) else None
+    built = build_plan(what, scenario, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
+    outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
+    mean_input = float(built.table["input_tokens"].to_numpy().mean())
+    return OutputLengths(outputs, mean_input, what, str(built.facts.get("source", "")))
+
+
+def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
+    """One length per line after an optional heading; None if the file has another format. Raises InputFileError."""
+    lines = [line.strip() for line in read_text(path, DOCUMENT_BYTES).splitlines()]
+    filled = [line for line in lines if line]
+    if filled and not filled[0].isdigit() and len(filled) > 1 and filled[1].isdigit():
+        filled = filled[1:]
+    if not filled:
+        raise UsageError(f"{path} is empty; give one output length per line, or a trace")
+    if not filled[0].isdigit():
+        return None
+    for number, line in enumerate(lines, start=1):
+        if line in filled and not (line.isdigit() and int(line) >= 1):
+            raise InputFileError(path, f"expected an output length of at least one token, found {line[:40]!r}", number)
+    return np.array([int(line) for line in filled], np.int64)

@@ -1,1 +1,0 @@
-"""Tables of Mohanty et al. (EuroMLSys 2025)."""

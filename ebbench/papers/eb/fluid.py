@@ -1,0 +1,141 @@
+"""Errors of the fluid approximation: table 8 of the EB paper (appendix B.3), measured against the exact chain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbench.analysis.documents import Column, Document, Section, Value, labels
+from ebbench.devices.linear import published_calibration
+from ebbench.devices.profiles import find_model, find_profile
+from ebbench.errors import UsageError
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title
+from ebbench.papers.table import PaperOptions, PaperTable, Published
+from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
+from vllm_eb.calibration import Calibration
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
+from vllm_eb.theory import base_threshold
+
+# Table 8 of the EB paper (appendix B.3): the errors of the fluid approximation, measured against the exact chain.
+
+BATCHES = (64, 256, 1024)
+MEAN_INPUT, MEAN_OUTPUT = 512, 256  # tokens
+PHASES = 4000  # simulated, for the fluctuation
+_PRINTED = (
+    ("stochastic fluctuation", "N^-1/2, a few percent", "yes"),
+    ("discretisation and overshoot", "bounded", "no"),
+    ("integer rounding", "1/N", "yes"),
+    ("continuous-time limit", "p0, below the first", "no, with p0"),
+)
+_TOTAL, _LOSS = "expected time, all together", "requests/s lost"
+
+
+@dataclass(frozen=True)
+class FluidErrors:
+    """Relative errors of a decode phase's time.
+
+    ``fluctuation``: standard deviation of one phase's time. The others are errors of the expected time, one step of the
+    approximation after the other. ``loss``: throughput at the paper's threshold relative to the exact chain's best one.
+    """
+
+    fluctuation: float
+    discretisation: float
+    rounding: float
+    continuous: float
+    loss: float
+
+    @property
+    def total(self) -> float:
+        """All steps together: the closed form's expected time against the exact chain's."""
+        return (1 + self.discretisation) * (1 + self.rounding) * (1 + self.continuous) - 1
+
+
+def fluid_errors(cost: Calibration, batch: int, p0: float, mean_input: float) -> FluidErrors:
+    """Errors at the threshold theta0 of Prop. 3.1, for geometric answers of hazard ``p0`` per iteration.
+
+    From the exact chain (random completions, whole iterations, a whole number of slots) to its mean path that stops at
+    any instant, then at any share of the batch, and with exp(-p0 t) in place of (1-p0)^t.
+    """
+    theta = base_threshold(p0, cost.alpha_p, cost.alpha_d)
+    threshold = max(1, round(theta * batch))
+    model = DeferredModel(batch, p0, cost.alpha_p, cost.alpha_d, cost.beta_d, cost.beta_p * mean_input)
+    chain = exact_chain(model)
+    at = threshold - 1
+    exact_s = float(cost.alpha_d * chain.e_n1[at] + cost.beta_d * (batch - chain.e_x_s[at]) / p0)
+
+    def path_s(share: float) -> float:
+        return cost.alpha_d * math.log1p(-share) / math.log1p(-p0) + cost.beta_d * batch * share / p0
+
+    closed_s = (cost.alpha_d * -math.log1p(-theta) + cost.beta_d * batch * theta) / p0
+    steps_s = (exact_s, path_s(threshold / batch), path_s(theta), closed_s)
+    discretisation, rounding, continuous = (after / before - 1 for before, after in pairwise(steps_s))
+    phases_s = _phase_times(cost, batch, p0, threshold)
+    loss = float(chain.throughput[at] / chain.throughput.max() - 1)
+    fluctuation = float(phases_s.std() / phases_s.mean())
+    return FluidErrors(fluctuation, discretisation, rounding, continuous, loss)
+
+
+def _phase_times(cost: Calibration, batch: int, p0: float, threshold: int) -> NDArray[np.float64]:
+    """Times (s) of simulated decode phases that end when ``threshold`` requests have ended."""
+    draws = np.random.default_rng(0)
+    running, spent_s = np.full(PHASES, batch), np.zeros(PHASES)
+    while (decoding := running > batch - threshold).any():
+        spent_s += np.where(decoding, cost.alpha_d + cost.beta_d * running, 0.0)
+        running = np.where(decoding, running - draws.binomial(running, p0), running)
+    return spent_s
+
+
+def _calibration(device: str, model: str) -> Calibration:
+    found = published_calibration(find_profile(device), find_model(model))
+    if found is None:
+        raise UsageError(f"no linear costs of {model} on {device} are published, from which the errors would follow")
+    return found
+
+
+def _section(device: str, model: str) -> Section:
+    cost, p0 = _calibration(device, model), 1 / MEAN_OUTPUT
+    found = [fluid_errors(cost, batch, p0, MEAN_INPUT) for batch in BATCHES]
+    columns = labels("source", "printed error", "vanishes as N grows")
+    columns += tuple(Column(f"N = {batch:,}", "change", ours=True, show=_percent) for batch in BATCHES)
+    names = ("fluctuation", "discretisation", "rounding", "continuous")
+    rows: list[tuple[Value, ...]] = [
+        (*printed, *(getattr(errors, name) for errors in found)) for printed, name in zip(_PRINTED, names, strict=True)
+    ]
+    rows[0] = (*rows[0][:3], *(f"±{100 * errors.fluctuation:.2f} %" for errors in found))
+    rows.append((_TOTAL, "", "", *(errors.total for errors in found)))
+    rows.append((_LOSS, "", "", *(errors.loss for errors in found)))
+    theta = base_threshold(p0, cost.alpha_p, cost.alpha_d)
+    return Section(f"{gpu_title(device)}, {model}: theta0 = {theta:.3f}", columns, tuple(rows))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.2f} %"
+
+
+def _cells(options: PaperOptions) -> list[RunSpec]:
+    return []
+
+
+def _document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_section(device, options.model()) for device in options.devices or tuple(GPUS))
+    notes = (
+        f"Published: {EB_PAPER}, table 8, which states orders and no figures. Ours: the expected time of one decode "
+        f"phase, with the authors' published costs, answers of {MEAN_OUTPUT} tokens (geometric) and prompts of "
+        f"{MEAN_INPUT}; each row is one step from the exact chain to the closed form, relative to the step before. "
+        f"Fluctuation: standard deviation of one phase's time over {PHASES:,} simulated phases; it falls with "
+        "N^-1/2 as printed, but is no few percent: such short phases see few completions. Averages hardly change.",
+        "Requests/s lost: at the printed threshold against the exact chain's best. Phases are short here (theta0 / p0 "
+        "iterations), so that overshoot and rounding are the largest errors, as the text says of small thresholds.",
+    )
+    return Document("table8", "Table 8: errors of the fluid approximation", sections, notes)
+
+
+TABLE8 = PaperTable(
+    "table8", "errors of the fluid approximation", _cells, _document, ("device", "model"),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+)  # fmt: skip

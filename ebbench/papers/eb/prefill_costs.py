@@ -1,0 +1,396 @@
+"""Long prompts in the EB paper: how linear their times are (tables 5, 7, figure 7); 128K tokens in, 64 out (6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
+from ebbench.devices import load_device
+from ebbench.devices.base import CostModel
+from ebbench.devices.layers import MAX_TOKENS
+from ebbench.devices.linear import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
+from ebbench.devices.loader import unit_device
+from ebbench.devices.profiles import find_model
+from ebbench.errors import UsageError
+from ebbench.papers.eb.disaggregation import value_or_oom
+from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol, long_context_protocol, protocol_cells
+from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title, rows
+from ebbench.papers.published import rows as published_rows
+from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, no_cells, pending
+from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
+
+# Table 6 of the EB paper (appendix A.1): 128K tokens in, 64 out, seven models on one RTX PRO 6000.
+
+TABLE6_ROWS = "table6_128k_tokens_per_s"
+DEVICE = "rtx-pro-6000"
+TABLE6_MODELS: Mapping[str, str] = {
+    "Qwen3-4B": "qwen3-4b", "Qwen3-8B": "qwen3-8b", "Qwen3-14B": "qwen3-14b", "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Llama-3.1-8B": "llama-3.1-8b", "Mistral-Nemo-12B": "mistral-nemo",
+}  # fmt: skip
+"""The table's models that have a device here, by their printed names; Llama-3.2-1B has none."""
+TABLE6_POLICIES = ("v1", "eb")
+
+
+def table6_protocol(policy: str, concurrency: int) -> Protocol:
+    """A cell: 16 requests, as many open as fit on the GPU without running out of memory (printed)."""
+    return long_context_protocol(policy, 131_071, concurrency, max_model_len=163_840)
+
+
+def _table6_rows(options: PaperOptions) -> list[Mapping[str, str]]:
+    wanted = options.models or tuple(TABLE6_MODELS.values())
+    return [row for row in published_rows(TABLE6_ROWS) if TABLE6_MODELS.get(row["model"]) in wanted]
+
+
+def _table6_policies(options: PaperOptions) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*TABLE6_POLICIES, *options.policies)))
+
+
+def _table6_cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> RunSpec:
+    protocol = table6_protocol(policy, int(row["concurrency"]))
+    return protocol_cells(protocol, device, TABLE6_MODELS[row["model"]], options.num_prompts)[0]
+
+
+def _table6_cells(options: PaperOptions) -> list[RunSpec]:
+    return [
+        _table6_cell(options, device, row, policy)
+        for device in options.devices or (DEVICE,)
+        for row in _table6_rows(options)
+        for policy in _table6_policies(options)
+    ]
+
+
+def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Section:
+    columns: tuple[Column, ...] = (*labels("model"), Column("open requests"))
+    columns += tuple(column for policy in TABLE6_POLICIES for column in compared(policy))
+    columns += tuple(
+        Column("ours", group=policy, ours=True) for policy in _table6_policies(options) if policy not in TABLE6_POLICIES
+    )
+    columns += (Column("published", "change", "eb over v1"), Column("ours", "change", "eb over v1", ours=True))
+    rows = []
+    for row in _table6_rows(options):
+        found = {policy: store.get(_table6_cell(options, device, row, policy)) for policy in _table6_policies(options)}
+        rates = {policy: each.get("total_token_throughput") if each else None for policy, each in found.items()}
+        printed = {policy: float(row[policy]) if device == DEVICE else None for policy in TABLE6_POLICIES}
+        values: list[Value] = [row["model"], int(row["concurrency"])]
+        for policy in TABLE6_POLICIES:
+            values += comparison(printed[policy], rates[policy])
+        values += [rates[policy] for policy in _table6_policies(options) if policy not in TABLE6_POLICIES]
+        rows.append((*values, relative(printed["eb"], printed["v1"]), relative(rates["eb"], rates["v1"])))
+    return Section(gpu_title(device), columns, tuple(rows))
+
+
+def _table6_document(options: PaperOptions, store: RunStore) -> Document:
+    devices = options.devices or (DEVICE,)
+    notes = (
+        f"Published: {EB_PAPER}, table 6 (A.1), {GPUS[DEVICE]}; tokens/s count prompts and answers.",
+        "Run as the authors' scripts say: 16 requests of 131,071 tokens, answers of 48 to 80, vLLM's defaults B = 8192 "
+        "and N = 1024, EB with a threshold of 0.8. Llama-3.2-1B is not among our models.",
+        "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context.",
+        *pending(store, _table6_cells(options)),
+    )
+    sections = tuple(_table6_section(options, store, device) for device in devices)
+    return Document("table6", "Table 6: 128K tokens in, 64 out", sections, notes)
+
+
+TABLE6 = PaperTable(
+    "table6", "128K tokens in, 64 out, on one GPU", _table6_cells, _table6_document,
+    ("device", "model", "policy", "num_prompts"), whole=False,
+    published_on=Published((DEVICE,), tuple(TABLE6_MODELS.values())),
+)  # fmt: skip
+
+
+# Tables 5 and 7 and figure 7 of the EB paper (appendix A.1): how linear a prefill step's time is in its tokens.
+
+_NAMES = (
+    "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-30B-A3B", "Llama-3.2-1B", "Llama-3.1-8B", "Mistral-Nemo-12B",
+)  # fmt: skip
+LINEAR_MODELS: Mapping[str, str | None] = {name: TABLE6_MODELS.get(name) for name in _NAMES}
+"""The tables' models; None: no device here."""
+LIMITS = {5: (4_096, 8_192, 16_384), 7: (32_768, 65_536, 131_072)}
+"""Longest prompt (tokens) of each row, by table; an assumption: the rows' labels are not legible in our copy."""
+POINTS = 32
+_TABLE = "table5_table7_prefill_r2"
+_ASSUMED = (
+    "The ranges are assumed: the rows' labels are not legible in our copy. The text says budgets of 2K to 8K tokens, "
+    "up to 16K, and 128K at most in table 7; each range twice the one before fits that. Ours: least squares over 32 "
+    "lengths evenly spaced up to the range's end, with the device's cost model in place of a GPU."
+)
+_MISSING = "Llama-3.2-1B has no device here."
+
+
+def r_squared(x: Sequence[float], y: Sequence[float]) -> float:
+    """The share of the variance of ``y`` that its best line over ``x`` explains."""
+    return float(np.corrcoef(np.asarray(x, float), np.asarray(y, float))[0, 1] ** 2)
+
+
+def prefill_r2(cost: CostModel, limit: int) -> float | None:
+    """R² of a line through step times of single prompts of up to ``limit`` tokens; None beyond the longest step."""
+    if limit > MAX_TOKENS:
+        return None
+    lengths = [limit * i // POINTS for i in range(1, POINTS + 1)]
+    return r_squared(lengths, [cost.step_s(prefill_shape(n)) for n in lengths])
+
+
+def _cost(model: str, device: str = DEVICE) -> CostModel:
+    return load_device(device, model, async_scheduling=False).cost
+
+
+def _printed_r2(table: int, row: int) -> Mapping[str, str]:
+    return next(each for each in rows(_TABLE) if (each["table"], each["row"]) == (str(table), str(row)))
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _fits(options: PaperOptions, table: int) -> Section:
+    names = [name for name, model in LINEAR_MODELS.items() if not options.models or model in options.models]
+    costs = {name: _cost(model) for name in names if (model := LINEAR_MODELS[name]) is not None}
+    columns: tuple[Column, ...] = labels("model")
+    for limit in LIMITS[table]:
+        group = f"up to {limit:,} tokens"
+        columns += (Column("published", group=group, show=_shown), Column("ours", group=group, ours=True, show=_shown))
+    found = []
+    for name in names:
+        row: list[Value] = [name]
+        for number, limit in enumerate(LIMITS[table], start=1):
+            ours = prefill_r2(costs[name], limit) if name in costs else None
+            row += comparison(float(_printed_r2(table, number)[name]), ours)[:2]
+        found.append(tuple(row))
+    return Section(f"R² of a line through prefill times, {gpu_title(DEVICE)}", columns, tuple(found))
+
+
+def _calibrations(options: PaperOptions) -> Section:
+    """The authors' own fits, over the lengths and batches that their calibration files name."""
+    columns: tuple[Column, ...] = labels("GPU", "model")
+    for group in ("prefill", "decode"):
+        columns += (Column("published", group=group, show=_shown), Column("ours", group=group, ours=True, show=_shown))
+    found = []
+    for row in rows("calibration", "eb_vllm"):
+        device = "h200" if "H200" in row["device_name"] else DEVICE
+        model = find_model(row["model"].replace("Meta-Llama", "Llama")).name
+        if options.models and model not in options.models:
+            continue
+        cost = _cost(model, device)
+        prefill = r_squared(PREFILL_TOKENS, [cost.step_s(prefill_shape(n)) for n in PREFILL_TOKENS])
+        context = DECODE_CONTEXT_TOKENS
+        decode = r_squared(DECODE_SEQS, [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS])
+        published = float(row["prefill_r2"]), float(row["decode_r2"])
+        found.append((gpu_title(device), model, published[0], prefill, published[1], decode))
+    return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(found))
+
+
+def _document5(options: PaperOptions, store: RunStore) -> Document:
+    notes = (
+        f"Published: {EB_PAPER}, table 5. {_ASSUMED}",
+        "Decode: 16 to 1,024 sequences of 512 tokens; the authors' context is not stated.",
+        _MISSING,
+    )
+    title = "Table 5: linearity of prefill times within practical budgets"
+    return Document("table5", title, (_fits(options, 5), _calibrations(options)), notes)
+
+
+def _document7(options: PaperOptions, store: RunStore) -> Document:
+    notes = (
+        f"Published: {EB_PAPER}, table 7: one step computes a prompt of up to 128K tokens. {_ASSUMED}",
+        f"Step times here end at {MAX_TOKENS:,} tokens a step; rows beyond have none of ours.",
+        _MISSING,
+    )
+    return Document("table7", "Table 7: linearity of prefill times beyond practice", (_fits(options, 7),), notes)
+
+
+_LINEAR_PUBLISHED = Published((DEVICE,), tuple(model for model in LINEAR_MODELS.values() if model))
+TABLE5 = PaperTable(
+    "table5", "linearity of prefill times within budgets", no_cells, _document5, ("model",),
+    published_on=_LINEAR_PUBLISHED,
+)  # fmt: skip
+TABLE7 = PaperTable(
+    "table7", "linearity of prefill times up to 128K tokens", no_cells, _document7, ("model",),
+    published_on=_LINEAR_PUBLISHED,
+)  # fmt: skip
+
+_MODEL_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
+_TIMES = tuple(2048 * i for i in range(1, MAX_TOKENS // 2048 + 1))
+_RANGES = (4096, 8192, 16_384, 32_768, 49_152, MAX_TOKENS)
+
+
+def _chart7(options: PaperOptions, store: RunStore, published: bool) -> Any:
+    alt = altair()
+    names = {name: model for name, model in LINEAR_MODELS.items() if model and model in (options.models or (model,))}
+    if not names:
+        raise UsageError(
+            f"figure7 has none of {', '.join(options.models)}; it has {', '.join(filter(None, LINEAR_MODELS.values()))}"
+        )
+    costs = {name: _cost(model) for name, model in names.items()}
+    times = [
+        {"x": n, "value": cost.step_s(prefill_shape(n)), "series": name} for name, cost in costs.items() for n in _TIMES
+    ]
+    fits = [{"x": n, "value": prefill_r2(cost, n), "series": name} for name, cost in costs.items() for n in _RANGES]
+    printed = [
+        {"x": limit, "value": float(_printed_r2(table, number)[name]), "series": name}
+        for table, limits in LIMITS.items()
+        for number, limit in enumerate(limits, start=1)
+        for name in costs
+    ]
+    hues = colour(list(names), _MODEL_COLOURS[: len(names)])
+    x = alt.X("x:Q", title="tokens in the step", scale=alt.Scale(domain=[0, MAX_TOKENS]))
+    left = alt.Chart(values(times)).mark_line(strokeWidth=1.8)
+    left = left.encode(x=x, y=alt.Y("value:Q", title="step time, s"), color=hues, strokeDash=dash(list(names)))
+    far = alt.X("x:Q", title="fit up to this many tokens", scale=alt.Scale(domain=[0, LIMITS[7][-1]]))
+    y = alt.Y("value:Q", title="R² of a line", scale=alt.Scale(zero=False))
+    lines = alt.Chart(values(fits)).mark_line(strokeWidth=1.8)
+    lines = lines.encode(x=far, y=y, color=hues, strokeDash=dash(list(names)))
+    marks = alt.Chart(values(printed)).mark_point(shape="cross", filled=True, size=40).encode(x=far, y=y, color=hues)
+    return alt.hconcat(
+        left.properties(width=270, height=200, title=gpu_title(DEVICE)),
+        alt.layer(lines, marks).properties(width=270, height=200, title="lines: ours; crosses: published"),
+    )
+
+
+FIGURE7 = PaperFigure(
+    "figure7",
+    "prefill time over a step's tokens, and R² of its linear fit",
+    no_cells,
+    _chart7,
+    "Lines: ours, up to the 65,536 tokens at which step times end here. Crosses: tables 5 and 7, at assumed ranges "
+    "(their labels are not legible in our copy). The measured curves of the left panel are not published as numbers.",
+    ("model",),
+    published_on=_LINEAR_PUBLISHED,
+)
+
+
+# 128K tokens in, 64 out, on two GPUs at the concurrency that fits into memory; table 6 of the EB paper has one GPU.
+
+INPUT, OUTPUT = 131_072, 64
+BUDGET, SEQS = 8192, 256
+LONG_MODELS = ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "llama-3.1-8b")
+_LONG_KINDS = {
+    "v1": ("dp=2", "v1"),
+    "eb": ("dp=2", "eb"),
+    "ebplus": ("dp=2", "ebplus"),
+    "1P+1D": ("1p1d", "v1"),
+}
+_LONG_METRICS = {
+    "out tok/s": ("output_throughput", 1.0),
+    "TTFT s": ("mean_ttft_ms", 1e-3),
+    "TPOT ms": ("mean_tpot_ms", 1.0),
+}
+
+
+@cache
+def concurrency(device: str, model: str) -> int | None:
+    """Number of requests that one GPU's KV cache holds; None if it holds none."""
+    from ebbench.devices import load_device
+
+    try:
+        loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, vllm_version=VLLM)
+    except UsageError:
+        return None
+    return loaded.kv_capacity_tokens // (INPUT + OUTPUT) or None
+
+
+@cache
+def _fits_decode(device: str, model: str) -> bool:
+    """Whether a decode GPU, which reserves memory for received KV, holds one request."""
+    from ebbench.devices import load_device
+
+    loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, vllm_version=VLLM)
+    try:
+        unit = unit_device(loaded, PoolSpec(), DECODE_UTILIZATION, SEQS, BUDGET)
+    except UsageError:
+        return False
+    return unit.device.kv_capacity_tokens >= INPUT + OUTPUT
+
+
+def _long_cell(options: PaperOptions, device: str, model: str, kind: str) -> RunSpec | None:
+    held = concurrency(device, model)
+    if held is None:
+        return None
+    topology, policy = _LONG_KINDS[kind]
+    if topology == "1p1d" and not _fits_decode(device, model):
+        return None
+    return simulated(
+        "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=options.num_prompts or 120,
+        max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
+        max_model_len=INPUT + OUTPUT, async_scheduling=ASYNC_SCHEDULING, vllm_version=VLLM,
+    )  # fmt: skip
+
+
+def _long_pairs(options: PaperOptions) -> list[tuple[str, str]]:
+    return [(device, model) for device in options.devices or tuple(GPUS) for model in options.models or LONG_MODELS]
+
+
+def _long_cells(options: PaperOptions) -> list[RunSpec]:
+    found = [_long_cell(options, device, model, kind) for device, model in _long_pairs(options) for kind in _LONG_KINDS]
+    return [cell for cell in found if cell is not None]
+
+
+def _long_section(options: PaperOptions, store: RunStore, device: str) -> Section:
+    columns = (*labels("model"), Column("requests per GPU"))
+    for name in _LONG_METRICS:
+        columns += tuple(Column(kind, group=name, ours=True) for kind in _LONG_KINDS)
+    columns += (Column("eb vs v1", "change", ours=True), Column("ebplus vs v1", "change", ours=True))
+    rows = []
+    for model in (model for where, model in _long_pairs(options) if where == device):
+        row: list[Value] = [model_title(model), concurrency(device, model)]
+        rates: dict[str, Value] = {}
+        for name, (key, scale) in _LONG_METRICS.items():
+            for kind in _LONG_KINDS:
+                cell = _long_cell(options, device, model, kind)
+                value = "does not fit" if cell is None else value_or_oom(store.get(cell), key, scale)
+                row.append(value)
+                if name == "out tok/s":
+                    rates[kind] = value
+        row += [_change(rates["eb"], rates["v1"]), _change(rates["ebplus"], rates["v1"])]
+        rows.append(tuple(row))
+    return Section(f"{gpu_title(device)}, two GPUs", columns, tuple(rows))
+
+
+def _change(value: Value, base: Value) -> float | None:
+    return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
+
+
+def _long_document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(
+        _long_section(options, store, device) for device in dict.fromkeys(d for d, _ in _long_pairs(options))
+    )
+    notes = (
+        "What the EB paper prints for one GPU stands in table6.",
+        f"Ours: {INPUT:,} tokens in, {OUTPUT} out, chunks of {BUDGET:,}, a closed loop of as many requests as the KV "
+        "cache of both GPUs holds (per GPU in the table), 120 requests. DP=2 under three policies, and 1P+1D under v1.",
+        "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context.",
+        *_long_findings(sections),
+        *pending(store, _long_cells(options)),
+    )
+    return Document("long-context", "128K in, 64 out", sections, notes)
+
+
+def _long_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
+    """On how many models EB is ahead of v1, and by how much."""
+    remarks = []
+    for section in sections:
+        changes = [value for row in section.rows if isinstance(value := row[-2], float)]
+        if changes:
+            ahead = sum(change > 0 for change in changes)
+            remarks.append(
+                f"{section.title}: EB has more throughput than v1 on {ahead} of {len(changes)} models, by "
+                f"{100 * min(changes):+.1f} to {100 * max(changes):+.1f} %. Exclusive steps halve the time per token, "
+                "which here is nearly all prompts of others, and double the wait for the first; prompts are almost all "
+                "of the work, so throughput hardly depends on how steps are put together. Pools halve it: the decode "
+                "GPU has next to nothing to do."
+            )
+    return tuple(remarks)
+
+
+LONG_CONTEXT = PaperTable(
+    "long-context", "128K in, 64 out", _long_cells, _long_document, ("device", "model", "num_prompts"), whole=False,
+    published_on=Published(tuple(GPUS), LONG_MODELS),
+)  # fmt: skip

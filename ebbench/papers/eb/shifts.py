@@ -1,0 +1,407 @@
+"""Traffic levels and shifts: tables 3 and 18 of the EB paper, and adaptation inside a run (ours)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.phases import Recovery, Surface, recoveries, run_surfaces
+from ebbench.analysis.summary import summarise_phases
+from ebbench.errors import UsageError
+from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
+from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
+from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
+from ebbench.records.run import Run
+from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
+from vllm_eb.policies.deferred import DeferredModel, exact_chain
+
+# Table 3 of the EB paper: three traffic levels and two shifts; throughput, TTFT and TPOT.
+
+
+class Traffic(NamedTuple):
+    """One row group: its title, and the relative duration of its runs."""
+
+    title: str
+    weight: float
+
+
+TRAFFIC: Mapping[str, Traffic] = {
+    "c=32": Traffic("c = 32", 8.0),
+    "c=512": Traffic("c = 512", 1.0),
+    "c=2048": Traffic("c = 2048", 2.0),
+    "distribution_shift": Traffic("distribution shift", 6.0),
+    "concurrency_shift": Traffic("concurrency shift", 2.0),
+}
+PUBLISHED_POLICIES = ("v1", "eb", "ebplus")
+_METRICS3 = (
+    ("total_tokens_per_s", "tokens/s", "total_token_throughput", 1.0),
+    ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
+    ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
+)
+_NOTES3 = (
+    f"Published: {EB_PAPER}, table 3. Tokens/s count prompts and answers over the whole run; TTFT and TPOT are means.",
+    "Ours: engine sim, run as `ebbench fidelity` does, by what the authors' scripts say "
+    "(ebbench/papers/protocols.py). Traffic levels: mean 512 in, 256 out, 100 warm-up requests that count nowhere, "
+    "then 4,000; B = 14336, N = 1024; EB with a floor of 0.7 under its threshold at c = 512 and 2048. Distribution "
+    "shift: 6,000 requests of three kinds in mixed order, the floor for EB and EB+. Concurrency shift: five runs of "
+    "2,000, means over them. Shifts have no warm-up, B = 18432, N = 2048. No asynchronous scheduling, as in the "
+    "authors' vLLM.",
+    "deferred refills after K departures, K the best of the exact chain of Mohanty et al. for these costs; the paper "
+    "has no such column, nor one for v0.",
+)
+
+
+@cache
+def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
+    """``deferred:k=K`` with the K that the exact chain finds best for the device's costs and mean output length."""
+    from ebbench.devices import load_device
+
+    costs = load_device(device, model).calibration
+    chain = exact_chain(DeferredModel(max_num_seqs, 1 / MEAN_OUTPUT, costs.alpha_p, costs.alpha_d))
+    return f"deferred:k={chain.best_k}"
+
+
+def table3_cells(options: PaperOptions, device: str, model: str, name: str, policy: str) -> tuple[RunSpec, ...]:
+    """The cells of one row and policy; the table shows the mean of their figures."""
+    protocol = table3_protocol(name, policy, device)
+    if policy == "deferred":
+        protocol = replace(protocol, policy=deferred_policy(device, model, protocol.max_num_seqs))
+    return protocol_cells(protocol, device, model, options.num_prompts, TRAFFIC[name].weight)
+
+
+def _models3(options: PaperOptions) -> tuple[str, ...]:
+    return options.models or ("qwen3-8b",)
+
+
+def _devices3(options: PaperOptions) -> tuple[str, ...]:
+    return options.devices or tuple(GPUS)
+
+
+def _further3(options: PaperOptions) -> tuple[str, ...]:
+    """Policies without published figures."""
+    return tuple(dict.fromkeys(("v0", "deferred", *(p for p in options.policies if p not in PUBLISHED_POLICIES))))
+
+
+def _cells3(options: PaperOptions) -> list[RunSpec]:
+    return [
+        cell
+        for device in _devices3(options)
+        for model in _models3(options)
+        for name in TRAFFIC
+        for policy in (*PUBLISHED_POLICIES, *_further3(options))
+        for cell in table3_cells(options, device, model, name, policy)
+    ]
+
+
+def _mean3(
+    options: PaperOptions, store: RunStore, of: tuple[str, str, str, str], key: str, scale: float = 1.0
+) -> float | None:
+    value = mean_figure(store, table3_cells(options, *of), key)
+    return None if value is None else value * scale
+
+
+def _section3(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
+    columns = labels("scenario", "metric")
+    for policy in PUBLISHED_POLICIES:
+        columns += compared(policy)
+    columns += tuple(Column("ours", group=policy, ours=True) for policy in _further3(options))
+    rows: list[tuple[Value, ...]] = []
+    for name, traffic in TRAFFIC.items():
+        for metric, title, key, scale in _METRICS3:
+            row: list[Value] = [traffic.title, title]
+            for policy in PUBLISHED_POLICIES:
+                ours = _mean3(options, store, (device, model, name, policy), key, scale)
+                row += comparison(_published3(device, model, name, metric, policy), ours)
+            for policy in _further3(options):
+                row.append(_mean3(options, store, (device, model, name, policy), key, scale))
+            rows.append(tuple(row))
+    return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
+
+
+def _published3(device: str, model: str, name: str, metric: str, policy: str) -> float | None:
+    if model != "qwen3-8b":
+        return None
+    where = {"scenario": name, "metric": metric, "gpu": gpu_title(device)}
+    return pick("table3_traffic_and_nonstationary", policy, **where)
+
+
+def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
+    """Gains of the policies over each other."""
+    pairs = (("eb", "v1"), ("ebplus", "v1"), ("ebplus", "better of v1, eb"))
+    columns = labels("scenario")
+    for policy, base in pairs:
+        group = f"{policy} vs {base}"
+        columns += (Column("published", "change", group), Column("ours", "change", group, True))
+    rows = []
+    for name, traffic in TRAFFIC.items():
+        published = {p: _published3(device, model, name, "total_tokens_per_s", p) for p in PUBLISHED_POLICIES}
+        ours = {
+            p: _mean3(options, store, (device, model, name, p), "total_token_throughput") for p in PUBLISHED_POLICIES
+        }
+        row: list[Value] = [traffic.title]
+        for policy, base in pairs:
+            row += [_gain(published, policy, base), _gain(ours, policy, base)]
+        rows.append(tuple(row))
+    return Section(f"{gpu_title(device)}, {model}: throughput of one policy over another", columns, tuple(rows))
+
+
+def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | None:
+    if base in rates:
+        return relative(rates[policy], rates[base])
+    both = [rate for rate in (rates["v1"], rates["eb"]) if rate is not None]
+    return relative(rates[policy], max(both)) if len(both) == 2 else None
+
+
+def _document3(options: PaperOptions, store: RunStore) -> Document:
+    sections: list[Section] = []
+    for device in _devices3(options):
+        for model in _models3(options):
+            sections += [_section3(options, store, device, model), _gains(options, store, device, model)]
+    notes = (*_NOTES3, *pending(store, _cells3(options)))
+    return Document("table3", "Table 3: traffic levels and moving traffic", tuple(sections), notes)
+
+
+TABLE3 = PaperTable(
+    "table3", "traffic levels and moving traffic", _cells3, _document3, ("device", "model", "policy", "num_prompts"),
+    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+)  # fmt: skip
+
+
+# Table 18 of the EB paper: joint TTFT and TPOT attainment at concurrency 512, for any targets.
+
+TTFT_S = (2.0, 5.0, 10.0)
+TPOT_MS = (50.0, 100.0)
+_RANKS = ("strict", "relaxed")
+_POLICIES18 = ("v1", "eb", "ebplus")
+_NOTES18 = (
+    f"Published: {EB_PAPER}, table 18; per cent of requests that meet both targets, Qwen3-8B, mean 512 in and 256 out "
+    "at concurrency 512 (B = 14336, N = 1024).",
+    "Of the targets only TTFT 10 s with TPOT 100 ms is legible in our copy of the paper; 2 s, 5 s and 50 ms are "
+    "assumed. --ttft and --tpot take any others.",
+)
+
+
+def _devices18(options: PaperOptions) -> tuple[str, ...]:
+    return options.devices or ("rtx-pro-6000",)
+
+
+def _policies18(options: PaperOptions) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*_POLICIES18, *options.policies)))
+
+
+def _cell18(options: PaperOptions, device: str, model: str, policy: str) -> RunSpec:
+    return table3_cells(options, device, model, "c=512", policy)[0]
+
+
+def _models18(options: PaperOptions) -> tuple[str, ...]:
+    return options.models or ("qwen3-8b",)
+
+
+def _cells18(options: PaperOptions) -> list[RunSpec]:
+    return [
+        _cell18(options, d, m, p) for d in _devices18(options) for m in _models18(options) for p in _policies18(options)
+    ]
+
+
+def _surface(store: RunStore, cell: RunSpec, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
+    found = store.get(cell)
+    return None if found is None else run_surfaces(found.run, ttft_ms, tpot_ms)[0]
+
+
+def _published18(options: PaperOptions, row: int, column: int, policy: str, device: str, model: str) -> float | None:
+    """The published share in per cent, if row and column belong to the published grid."""
+    as_published = not options.ttft_s and not options.tpot_ms and device == "rtx-pro-6000" and model == "qwen3-8b"
+    if not as_published or policy not in _POLICIES18:
+        return None
+    where = {"ttft_target": str(row + 1), "tpot_target_rank": _RANKS[column]}
+    return pick("table18_goodput_percent", policy, **where)
+
+
+def _section18(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
+    ttft_s, tpot_ms = sorted(options.ttft_s or TTFT_S), sorted(options.tpot_ms or TPOT_MS)
+    columns = labels("TTFT ≤", "TPOT ≤")
+    surfaces = {}
+    for policy in _policies18(options):
+        columns += (
+            compared(policy, points=True) if policy in _POLICIES18 else (Column("ours", group=policy, ours=True),)
+        )
+        surfaces[policy] = _surface(store, _cell18(options, device, model, policy), [1e3 * t for t in ttft_s], tpot_ms)
+    rows = []
+    for i, ttft in enumerate(ttft_s):
+        for j, tpot in enumerate(tpot_ms):
+            row: list[Value] = [f"{ttft:g} s", f"{tpot:g} ms"]
+            for policy, found in surfaces.items():
+                ours = None if found is None else 100 * found.attainment[i][j]
+                published = _published18(options, i, j, policy, device, model)
+                row += comparison(published, ours, points=True) if policy in _POLICIES18 else (ours,)
+            rows.append(tuple(row))
+    return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
+
+
+def _document18(options: PaperOptions, store: RunStore) -> Document:
+    sections = [
+        _section18(options, store, device, model) for device in _devices18(options) for model in _models18(options)
+    ]
+    notes = (*_NOTES18, *pending(store, _cells18(options)))
+    return Document("table18", "Table 18: SLO attainment in per cent", tuple(sections), notes)
+
+
+TABLE18 = PaperTable(
+    "table18", "SLO attainment over TTFT and TPOT targets", _cells18, _document18,
+    ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
+)  # fmt: skip
+
+
+# How policies adapt to shifts inside one run: throughput, TTFT, time to adapt and regret in each phase.
+#
+# The EB paper has no such table: the distribution shift of its table 3 is one shuffled mixture, the concurrency shift
+# five separate runs.
+
+SCENARIOS: Mapping[str, str] = {
+    "load-falls": "1,024 open requests, then 16",
+    "load-rises": "16 open requests, then 1,024",
+    "prompts-to-answers": "512 open; long prompts, long answers, long prompts",
+    "day-and-night": "open loop with a quiet night and a noon at 110 %",
+}
+OPEN_LOOP = ("day-and-night",)
+"""Here the arrivals set the throughput, so that latency tells the policies apart."""
+COMPARED = ("v1", "eb", "ebplus", "marginal")
+FIXED = ("v1", "v0", "eb:theta=0.1", "eb:theta=0.2", "eb:theta=0.4", "eb:theta=0.6")
+"""Policies whose rule never changes: the best of them in a phase is what regret is measured against."""
+RATES_PER_S: Mapping[str, float] = {"rtx-pro-6000": 17.0, "h200": 33.0}
+"""100 % of the day: sessions/s of 512/256 tokens that the better of v1 and eb carries (steady, 1,024 open)."""
+BUDGET, SEQS = 8192, 1024
+ADAPTATION_OUTPUT = 256
+_WORKLOAD = "balanced"
+_ADAPTATION_NOTES = (
+    "Not a table of the paper. Engine sim, asynchronous scheduling as in vLLM 0.32, balanced lengths of 512 in and 256 "
+    "out where the scenario brings none, B = 8192, N = 1024, settings of every policy at their defaults.",
+    "A phase lasts from its first token to that of the next. Its throughput is tokens processed per second over all of "
+    "it, the time to adapt included; prompts and answers count. In the open loop arrivals set the throughput; E2EL is "
+    "the mean time from a request's arrival to its end, in the phase of its arrival. TTFT is the median.",
+    f"Best fixed: the best of {', '.join(FIXED)} in this phase. Regret: throughput lost, or time added, against it; "
+    "below zero is better than each of them.",
+    "Adapted: from the start of the phase to the last change of mode in it; in brackets the answers that ended "
+    "meanwhile (EB+ decides every 100) and the number of changes.",
+)
+
+
+class Phase(NamedTuple):
+    """One phase of one run: its recovery, and the median TTFT (ms) and mean E2EL (s) of its requests."""
+
+    recovery: Recovery
+    ttft_ms: float | None
+    e2el_s: float | None
+
+    def figure(self, scenario: str) -> float | None:
+        """What a policy is judged by: tokens/s, or E2EL in s in an open loop."""
+        return self.e2el_s if scenario in OPEN_LOOP else self.recovery.mean_tokens_per_s
+
+
+def _adaptation_cell(options: PaperOptions, device: str, model: str, scenario: str, policy: str) -> RunSpec:
+    output_len = None if scenario == "prompts-to-answers" else ADAPTATION_OUTPUT
+    rate = RATES_PER_S[device] if scenario == "day-and-night" else None
+    return simulated(_WORKLOAD, policy, device, model, SEQS, BUDGET, scenario, request_rate=rate, output_len=output_len)
+
+
+def _adaptation_devices(options: PaperOptions) -> tuple[str, ...]:
+    for device in options.devices:
+        if device not in RATES_PER_S:
+            raise UsageError(f"adaptation knows the load of a day on {' and '.join(RATES_PER_S)}, not on {device}")
+    return options.devices or tuple(GPUS)
+
+
+def _compared(options: PaperOptions) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*COMPARED, *options.policies)))
+
+
+def _adaptation_cells(options: PaperOptions) -> list[RunSpec]:
+    return [
+        _adaptation_cell(options, device, options.model(), scenario, policy)
+        for device in _adaptation_devices(options)
+        for scenario in SCENARIOS
+        for policy in dict.fromkeys((*_compared(options), *FIXED))
+    ]
+
+
+def _phases(run: Run) -> Mapping[str, Phase]:
+    metrics = {summary.phase: summary.metrics for summary in summarise_phases(run)}
+    phases = {}
+    for recovery in recoveries(run):
+        own = metrics[recovery.phase]
+        e2el_s = None if own.e2el.mean is None else own.e2el.mean / 1e3
+        phases[recovery.phase] = Phase(recovery, own.ttft.median, e2el_s)
+    return phases
+
+
+def _runs(options: PaperOptions, store: RunStore, device: str, scenario: str) -> dict[str, Mapping[str, Phase]]:
+    policies = dict.fromkeys((*_compared(options), *FIXED))
+    measured = {
+        policy: store.get(_adaptation_cell(options, device, options.model(), scenario, policy)) for policy in policies
+    }
+    return {policy: _phases(cell.run) for policy, cell in measured.items() if cell is not None}
+
+
+def _adaptation_section(options: PaperOptions, store: RunStore, device: str, scenario: str) -> Section:
+    policies = _compared(options)
+    unit = "E2EL s" if scenario in OPEN_LOOP else "tokens/s"
+    columns = (*labels("phase"), *(Column(policy, group=unit, ours=True) for policy in policies))
+    columns += (Column("policy", "label", "best fixed"), Column(unit, group="best fixed"))
+    columns += tuple(Column(policy, "change", "regret", ours=True) for policy in policies)
+    columns += (Column("better of v1, eb", "change", "ebplus against the", ours=True),)
+    columns += tuple(Column(policy, group="TTFT ms", ours=True) for policy in policies)
+    columns += (Column("ebplus", "label", "adapted", ours=True),)
+    runs = _runs(options, store, device, scenario)
+    rows = [_row(runs, policies, scenario, phase) for phase in runs.get("v1", {})]
+    return Section(f"{scenario} on {gpu_title(device)}: {SCENARIOS[scenario]}", columns, tuple(rows))
+
+
+def _row(
+    runs: Mapping[str, Mapping[str, Phase]], policies: tuple[str, ...], scenario: str, phase: str
+) -> tuple[Value, ...]:
+    figures = {policy: phases[phase].figure(scenario) if phase in phases else None for policy, phases in runs.items()}
+
+    def best_of(candidates: tuple[str, ...]) -> str | None:
+        known = {policy: value for policy in candidates if (value := figures.get(policy)) is not None}
+        return (min if scenario in OPEN_LOOP else max)(known, key=lambda policy: known[policy]) if known else None
+
+    def regret(policy: str, than: str | None) -> float | None:
+        change = relative(figures.get(policy), figures.get(than or ""))
+        return change if change is None or scenario in OPEN_LOOP else 0.0 - change
+
+    best = best_of(FIXED)
+    row: list[Value] = [phase, *(figures.get(policy) for policy in policies), best, figures.get(best or "")]
+    row += [regret(policy, best) for policy in policies]
+    row.append(relative(figures.get("ebplus"), figures.get(best_of(("v1", "eb")) or "")))
+    row += [runs[policy][phase].ttft_ms if phase in runs.get(policy, {}) else None for policy in policies]
+    return (*row, _adapted(runs.get("ebplus", {}).get(phase)))
+
+
+def _adapted(phase: Phase | None) -> str | None:
+    if phase is None:
+        return None
+    controller = phase.recovery
+    if not controller.switches:
+        return "–"
+    return f"{controller.controller_s:.1f} s ({controller.controller_requests:,}; {controller.switches})"
+
+
+def _adaptation_document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(
+        _adaptation_section(options, store, device, name)
+        for device in _adaptation_devices(options)
+        for name in SCENARIOS
+    )
+    notes = (*_ADAPTATION_NOTES, *pending(store, _adaptation_cells(options)))
+    return Document("adaptation", "Adaptation to shifts inside a run", sections, notes)
+
+
+ADAPTATION = PaperTable(
+    "adaptation", "adaptation to shifts inside a run (ours)", _adaptation_cells, _adaptation_document,
+    ("device", "model", "policy"), published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
+)  # fmt: skip

@@ -1,0 +1,531 @@
+"""Step times and their parts in the EB paper: figures 1, 2 and 8 to 10, table 1 and the convexity index kappa (A.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
+from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.describe import marginal_curve
+from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS
+from ebbench.devices.linear import decode_shape, mixed_shape, prefill_shape
+from ebbench.devices.profiles import find_profile
+from ebbench.devices.table import TableCost
+from ebbench.errors import UsageError
+from ebbench.papers.published import EB_PAPER, gpu_title, pick, rows
+from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, no_cells
+from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
+from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
+
+# Figure 1 of the EB paper: step time by batch composition, and the marginal cost of a token in a mixed batch.
+
+CONTEXT_TOKENS = 512
+FIGURE1_TOKENS = tuple(range(256, 4097, 256))
+FIGURE1_SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)
+_SHARE_NAMES = ("prefill only", "20 % decode", "50 % decode", "80 % decode", "decode only")
+_BATCHES = {"mixed batch": STEPS["mixed"], "decode only": STEPS["decode"], "prefill only": STEPS["prefill"]}
+_SHARE_COLOURS = (BLACK, SKY, BLUE, ORANGE, VERMILION)
+FIGURE1_MODEL = "qwen3-4b"
+PUBLISHED_CROSSOVER = {"rtx-pro-6000": 0.20, "h200": 0.80}
+"""Of Qwen3-4B; other models have none in figures."""
+DEVICES = tuple(PUBLISHED_CROSSOVER)
+_WIDTH, _HEIGHT = 270, 180
+
+
+def device_cost(device: str, model: str, eager: bool = False) -> CostModel:
+    """The cost model of a device serving a model."""
+    from ebbench.devices import load_device
+
+    return load_device(device, model, eager=eager).cost
+
+
+def step_ms(cost: CostModel, tokens: int, share: float, context: int) -> float:
+    """Time (ms) of a step of ``tokens`` tokens, of which the share ``share`` are decodes with ``context`` KV tokens
+    each."""
+    if share == 0.0:
+        return 1e3 * cost.step_s(prefill_shape(tokens))
+    if share == 1.0:
+        return 1e3 * cost.step_s(decode_shape(tokens, context))
+    return 1e3 * cost.step_s(mixed_shape(tokens, share, context))
+
+
+def _times(device: str, model: str) -> list[dict[str, Any]]:
+    cost = device_cost(device, model)
+    return [
+        {"tokens": tokens, "series": name, "value": step_ms(cost, tokens, share, CONTEXT_TOKENS)}
+        for share, name in zip(FIGURE1_SHARES, _SHARE_NAMES, strict=True)
+        for tokens in FIGURE1_TOKENS
+    ]
+
+
+def time_panel(device: str, model: str, title: str = "") -> Any:
+    """Step time over tokens, one line per decode share."""
+    alt = altair()
+    lines = (
+        alt.Chart(values(_times(device, model)))
+        .mark_line(strokeWidth=1.8)
+        .encode(
+            x=alt.X("tokens:Q", title="tokens in the step"),
+            y=alt.Y("value:Q", title="step time, ms"),
+            color=colour(_SHARE_NAMES, _SHARE_COLOURS, "batch"),
+            strokeDash=dash(_SHARE_NAMES, "batch"),
+        )
+    )
+    return lines.properties(width=_WIDTH, height=_HEIGHT, title=title or f"{gpu_title(device)}, {model}")
+
+
+def _marginal_panel(device: str, model: str) -> Any:
+    alt = altair()
+    curve = marginal_curve(device_cost(device, model), CONTEXT_TOKENS)
+    mixed = [{"r": r, "value": 1e6 * y} for r, y in zip(curve.shares, curve.mixed_s, strict=True)]
+    flat = [
+        {"value": 1e6 * curve.decode_s, "series": "decode only"},
+        {"value": 1e6 * curve.prefill_s, "series": "prefill only"},
+    ]
+    names, colours = list(_BATCHES), list(_BATCHES.values())
+    x = alt.X("r:Q", title="decode share r of the batch", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%"))
+    line = (
+        alt.Chart(values([{**row, "series": "mixed batch"} for row in mixed]))
+        .mark_line(strokeWidth=2.2)
+        .encode(x=x, y=alt.Y("value:Q", title="µs per further token"), color=colour(names, colours, "token in a"),
+                strokeDash=dash(names, "token in a"))
+    )  # fmt: skip
+    rules = (
+        alt.Chart(values(flat))
+        .mark_rule(strokeWidth=1.6)
+        .encode(y="value:Q", color=colour(names, colours, "token in a"), strokeDash=dash(names, "token in a"))
+    )
+    layers = [line, rules]
+    published = PUBLISHED_CROSSOVER.get(device) if model == FIGURE1_MODEL else None
+    if published is not None:
+        mark = values([{"r": published}])
+        layers.append(alt.Chart(mark).mark_rule(color=GREY, strokeDash=[2, 2]).encode(x="r:Q"))
+        label = alt.Chart(mark).mark_text(
+            align="left" if published < 0.5 else "right",
+            dx=4 if published < 0.5 else -4,
+            color="#555",
+            fontSize=10,
+            text="published crossover",
+        )
+        layers.append(label.encode(x="r:Q", y=alt.value(10)))
+    return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
+
+
+def _measured_rows(model: str, device: str) -> list[dict[str, Any]]:
+    """Published and our step times for the same composition and context, pure and mixed steps."""
+    cost, found = device_cost(device, model, eager=True), []
+    for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
+        decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
+        total = decodes + prompts * prompt
+        kind = "decode only" if not prompts else "prefill only" if not decodes else "mixed batch"
+        ours = step_ms(cost, total, decodes / total, 32)
+        found.append({"measured": float(row["mean_ms"]), "ours": ours, "series": kind})
+    return found
+
+
+def _check_panel(model: str, device: str) -> Any:
+    alt = altair()
+    names, colours = list(_BATCHES), list(_BATCHES.values())
+    found = _measured_rows(model, device)
+    top = max(max(row["measured"], row["ours"]) for row in found)
+    scale = alt.Scale(type="log", domain=[4, 1.1 * top], nice=False)
+    shape = alt.Shape(
+        "series:N", scale=alt.Scale(domain=list(names), range=["circle", "triangle-up", "square"]), title=None
+    )
+    points = (
+        alt.Chart(values(found))
+        .mark_point(size=28, opacity=0.75, filled=True)
+        .encode(
+            x=alt.X("measured:Q", title="published step time, ms", scale=scale),
+            y=alt.Y("ours:Q", title=f"ours on {gpu_title(device)}, ms", scale=scale),
+            color=colour(names, colours),
+            shape=shape,
+        )
+    )
+    diagonal = (
+        alt.Chart(values([{"x": 4, "y": 4}, {"x": top, "y": top}])).mark_line(color=GREY).encode(x="x:Q", y="y:Q")
+    )
+    return alt.layer(diagonal, points).properties(
+        width=_WIDTH, height=_HEIGHT, title=f"{model}, eager, 32 tokens of context"
+    )
+
+
+def _chart1(options: PaperOptions, store: RunStore, published: bool) -> Any:
+    alt = altair()
+    model = options.model(FIGURE1_MODEL)
+    devices = options.devices or DEVICES
+    times = alt.hconcat(*(time_panel(device, model) for device in devices))
+    marginal = alt.hconcat(*(_marginal_panel(device, model) for device in devices))
+    panels = [times, marginal]
+    if published and model == FIGURE1_MODEL:
+        panels.append(_check_panel(model, "h200"))
+    return alt.vconcat(*panels).resolve_scale(color="independent", strokeDash="independent", shape="independent")
+
+
+FIGURE1 = PaperFigure(
+    "figure1",
+    "step time and marginal cost by batch composition",
+    no_cells,
+    _chart1,
+    "Ours: the devices' cost models, decodes with 512 tokens of context. Grey: the decode share at which the paper "
+    "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %, Qwen3-4B). Bottom: "
+    "127 published step times of Qwen3-4B against ours on H200. Their file names no GPU; the README beside it says "
+    "Blackwell, their slope says H200 (0.29 of the RTX PRO 6000's for a model twice the size).",
+    ("device", "model"),
+    published_on=Published(DEVICES, (FIGURE1_MODEL,)),
+)
+
+
+# Figures 2, 8, 9 and 10 of the EB paper (section 1, appendix A.2): where a step's time goes, by batch composition.
+
+GPUS = ("rtx-pro-6000", "h200")
+FURTHER_MODELS = ("gemma-3-1b-it", "qwen3-8b", "qwen3-30b-a3b")
+KERNEL_TOKENS = 1024
+KERNEL_SHARES = tuple(round(0.05 * i, 2) for i in range(21))
+_PARTS = ("matrix products and small kernels", "attention", "head and sampling")
+_PART_COLOURS = (BLUE, VERMILION, GREEN)
+_KERNEL_WIDTH, _KERNEL_HEIGHT = 270, 170
+
+
+class StepParts(NamedTuple):
+    """GPU time (s) of one step: everything by tokens, attention, everything by sampled sequences."""
+
+    dense_s: float
+    attention_s: float
+    head_s: float
+
+
+def step_parts(cost: TableCost, shape: StepShape) -> StepParts:
+    """The parts of a step's GPU time."""
+    tokens = shape.decode_seqs + sum(chunk for chunk, _ in shape.prefill)
+    dense, head = cost.dense_s[min(tokens, MAX_TOKENS)], cost.head_s[min(shape.sampled_seqs, MAX_SAMPLED)]
+    return StepParts(dense, cost.gpu_s(shape) - dense - head, head)
+
+
+def composed(tokens: int, share: float, context: int) -> StepShape:
+    """A step of ``tokens`` tokens, of which the share ``share`` are decodes; 0 and 1 are pure steps."""
+    if share == 0.0:
+        return prefill_shape(tokens)
+    return decode_shape(tokens, context) if share == 1.0 else mixed_shape(tokens, share, context)
+
+
+def table_cost_of(device: str, model: str) -> TableCost:
+    """The kernel-table cost model. Raises UsageError for a device that has none."""
+    cost = device_cost(device, model)
+    if not isinstance(cost, TableCost):
+        raise UsageError(f"{device} has no kernel tables, so its steps have no parts to show")
+    return cost
+
+
+def _share_axis(alt: Any) -> Any:
+    axis, scale = alt.Axis(format="%"), alt.Scale(domain=[0, 1])
+    return alt.X("r:Q", title="decode share of the step's tokens", axis=axis, scale=scale)
+
+
+def _mixed_lines_and_pure_points(found: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """Lines over the mixed steps, and points for the pure ones, since time jumps between the two."""
+    alt = altair()
+    mixed = [row for row in found if 0.0 < row["r"] < 1.0]
+    pure = [row for row in found if not 0.0 < row["r"] < 1.0]
+    points = alt.Chart(values(pure)).mark_point(filled=True, size=36, opacity=1)
+    return alt.Chart(values(mixed)).mark_line(strokeWidth=1.8), points
+
+
+def _parts_panel(device: str, model: str) -> Any:
+    alt = altair()
+    cost = table_cost_of(device, model)
+    found = [
+        {"r": r, "value": 1e3 * part, "series": name}
+        for r in KERNEL_SHARES
+        for name, part in zip(_PARTS, step_parts(cost, composed(KERNEL_TOKENS, r, CONTEXT_TOKENS)), strict=True)
+    ]
+    y = alt.Y("value:Q", title="GPU time of a step, ms")
+    chart = _mixed_lines_and_pure_points(found)
+    hues = colour(_PARTS, _PART_COLOURS, legend=alt.Legend(symbolType="stroke"))
+    layers = [layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in chart]
+    layers[0] = layers[0].encode(strokeDash=dash(_PARTS))
+    decode_ms = 1e3 * step_parts(cost, composed(KERNEL_TOKENS, 1.0, CONTEXT_TOKENS)).attention_s
+    rule = alt.Chart(values([{"value": decode_ms}])).mark_rule(color=GREY, strokeDash=[2, 2]).encode(y=y)
+    return alt.layer(rule, *layers).properties(
+        width=_KERNEL_WIDTH, height=_KERNEL_HEIGHT, title=f"{gpu_title(device)}, {model}"
+    )
+
+
+def measured_attention(device: str) -> list[dict[str, Any]]:
+    """One FlashAttention call in ms, as published for a GPU and as our tables have it, by kind of batch."""
+    ((_, attention),) = table_cost_of(device, FIGURE1_MODEL).attention  # one kind of layer
+    found = []
+    for row in rows(f"attention_kernel_{device.replace('-', '')}", "eb_vllm"):
+        prompts, decodes = int(row["num_prefill"]), int(row["num_decode"])
+        length = int(row["prefill_len"] or row["context_len"])
+        ours = attention.step_s(((length, 0),) * prompts, decodes, decodes * length)
+        kind = "mixed batch" if prompts and decodes else "prefill only" if prompts else "decode only"
+        found.append({"measured": float(row["time_ms"]), "ours": 1e3 * ours, "series": kind})
+    return found
+
+
+def _attention_panel(device: str) -> Any:
+    alt = altair()
+    kinds = {"mixed batch": STEPS["mixed"], "decode only": STEPS["decode"], "prefill only": STEPS["prefill"]}
+    names = tuple(kinds)
+    scale = alt.Scale(type="log", domain=[0.005, 100], nice=False)
+    shape = alt.Shape("series:N", scale=alt.Scale(domain=names, range=["circle", "triangle-up", "square"]), title=None)
+    points = alt.Chart(values(measured_attention(device))).mark_point(size=32, opacity=0.75, filled=True)
+    points = points.encode(
+        x=alt.X("measured:Q", title="published attention call, ms", scale=scale),
+        y=alt.Y("ours:Q", title="ours, ms", scale=scale),
+        color=colour(names, tuple(kinds.values())),
+        shape=shape,
+    )
+    ends = values([{"x": 0.005, "y": 0.005}, {"x": 100, "y": 100}])
+    diagonal = alt.Chart(ends).mark_line(color=GREY).encode(x="x:Q", y="y:Q")
+    return alt.layer(diagonal, points).properties(
+        width=_KERNEL_WIDTH, height=_KERNEL_HEIGHT, title=f"{gpu_title(device)}, one layer"
+    )
+
+
+def _chart2(options: PaperOptions, store: RunStore, published: bool) -> Any:
+    alt = altair()
+    devices = options.devices or GPUS
+    parts = alt.hconcat(*(_parts_panel(device, options.model(FIGURE1_MODEL)) for device in devices))
+    printed = [device for device in devices if device in GPUS]
+    if not published or not printed:
+        return parts
+    checks = alt.hconcat(*(_attention_panel(device) for device in printed))
+    return alt.vconcat(parts, checks).resolve_scale(color="independent", strokeDash="independent", shape="independent")
+
+
+def _crossing_title(device: str, model: str) -> str:
+    crossover = marginal_curve(device_cost(device, model), CONTEXT_TOKENS).crossover
+    said = "no crossover" if crossover is None else f"crossover at r = {crossover:.2f}"
+    return f"{gpu_title(device)}, {model}: {said}"
+
+
+def _chart8(options: PaperOptions, store: RunStore, published: bool) -> Any:
+    alt = altair()
+    devices, models = options.devices or GPUS, options.models or FURTHER_MODELS
+    lines = [alt.hconcat(*(time_panel(d, m, _crossing_title(d, m)) for d in devices)) for m in models]
+    return alt.vconcat(*lines)
+
+
+def _chart9(options: PaperOptions, store: RunStore, published: bool) -> Any:
+    alt = altair()
+    devices, models = options.devices or GPUS, options.models or FURTHER_MODELS
+    return alt.vconcat(*(alt.hconcat(*(_parts_panel(device, model) for device in devices)) for model in models))
+
+
+CONTEXTS = (64, 128, 256, 512, 1024)
+PUBLISHED_ATTENTION_MS = ((0.8, 26.0), (0.8, 10.0))
+"""Longest and shortest context of figure 10 at a decode share of 80 %, from the text."""
+_CONTEXT_COLOURS = (SKY, GREEN, ORANGE, PURPLE, BLACK)
+
+
+def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
+    alt = altair()
+    device, model = options.device("h200"), options.model(FIGURE1_MODEL)
+    cost = table_cost_of(device, model)
+    names = [f"{context:,}" for context in CONTEXTS]
+    panels = []
+    for title in ("step", *_PARTS[:2]):
+        found: list[dict[str, Any]] = []
+        for context, name in zip(CONTEXTS, names, strict=True):
+            for r in KERNEL_SHARES:
+                parts = step_parts(cost, composed(KERNEL_TOKENS, r, context))
+                part_s = {"step": sum(parts), _PARTS[0]: parts.dense_s, _PARTS[1]: parts.attention_s}[title]
+                found.append({"r": r, "value": 1e3 * part_s, "series": name})
+        y = alt.Y("value:Q", title="ms", scale=alt.Scale(domain=[0, 1.1 * max(row["value"] for row in found)]))
+        legend = alt.Legend(symbolType="stroke")
+        hues = colour(names, _CONTEXT_COLOURS, "context, tokens", legend=legend)
+        layers = [layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in _mixed_lines_and_pure_points(found)]
+        layers[0] = layers[0].encode(strokeDash=dash(names, "context, tokens"))
+        if published and title == "attention":
+            marks = values([{"r": r, "value": ms} for r, ms in PUBLISHED_ATTENTION_MS])
+            cross = alt.Chart(marks).mark_point(shape="cross", filled=True, size=60, color=BLACK)
+            layers.append(cross.encode(x="r:Q", y="value:Q"))
+        panels.append(alt.layer(*layers).properties(width=200, height=_KERNEL_HEIGHT, title=title))
+    return alt.hconcat(*panels, title=f"{gpu_title(device)}, {model}, {KERNEL_TOKENS:,} tokens in the step")
+
+
+FIGURE2 = PaperFigure(
+    "figure2",
+    "GPU time by kernel over the decode share, and attention calls against published ones",
+    no_cells,
+    _chart2,
+    f"Ours: the devices' kernel tables, {KERNEL_TOKENS:,} tokens in the step, decodes with {CONTEXT_TOKENS} tokens of "
+    "context; points: steps of prompts or of decodes only; grey: attention of the latter. The paper's panels are "
+    "not published as numbers; its text says that mixed attention passes pure decode's at a low decode share on the "
+    "RTX PRO 6000 and near the end on H200. Bottom: 30 published FlashAttention calls per GPU (eb-vllm; 512 "
+    "requests) against ours, on which nothing was fitted: decodes within 7 %; mixed calls 0.9 to 1.5 times as long "
+    "on RTX PRO 6000, 0.4 to 1.1 times on H200, where their prefill calls also take twice as long as the tables' "
+    "(FlashAttention 3).",
+    ("device", "model"),
+    published_on=Published(GPUS, (FIGURE1_MODEL,)),
+)
+FIGURE8 = PaperFigure(
+    "figure8",
+    "step time by batch composition of three more models",
+    no_cells,
+    _chart8,
+    "Ours, as figure 1. Crossover: the decode share from which a token of a mixed batch costs more than one of a "
+    "pure decode batch. In print Gemma-3-1B-IT has none on either GPU; here it has. The curves are not published as "
+    "numbers.",
+    ("device", "model"),
+    published_on=Published(GPUS, FURTHER_MODELS),
+)
+FIGURE9 = PaperFigure(
+    "figure9",
+    "GPU time by kernel of three more models",
+    no_cells,
+    _chart9,
+    f"Ours, as the top of figure 2 ({KERNEL_TOKENS:,} tokens, context {CONTEXT_TOKENS}); the experts of Qwen3-30B-A3B "
+    "count as matrix products. The curves are not published as numbers; the text says that matrix products do not "
+    "depend on the composition. Its growing 'Other' of Gemma on the RTX PRO 6000 is host work, which stands outside "
+    "these parts.",
+    ("device", "model"),
+    published_on=Published(GPUS, FURTHER_MODELS),
+)
+FIGURE10 = PaperFigure(
+    "figure10",
+    "step, matrix products and attention over the decode share, by context",
+    no_cells,
+    _chart10,
+    "Ours, GPU time without the host. Crosses: attention of the longest and the shortest context at a decode share of "
+    "80 % in the text (26 and 10 ms). The paper's five contexts are not legible in our copy: these are assumed.",
+    ("device", "model"),
+    published_on=Published(("h200",), (FIGURE1_MODEL,)),
+)
+
+
+# The interference convexity index of the EB paper (appendix A.3): from published times and costs, and from ours.
+
+KAPPA_TOKENS = 4096
+KAPPA_SHARES = tuple(round(0.1 * i, 1) for i in range(11))
+_KAPPA_NOTES = (
+    f"{EB_PAPER}, appendix A.3: the quadratic coefficient of a step's kernel time over the decode share r at "
+    f"{KAPPA_TOKENS:,} tokens, over the time of a pure decode step; negative is concave. The text's two values "
+    "(Qwen3-4B) are not legible in our copy; it calls both negative, the RTX PRO 6000's more so, and says that more "
+    "negative favours EB.",
+    "Over all steps, ours and the published step times are negative as in the text. But the published costs of mixed "
+    "batches with which EB+ runs are positive, the RTX PRO 6000's too, although the text has them follow from this "
+    "index (appendix A.4): they curve the other way.",
+    "The index hangs on the pure steps, from which mixed ones are set off: over mixed steps alone it is about zero for "
+    "the published step times and positive for ours on H200.",
+    "Ours: GPU time from kernel tables. A mixed attention call on H200 was not measured; there it is a fitted "
+    "multiple of the pure decode cost.",
+)
+
+
+def convexity_index(shares: Sequence[float], times: Sequence[float], decode: float) -> float:
+    """Quadratic coefficient of ``times`` over ``shares`` by least squares, over the time ``decode`` of a pure decode
+    step."""
+    return float(np.polyfit(np.asarray(shares, float), np.asarray(times, float), 2)[0] / decode)
+
+
+def _indices(times: Mapping[float, float]) -> tuple[float, float]:
+    """The index over mixed steps alone, and with both pure steps (shares 0 and 1) among the points."""
+    mixed = {share: time for share, time in times.items() if 0.0 < share < 1.0}
+    alone, together = (convexity_index(list(each), list(each.values()), times[1.0]) for each in (mixed, times))
+    return alone, together
+
+
+def _our_indices(device: str, model: str) -> list[tuple[Value, ...]]:
+    cost = table_cost_of(device, model)
+    parts = {r: step_parts(cost, composed(KAPPA_TOKENS, r, CONTEXT_TOKENS)) for r in KAPPA_SHARES}
+    gpu, source = gpu_title(device), f"ours, context {CONTEXT_TOKENS}"
+    return [
+        (gpu, model, f"{source}: kernels of a step", *_indices({r: sum(part) for r, part in parts.items()})),
+        (gpu, model, f"{source}: attention alone", *_indices({r: part.attention_s for r, part in parts.items()})),
+    ]
+
+
+def _published_index() -> tuple[Value, ...]:
+    """The published step times of 4,096 tokens; their GPU is in doubt."""
+    times = {}
+    for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
+        decodes = int(row["num_decode"])
+        if decodes + int(row["num_prefill"]) * int(row["prefill_tokens"]) == KAPPA_TOKENS:
+            times[decodes / KAPPA_TOKENS] = float(row["mean_ms"])
+    return "Blackwell by name, H200 by slope", "qwen3-4b", "published step times, eager, context 32", *_indices(times)
+
+
+def _published_cost_indices() -> list[tuple[Value, ...]]:
+    found: list[tuple[Value, ...]] = []
+    for row in rows("beta_mb", "eb_vllm"):
+        gpu = gpu_title("h200" if "H200" in row["device_name"] else "rtx-pro-6000")
+        a, b, c = (float(row[f"{name}_s_per_token"]) for name in "abc")
+        found.append((gpu, "qwen3-8b", "published cost of mixed batches, v1 runs", c / (a + b + c), None))
+    return found
+
+
+def _kappa_document(options: PaperOptions, store: RunStore) -> Document:
+    columns = (
+        *labels("GPU", "model", "from"),
+        *(
+            Column(name, group="index over", show=lambda index: f"{index:+.2f}")
+            for name in ("mixed steps", "all steps")
+        ),
+    )
+    model = options.model(FIGURE1_MODEL)
+    ours = [row for device in options.devices or GPUS for row in _our_indices(device, model)]
+    table = (_published_index(), *_published_cost_indices(), *ours)
+    return Document(
+        "kappa", "Convexity index of mixed batches (appendix A.3)", (Section("", columns, table),), _KAPPA_NOTES
+    )
+
+
+KAPPA = PaperTable(
+    "kappa", "convexity index of mixed batches", no_cells, _kappa_document, ("device", "model"),
+    published_on=Published(GPUS, (FIGURE1_MODEL,)),
+)  # fmt: skip
+
+
+# Table 1 of the EB paper: the four GPUs' bandwidth and arithmetic, beside the device profiles. It needs no runs.
+
+TABLE1_DEVICES = ("b300", "h200", "rtx-pro-6000", "l40s")
+_TABLE1 = "table1_gpus"
+_TABLE1_NOTES = (
+    f"Published: {EB_PAPER}, table 1. Ours: the device profiles, whose arithmetic is the data sheet's for dense "
+    "products in BF16 with sums in FP32.",
+    "The printed rates are not of one kind: those of B300 and H200 are twice the dense ones (with 2:4 sparsity), the "
+    "L40S's is the dense one, the RTX PRO 6000's half of it. Dense throughout, FLOP/B is 281, 206, 281 and 419: the "
+    "RTX PRO 6000 is then not the GPU with the least arithmetic per byte.",
+)
+
+
+def _table1_cells(options: PaperOptions) -> list[RunSpec]:
+    return []
+
+
+def _table1_row(device: str) -> tuple[Value, ...]:
+    profile, gpu = find_profile(device), gpu_title(device)
+    bandwidth, rate = profile.bandwidth_bytes_per_s, profile.bf16_flops_per_s
+    row: list[Value] = [gpu]
+    for column, ours in (
+        ("bandwidth_tb_per_s", bandwidth / 1e12), ("fp16_tflops", rate / 1e12), ("flop_per_byte", rate / bandwidth),
+    ):  # fmt: skip
+        row += comparison(pick(_TABLE1, column, gpu=gpu), ours)
+    return tuple(row)
+
+
+def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+    columns: tuple[Column, ...] = labels("GPU")
+    for title in ("TB/s", "16-bit TFLOPS", "FLOP/B"):
+        columns += compared(title)
+    rows = tuple(_table1_row(device) for device in options.devices or TABLE1_DEVICES)
+    return Document("eb-table1", "Table 1: GPUs of the EB paper", (Section("", columns, rows),), _TABLE1_NOTES)
+
+
+TABLE1 = PaperTable(
+    "eb-table1",
+    "bandwidth and arithmetic of the EB paper's GPUs",
+    _table1_cells,
+    _table1_document,
+    ("device",),
+    aliases=("table1", "1"),
+    published_on=Published(TABLE1_DEVICES, ()),
+)

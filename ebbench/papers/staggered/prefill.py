@@ -1,0 +1,516 @@
+"""Prefill pools of Tian et al. (2025): waiting, figure 6, table 1; parts of the dispatch, pools of all sizes (ours)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
+from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec, simulated
+
+# Prefill pools of the staggered paper over the load: the runs, and interpolation between them.
+
+# Deployments of the staggered paper: a DP unit of DeepSeek-V3 on H800, and topologies of its instances.
+
+MODEL = "deepseek-v3"
+PREFILL_S, PREFILL_TOKEN_S, DECODE_S, DECODE_SEQ_S, KV_TOKEN_S = 0.0935, 70.8e-6, 0.030, 0.15e-3, 50e-9
+UNIT = f"linear:{PREFILL_S},{PREFILL_TOKEN_S},{DECODE_S},{DECODE_SEQ_S},{1 << 20},{KV_TOKEN_S}"
+"""One DP unit of the staggered paper's instances, as derived from its figures.
+
+Prefill: table 1 gives two pairs of throughput and chunk utilisation with staggering on. Tokens per pass (8 units x
+chunk x utilisation) over tokens/s (QPS x 1K) give 0.311 s per pass at a chunk of 3K and 0.456 s at 5K, if the figures
+are those of one instance: those of three would give passes longer than the published TTFT. The line through both is 94
+ms + 71 us per token. Decode: estimates from the hardware. 38 GB of weights (FP8, 1/32 of the experts) and two exchanges
+per layer take 30 ms; 0.15 ms per sequence at 500 TFLOP/s; 50 ns per KV token for 70 KB read and 17 MFLOP.
+"""
+
+_PREFILL = PoolSpec(instances=3, tp=4, dp=8, ep=32)
+TOPOLOGIES = {
+    "3p": TopologySpec(name="3p", replicas=_PREFILL),
+    "3p1d-deepseek": TopologySpec(
+        name="3p1d-deepseek", prefill=_PREFILL, decode=PoolSpec(dp=32, ep=32),
+        transfer=TransferSpec(
+            bandwidth_gb_per_s=45, store_gb=20, held_until="admission", backpressure=True, kv_bytes_per_token=70_272
+        ),
+    ),
+}  # fmt: skip
+"""``3p`` is the staggered paper's prefill pool alone: with outputs of one token, no request reaches a decode unit."""
+
+
+def deployed(topology: str, network_ms: float = 0.0) -> TopologySpec:
+    """A topology by its name here or in short form, with this network delay to the instances. Raises UsageError."""
+    spec = TOPOLOGIES.get(topology) or parse_topology(topology)
+    return msgspec.structs.replace(spec, network_ms=network_ms)
+
+
+def pass_s(chunk_tokens: int) -> float:
+    """Duration (s) of a prefill pass of a unit with a full chunk."""
+    return PREFILL_S + PREFILL_TOKEN_S * chunk_tokens
+
+
+STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
+REQUESTS = 12_000
+NETWORK_MS = 0.5
+AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off,lookahead=0"
+"""Algorithms 1 and 2 to the letter: no bypass under light load, chunks may be exceeded, longest first in all cases, and
+nothing is sent to an instance before the end of its pass is known."""
+WITH_LOOKAHEAD = AS_PUBLISHED.replace(",lookahead=0", "")
+"""The same with our extension ``lookahead``: until November 2026 this stood here as the published algorithms."""
+IMMEDIATE = ("round-robin", "least-outstanding")
+DISPATCH = (*IMMEDIATE, AS_PUBLISHED, WITH_LOOKAHEAD, "sbs")
+TITLES = {AS_PUBLISHED: "sbs, to the letter", WITH_LOOKAHEAD: "with lookahead (ours)", "sbs": "sbs (ours)"}
+"""Short names of the staggered policies in tables."""
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
+"""Offered load, as a share of the pool's throughput with full chunks."""
+
+
+class Setup(NamedTuple):
+    """Prompts, chunk size, and the TTFT limit that defines the peak load."""
+
+    title: str
+    workload: str
+    mean_tokens: float
+    chunk: int
+    ttft_limit_s: float
+
+
+SHORT_3K = Setup("0-3K prompts, chunk 3K", "reference:workloads/short-prompts.toml", 1000, 3072, 0.8)
+SHORT_5K = Setup("0-3K prompts, chunk 5K", "reference:workloads/short-prompts.toml", 1000, 5120, 1.0)
+
+
+# No limit is published for long prompts: as many full passes as table 1 allows at a chunk of 3K.
+LONG_16K = Setup(
+    "3K-64K prompts, chunk 16K",
+    "reference:workloads/long-prompts.toml",
+    6700,
+    16384,
+    0.8 * pass_s(16384) / pass_s(3072),
+)
+
+
+def capacity_rps(setup: Setup, topology: str = "3p") -> float:
+    """Requests/s of the pool with full chunks and without waiting."""
+    return deployed(topology).pools[0].units * setup.chunk / pass_s(setup.chunk) / setup.mean_tokens
+
+
+def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> RunSpec:
+    """One load under one dispatch policy."""
+    rate = round(share * capacity_rps(setup, topology), 3)
+    return simulated(
+        setup.workload, "v1", UNIT, MODEL, 1024, setup.chunk, scenario="poisson",
+        topology=deployed(topology, NETWORK_MS), dispatch=dispatch,
+        async_scheduling=False, num_prompts=options.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000,
+    )  # fmt: skip
+
+
+def prefill_cells(options: PaperOptions, setup: Setup) -> list[RunSpec]:
+    """All loads under all policies."""
+    return [prefill_cell(options, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
+
+
+class FiguresOverLoad:
+    """Figures of one policy over the load, interpolated linearly between the runs."""
+
+    def __init__(self, options: PaperOptions, store: RunStore, setup: Setup, dispatch: str) -> None:
+        found = [(share, store.get(prefill_cell(options, setup, dispatch, share))) for share in SHARES]
+        self._known = [(share, measured) for share, measured in found if measured is not None]
+        self.complete = len(self._known) == len(SHARES)
+
+    def at(self, key: str, share: float, scale: float = 1.0) -> float | None:
+        """One figure at a load; None if runs are missing or the load is outside their range."""
+        if not self.complete or not SHARES[0] <= share <= SHARES[-1]:
+            return None
+        values = [measured.get(key, scale) for _, measured in self._known]
+        if any(value is None for value in values):
+            return None
+        return float(np.interp(share, SHARES, [float(value or 0) for value in values]))
+
+    def peak(self, ttft_limit_s: float) -> float | None:
+        """The highest load whose mean TTFT is within the limit."""
+        if not self.complete:
+            return None
+        ttft_s = [measured.get("mean_ttft_ms", 1e-3) or 0.0 for _, measured in self._known]
+        over = next((i for i, value in enumerate(ttft_s) if value > ttft_limit_s), None)
+        if over is None or over == 0:
+            return None
+        below, above = ttft_s[over - 1], ttft_s[over]
+        part = (ttft_limit_s - below) / (above - below)
+        return SHARES[over - 1] + part * (SHARES[over] - SHARES[over - 1])
+
+
+# Waiting time, figure 6 and table 1 of the staggered paper: TTFT and capacity of a prefill pool.
+
+_SETUP_NOTE = (
+    "Ours: 3 prefill instances of 8 units (TP 4, DP 8, EP 32) with a barrier, 0.5 ms each way, Poisson arrivals, "
+    f"{REQUESTS:,} requests per run, scheduling not asynchronous, as the paper's gated batches. Answers have one "
+    "token, so the decode pool of 3P1D, which does not touch TTFT, has nothing to do. Passes take 94 ms + 71 us per "
+    "token of the fullest unit, deduced from table 1's throughputs. Values between two loads are interpolated."
+)
+_VARIANTS_NOTE = (
+    f"'{AS_PUBLISHED}' is Algorithms 1 and 2 to the letter. The others are ours: '{WITH_LOOKAHEAD}' sends the next "
+    "batch after 0.9 of the expected pass; 'sbs', the default, also serves idle instances at once when hardly anyone "
+    "comes or a batch is full, and weighs the length of every pass by what it would finish (sizing): short prompts "
+    "share short passes."
+)
+
+# Waiting: T/2 against T/(2N).
+
+INSTANCES = (1, 2, 4, 8, 16, 32)
+PASS_S = 0.1
+ARRIVALS_A_TURN = 10  # in T/N: passes without work are then rare enough (e^-10)
+_WAITING_DISPATCH = {"immediate": "round-robin", "staggered": "sbs:bypass=off,sizing=off"}
+
+
+def _waiting_cell(options: PaperOptions, instances: int, dispatch: str) -> RunSpec:
+    rate = ARRIVALS_A_TURN * instances / PASS_S
+    count = options.num_prompts or max(4000, 1000 * instances)
+    return simulated(
+        "balanced", "v1", f"linear:{PASS_S},0,{PASS_S},0,4000000", "fixed-time", 1024, 65536, scenario="poisson",
+        topology=f"dp={instances}", dispatch=dispatch, async_scheduling=False, weight=float(instances),
+        num_prompts=count, request_rate=rate, input_len=10, output_len=1, length_distribution="fixed",
+    )  # fmt: skip
+
+
+def _waiting_cells(options: PaperOptions) -> list[RunSpec]:
+    return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
+
+
+def _waiting_document(options: PaperOptions, store: RunStore) -> Document:
+    columns = labels("instances N")
+    for name in _WAITING_DISPATCH:
+        columns += (
+            Column("published", group=f"{name}, ms"),
+            Column("ours", group=f"{name}, ms", ours=True),
+            Column("diff", "change", f"{name}, ms"),
+        )
+    rows = []
+    for n in INSTANCES:
+        row: list[Value] = [str(n)]
+        for dispatch, formula_s in zip(_WAITING_DISPATCH.values(), (PASS_S / 2, PASS_S / 2 / n), strict=True):
+            ttft_ms = figure(store, _waiting_cell(options, n, dispatch), "mean_ttft_ms")
+            row += comparison(1e3 * formula_s, None if ttft_ms is None else ttft_ms - 1e3 * PASS_S)
+        rows.append(tuple(row))
+    notes = (
+        f"Published: {STAGGERED_PAPER}, section 3.2: T/2 immediately, T/(2N) staggered; formulas, not measurements.",
+        f"Ours: waiting before a pass of T = {1e3 * PASS_S:g} ms, Poisson arrivals, {ARRIVALS_A_TURN} in T/N on "
+        "average, so that all instances are busy all the time; immediate is round-robin, staggered is "
+        f"{_WAITING_DISPATCH['staggered']}.",
+        *pending(store, _waiting_cells(options)),
+    )
+    return Document("sbs-waiting", "Waiting: T/2 against T/(2N)", (Section("", columns, tuple(rows)),), notes)
+
+
+# Figure 6: TTFT over the load.
+
+LOADS = (0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_FIGURE6 = (SHORT_3K, LONG_16K)
+
+
+def _figure6_cells(options: PaperOptions) -> list[RunSpec]:
+    return [cell for setup in _FIGURE6 for cell in prefill_cells(options, setup)]
+
+
+def _base_peak(curves: dict[str, FiguresOverLoad], setup: Setup) -> float | None:
+    """Peak of immediate dispatch: that of the better of its two policies."""
+    peaks = [curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE]
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) if len(known) == len(peaks) else None
+
+
+def _best(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return min(known) if len(known) == len(values) else None
+
+
+def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
+    curves = {dispatch: FiguresOverLoad(options, store, setup, dispatch) for dispatch in DISPATCH}
+    peak = _base_peak(curves, setup)
+    columns = (
+        *labels("load"), Column("req/s"),
+        *(Column(TITLES.get(name, name), group="TTFT s", ours=True) for name in DISPATCH),
+        *(Column(title, "change", "vs better immediate", True) for title in TITLES.values()),
+        *(Column(name, group="wait on the device, ms", ours=True) for name in ("immediate", "sbs")),
+    )  # fmt: skip
+    rows = []
+    for load in LOADS:
+        share = None if peak is None else load * peak
+        row: list[Value] = [f"{100 * load:.0f} %", None if share is None else share * capacity_rps(setup)]
+        ttft = {d: None if share is None else c.at("mean_ttft_ms", share, 1e-3) for d, c in curves.items()}
+        base = _best([ttft[name] for name in IMMEDIATE])
+        row += [ttft[name] for name in DISPATCH]
+        row += [relative(ttft[name], base) for name in TITLES]
+        waits = {d: None if share is None else c.at("device_wait_ms", share) for d, c in curves.items()}
+        row += [_best([waits[name] for name in IMMEDIATE]), waits["sbs"]]
+        rows.append(tuple(row))
+    return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
+
+
+def _figure6_document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_figure6_section(options, store, setup) for setup in _FIGURE6)
+    notes = (
+        f"Published: {STAGGERED_PAPER}, figure 6: no numbers but the text's 'up to a 40 % reduction in TTFT at sub-80 "
+        "% load levels', an advantage at every load from 40 to 100 % of the baseline's peak, and the abstract's 30-40 "
+        "%.",
+        _SETUP_NOTE,
+        "100 % is the load at which the better immediate policy has the mean TTFT in the heading: table 1's 0.8 s at a "
+        "chunk of 3K, the same number of passes at 16K, where nothing is published.",
+        _VARIANTS_NOTE,
+        *_figure6_findings(sections),
+        *pending(store, _figure6_cells(options)),
+    )
+    return Document("sbs-figure6", "Figure 6: time to first token over the load", sections, notes)
+
+
+def _figure6_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
+    """One sentence for each staggered policy: where it is above and below the better immediate one."""
+    sentences = []
+    for section in sections:
+        first = next(i for i, column in enumerate(section.columns) if column.group == "vs better immediate")
+        for index, title in enumerate(TITLES.values()):
+            changes = [(str(row[0]), value) for row in section.rows if isinstance(value := row[first + index], float)]
+            if len(changes) == len(section.rows):
+                sentences.append(f"{section.title.partition(';')[0]}, {title}: {_against_immediate(changes)}")
+    return tuple(sentences)
+
+
+def _against_immediate(changes: list[tuple[str, float]]) -> str:
+    worst, best = max(changes, key=lambda item: item[1]), min(changes, key=lambda item: item[1])
+    above = [load for load, change in changes if change > 0]
+    where = f"above immediate dispatch at {', '.join(above)} ({100 * worst[1]:+.1f} %)" if above else "never above it"
+    at80 = dict(changes)["80 %"]
+    return f"{100 * at80:+.1f} % at 80 %, best {100 * best[1]:+.1f} % at {best[0]}, {where}."
+
+
+# Table 1: capacity at a fixed mean TTFT.
+
+_TABLE1 = (
+    (SHORT_3K, {"off": (57.0, 51.83), "on": (70.0, 88.7)}),
+    (SHORT_5K, {"off": (70.0, 53.0), "on": (79.0, 88.0)}),
+)
+_ROWS1 = (
+    ("off", IMMEDIATE[0]), ("off", IMMEDIATE[1]), ("on", AS_PUBLISHED), ("on", WITH_LOOKAHEAD), ("on", "sbs"),
+)  # fmt: skip
+
+
+def _table1_cells(options: PaperOptions) -> list[RunSpec]:
+    return [cell for setup, _ in _TABLE1 for cell in prefill_cells(options, setup)]
+
+
+def _table1_section(
+    options: PaperOptions, store: RunStore, setup: Setup, published: dict[str, tuple[float, float]]
+) -> Section:
+    columns = (
+        *labels("batching", "dispatch"),
+        *compared("QPS an instance"),
+        *compared("chunk utilisation, %", points=True),
+        Column("published", "change", "QPS vs off"),
+        Column("ours", "change", "QPS vs off", True),
+    )
+    curves = {dispatch: FiguresOverLoad(options, store, setup, dispatch) for _, dispatch in _ROWS1}
+    base = _base_peak(curves, setup)
+    rows = []
+    for batching, dispatch in _ROWS1:
+        peak = curves[dispatch].peak(setup.ttft_limit_s)
+        qps = None if peak is None else peak * capacity_rps(setup) / 3
+        use = None if peak is None else curves[dispatch].at("front_chunk_utilisation", peak, 100)
+        row: list[Value] = [batching, TITLES.get(dispatch, dispatch), *comparison(published[batching][0], qps)]
+        row += comparison(published[batching][1], use, points=True)
+        gain = relative(published["on"][0], published["off"][0]) if batching == "on" else None
+        row += [gain, relative(peak, base) if batching == "on" else None]
+        rows.append(tuple(row))
+    return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
+
+
+def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
+    notes = (
+        f"Published: {STAGGERED_PAPER}, table 1. Its QPS are taken as those of one prefill instance: with three, a "
+        "pass would last longer than the mean TTFT.",
+        _SETUP_NOTE,
+        "Chunk utilisation: prompt tokens over what the chunks of all units of an instance had room for, per pass; at "
+        "the highest load that keeps the mean TTFT. 'QPS vs off' of ours is against the better immediate policy.",
+        "Where ours differs: staggering fills all chunks, but there is little left to fill. At the published mean TTFT "
+        "of two to three passes immediate dispatch keeps a queue in front of every unit, which fills the chunks by "
+        "itself; what staggering brings is time to first token (figure 6). The paper's baseline leaves half of its "
+        "chunks empty at the same TTFT; why "
+        "its requests then wait so long it does not say. QPS with batching on agree at equal utilisation by "
+        "construction, since the time of a pass was deduced from those rows; those of the baseline do not: with "
+        "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
+        "the tokens of all units together (0.10 s + 10 us per token fits all four rows).",
+        _VARIANTS_NOTE,
+        *pending(store, _table1_cells(options)),
+    )
+    return Document("sbs-table1", "Table 1: chunk utilisation and capacity", sections, notes)
+
+
+_READS = ("num_prompts",)
+WAITING = PaperTable(
+    "sbs-waiting", "waiting of T/2 against T/(2N)", _waiting_cells, _waiting_document, _READS, whole=False
+)
+SBS_FIGURE6 = PaperTable(
+    "sbs-figure6", "TTFT over the load of a prefill pool", _figure6_cells, _figure6_document, _READS, whole=False
+)
+SBS_TABLE1 = PaperTable(
+    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", _table1_cells, _table1_document, _READS, whole=False,
+    aliases=("table1", "1"),
+)  # fmt: skip
+
+
+# Effect of each part of staggered dispatch, near 80 % of the peak of figure 6. No figures are published.
+
+SHARE = 0.76
+"""Share of the pool's throughput with full chunks; the peak of figure 6 is at 0.95."""
+_SETUPS = (SHORT_3K, LONG_16K)
+_PARTS = (
+    "sbs", "sbs:sizing=off", "sbs:bypass=off", "sbs:interval=off", "sbs:adaptive=off", "sbs:lookahead=0.75",
+    "sbs:lookahead=0", "sbs:patience=off", "sbs:overdraw=off", "sbs:packing=off", WITH_LOOKAHEAD, AS_PUBLISHED,
+)  # fmt: skip
+_ABLATION_FIGURES = (("mean_ttft_ms", "mean"), ("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
+
+
+def _ablation_cell(options: PaperOptions, setup: Setup, dispatch: str) -> RunSpec:
+    return prefill_cell(options, setup, dispatch, SHARE)
+
+
+def _ablation_cells(options: PaperOptions) -> list[RunSpec]:
+    return [_ablation_cell(options, setup, dispatch) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
+
+
+def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
+    columns = (
+        *labels("dispatch"),
+        *(Column(title, group="TTFT s", ours=True) for _, title in _ABLATION_FIGURES),
+        Column("mean TTFT", "change", "vs better immediate", True),
+        Column("chunk utilisation, %", ours=True),
+    )
+    means = [figure(store, _ablation_cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE]
+    known = [value for value in means if value is not None]
+    base = min(known) if len(known) == len(means) else None
+    rows = []
+    for dispatch in (*IMMEDIATE, *_PARTS):
+        cell = _ablation_cell(options, setup, dispatch)
+        row: list[Value] = [dispatch, *(figure(store, cell, key, 1e-3) for key, _ in _ABLATION_FIGURES)]
+        row += [relative(figure(store, cell, "mean_ttft_ms"), base)]
+        row += [figure(store, cell, "front_chunk_utilisation", 100)]
+        rows.append(tuple(row))
+    return Section(setup.title, columns, tuple(rows))
+
+
+def _ablation_document(options: PaperOptions, store: RunStore) -> Document:
+    notes = (
+        f"Setup of `sbs-figure6`, one load: {SHARE:g} of what the pool computes with full chunks, about 80 % of the "
+        "peak of figure 6. Each line switches one part of 'sbs' off; the last is Algorithms 1 and 2 to the letter, the "
+        "one before it adds our lookahead to them.",
+        *pending(store, _ablation_cells(options)),
+    )
+    sections = tuple(_ablation_section(options, store, setup) for setup in _SETUPS)
+    return Document("sbs-ablation", "Parts of staggered dispatch, one at a time", sections, notes)
+
+
+ABLATION = PaperTable(
+    "sbs-ablation",
+    "parts of staggered dispatch, one at a time",
+    _ablation_cells,
+    _ablation_document,
+    ("num_prompts",),
+    whole=False,
+)
+
+
+# Staggered against immediate dispatch for prefill pools of other sizes, down to one unit. No figures are published.
+
+POOL_LOADS = (0.05, 0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 0.95)
+"""Shares of the pool's throughput with full chunks; its peak in the sense of figure 6 is near 0.95."""
+POOL_REQUESTS = 6000
+
+
+class _PrefillPool(NamedTuple):
+    title: str
+    topology: str
+
+
+_POOLS = tuple(
+    _PrefillPool(
+        f"{instances} x {units} unit{'s' if units > 1 else ''}", f"instances={instances},tp=4,dp={units},ep={4 * units}"
+    )
+    for instances in (1, 2, 6)
+    for units in (1, 8)
+)
+
+
+def _pool_cell(options: PaperOptions, setup: Setup, pool: _PrefillPool, dispatch: str, load: float) -> RunSpec:
+    smaller = options if options.num_prompts else replace(options, num_prompts=POOL_REQUESTS)
+    return prefill_cell(smaller, setup, dispatch, load, pool.topology)
+
+
+def _pool_cells(options: PaperOptions) -> list[RunSpec]:
+    return [
+        _pool_cell(options, setup, pool, dispatch, load)
+        for setup in _SETUPS for pool in _POOLS for load in POOL_LOADS for dispatch in (*IMMEDIATE, "sbs")
+    ]  # fmt: skip
+
+
+def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
+    columns = (
+        *labels("instances of units", "load"), Column("req/s"),
+        Column("better immediate", group="TTFT mean, s", ours=True), Column("sbs", group="TTFT mean, s", ours=True),
+        Column("diff", "change", "TTFT mean, s", True),
+        Column("better immediate", group="TTFT p99, s", ours=True), Column("sbs", group="TTFT p99, s", ours=True),
+        Column("diff", "change", "TTFT p99, s", True),
+    )  # fmt: skip
+    rows = []
+    for pool in _POOLS:
+        for load in POOL_LOADS:
+            title = pool.title if load == POOL_LOADS[0] else ""
+            row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
+            for key in ("mean_ttft_ms", "p99_ttft_ms"):
+                immediate = [
+                    figure(store, _pool_cell(options, setup, pool, name, load), key, 1e-3) for name in IMMEDIATE
+                ]
+                known = [value for value in immediate if value is not None]
+                base = min(known) if len(known) == len(immediate) else None
+                ours = figure(store, _pool_cell(options, setup, pool, "sbs", load), key, 1e-3)
+                row += [base, ours, relative(ours, base)]
+            rows.append(tuple(row))
+    return Section(setup.title, columns, tuple(rows))
+
+
+def _pool_findings(sections: tuple[Section, ...]) -> list[str]:
+    found = []
+    for section in sections:
+        changes = [(row[5], f"{_pool_title(section, i)}, {row[1]}") for i, row in enumerate(section.rows)]
+        known = [(float(change), where) for change, where in changes if isinstance(change, (int, float))]
+        if len(known) < len(changes):
+            continue
+        worst, best = max(known), min(known)
+        span = " to ".join(f"{100 * change:+.1f} % ({where})" for change, where in (best, worst))
+        found.append(f"{section.title}: mean TTFT {span}.")
+    return found
+
+
+def _pool_title(section: Section, index: int) -> str:
+    return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
+
+
+def _pool_document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_pool_section(options, store, setup) for setup in _SETUPS)
+    notes = (
+        "Setup of `sbs-figure6` with pools of other sizes; loads are shares of what the pool computes with full "
+        "chunks. The better immediate policy is chosen for each figure and load. One instance alone and few requests: "
+        "`sbs` dispatches at once, which makes it least-outstanding.",
+        *_pool_findings(sections),
+        *pending(store, _pool_cells(options)),
+    )
+    return Document("sbs-pools", "Staggered dispatch in pools of all sizes", sections, notes)
+
+
+POOLS = PaperTable(
+    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", _pool_cells, _pool_document,
+    ("num_prompts",), whole=False,
+)  # fmt: skip

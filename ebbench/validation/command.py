@@ -1,0 +1,328 @@
+"""The steps of ``ebbench validate``: announce, predict and measure, judge, store the result, show it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbench.analysis.documents import Column, Document, Section, labels
+from ebbench.engines.machine import machine_name
+from ebbench.errors import DataError, InterruptedRunError, UsageError
+from ebbench.records import files
+from ebbench.records.files import sole_use
+from ebbench.records.manifest import wall_clock_ns
+from ebbench.spec.server import OFF
+from ebbench.validation.drive import Outcomes, validate
+from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict, judge
+from ebbench.validation.machine import Call, describe_machine, write_manifest
+from ebbench.validation.question import StepTimes, TimeBudget, ValidationQuestion
+
+if TYPE_CHECKING:
+    from ebbench.analysis.documents import Document
+    from ebbench.render.console import Console
+
+
+# The result of a validation as one JSON object, and as a document with tables.
+
+FORMAT = 2
+TITLE = "Predicted against measured"
+
+
+def as_dict(
+    question: ValidationQuestion, outcomes: Outcomes, judged: Judgement, machine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The whole result. Shares as fractions of 1, times in the units of their names; None: unknown."""
+    steps = [
+        {name: value for name, value in asdict(one).items() if name not in ("profile", "costs")}
+        | {"slowness": one.slowness(outcomes.steps[0])}
+        for one in outcomes.steps
+    ]
+    return {
+        "format": FORMAT,
+        "verdict": judged.verdict.word,
+        "sentence": judged.verdict.sentence,
+        "directions": {"right": judged.verdict.directions_right, "clear": judged.verdict.directions_clear},
+        "metrics": [_finite(asdict(one)) for one in judged.verdict.metrics],
+        "errors": [_finite(asdict(error)) for error in judged.errors],
+        "gains": [_finite(asdict(gain)) for gain in judged.gains],
+        "runs": {
+            "planned": outcomes.planned,
+            "measured": len(outcomes.observations),
+            "invalid": outcomes.invalid,
+            "rounds": outcomes.schedule.rounds,
+            "requests": dict(zip(map(str, question.loads), outcomes.schedule.requests, strict=True)),
+            "stopped": outcomes.stopped,
+        },
+        "step_times": steps,
+        "observations": [asdict(one) for one in outcomes.observations],
+        "machine": dict(machine),
+    }
+
+
+def _finite(found: dict[str, Any]) -> dict[str, Any]:
+    """The values with infinity (unknown noise) as None, since JSON has no infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
+    }
+
+
+def as_document(
+    question: ValidationQuestion,
+    outcomes: Outcomes,
+    judged: Judgement,
+    machine: Mapping[str, Any],
+    load_average: Sequence[float],
+) -> Document:
+    """Tables of errors by metric and of gains, with notes. ``machine``: from :func:`.machine.describe_machine`.
+    ``load_average``: samples taken during the measurement."""
+    sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
+    sections.append(_gains(question, judged.gains))
+    title = f"{TITLE}: {question.model} on {machine['name']}"
+    found = notes(question, outcomes, judged)
+    cpus, server_cpus = machine["usable_cpus"], machine["server_cpus"]
+    if server_cpus < cpus:
+        found.append(f"vLLM ran on {server_cpus} of {cpus} processors, so that the client kept its schedule")
+    if machine["cpu_build"]:
+        found.append(
+            "vLLM's CPU build ran the model in the engine core's process, eager (--enforce-eager), as its steps were "
+            "measured; a server started by hand uses a process more and torch.compile"
+        )
+    if question.engine == "vllm" and load_average:
+        found.append(
+            f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs during the measurement"
+        )
+    return Document("validation", title, tuple(filter(None, sections)), tuple(found))
+
+
+def _errors(name: str, judged: Judgement, metric: str) -> Section | None:
+    rows = [_row(error) for error in judged.errors if error.metric == metric]
+    if not rows:
+        return None
+    unit = "output tokens/s" if metric == "output_throughput" else "ms, median over requests"
+    columns = (
+        *labels("policy"),
+        Column("open"),
+        Column("predicted"),
+        Column("measured", ours=True),
+        Column("lowest"),
+        Column("highest"),
+        Column("error", "change"),
+        Column("noise", "label", right=True),
+    )
+    return Section(f"{name} ({unit})", columns, tuple(rows))
+
+
+def _row(error: Error) -> tuple[str | float | int | None, ...]:
+    figures = (error.predicted, error.measured, error.lowest, error.highest, error.error)
+    return error.policy, error.load, *figures, plus_minus(error.uncertainty)
+
+
+def plus_minus(uncertainty: float) -> str:
+    """A share as ±3.1 %; ``unknown`` if no run was repeated."""
+    return f"±{100 * uncertainty:.1f} %" if math.isfinite(uncertainty) else "unknown"
+
+
+def _gains(question: ValidationQuestion, gains: Sequence[GainPrediction]) -> Section | None:
+    if not gains:
+        return None
+    columns = (
+        *labels("policy"),
+        Column("open"),
+        Column("predicted", "change"),
+        Column("measured", "change", ours=True),
+        Column("noise", "label", right=True),
+        Column("direction", "label"),
+    )
+    words = {True: "right", False: "WRONG", None: "too close to tell"}
+    rows = tuple(
+        (gain.policy, gain.load, gain.predicted, gain.measured, plus_minus(gain.uncertainty), words[gain.right])
+        for gain in gains
+    )
+    return Section(f"Gain in throughput over {question.policies[0]}", columns, rows)
+
+
+def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -> list[str]:
+    """Notes on the number of runs, the step times, and what error and noise mean."""
+    schedule = outcomes.schedule
+    loads = " and ".join(
+        f"{count} requests at {load} open" for load, count in zip(question.loads, schedule.requests, strict=True)
+    )
+    found = [
+        f"{len(outcomes.observations)} of {outcomes.planned} runs measured, {outcomes.invalid} of them INVALID and "
+        f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.input_tokens} and outputs of "
+        f"{question.output_tokens} tokens on average",
+        _step_times(outcomes.steps),
+        "error: predicted over measured, mean over the rounds; noise: half its 95 % interval, from the differences "
+        "between rounds of the same run; lowest, highest: of the measured runs",
+    ]
+    found += [_bias(one) for one in judged.verdict.metrics]
+    if question.engine == "vllm":
+        found.append(
+            "asynchronous scheduling and prefix caching are off in prediction and measurement: steps are measured one "
+            f"at a time. {_outside_the_engine(question)}"
+        )
+    else:
+        found.append(
+            "a rehearsal without vLLM: in place of the measurement, policies compute from the device's own costs"
+        )
+    if outcomes.stopped:
+        found.append(f"incomplete: {outcomes.stopped}; the same command measures the rest")
+    return found
+
+
+def _step_times(rounds: Sequence[StepTimes]) -> str:
+    """How the step times were measured, and how the machine's speed changed between the rounds."""
+    first = rounds[0]
+    found = (
+        f"{first.steps} steps measured before each round's runs, which they predict; fits R2 {first.prefill_r2:.3f} "
+        f"prefill, {first.decode_r2:.3f} decode"
+    )
+    slowness = [one.slowness(first) for one in rounds[1:]]
+    if not slowness:
+        return found
+    words = ["other batches fit" if one is None else f"{one:.2f}" for one in slowness]
+    return f"{found}; steps of later rounds took {', '.join(words)} times as long as the first round's"
+
+
+def _outside_the_engine(question: ValidationQuestion) -> str:
+    """What measured and predicted times hold beside the engine's."""
+    if question.api_server == OFF:
+        return "Measured times include the API server and the client, predicted times neither (--api-server off)"
+    return (
+        f"Measured times include the API server and the client, predicted times an API server of class "
+        f"{question.api_server}"
+    )
+
+
+def _bias(one: MetricVerdict) -> str:
+    kept = {True: "within the limit", False: "beyond the limit", None: "undecided because of noise"}
+    noise = f"{100 * one.noise:.1f} %" if math.isfinite(one.noise) else "unknown"
+    return (
+        f"{METRICS[one.metric]}: median error {100 * one.median_error:.1f} % ({kept[one.within_limit]}), "
+        f"worst {100 * one.worst_error:.1f} %, signed median {100 * one.bias:+.1f} %; "
+        f"standard deviation between rounds {noise}"
+    )
+
+
+QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
+
+
+def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float, *, as_json: bool, quiet: bool) -> str:
+    """Run the validation and show its result. Returns the verdict: figures, choices, neither or undecided.
+
+    Raises UsageError, RunError, InterruptedRunError.
+    """
+    from ebbench.render.console import Console
+
+    messages = Console(stderr=True, highlight=False)
+    _open_folder(question, folder)
+    with sole_use(folder):
+        return _run_validation(question, folder, max_time_s, messages, as_json=as_json, quiet=quiet)
+
+
+def _run_validation(
+    question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
+) -> str:
+    from ebbench.render.console import Console
+    from ebbench.render.documents import as_markdown
+    from ebbench.render.live import Work, shown
+
+    call = Call(sys.argv[1:], wall_clock_ns())
+
+    def say(text: str) -> None:
+        call.sample()
+        messages.say(text, quiet=quiet)
+
+    for line in announce(question, folder, max_time_s):
+        say(line)
+    try:
+        with shown(messages, Work("validate"), quiet=quiet) as work:
+            outcomes = validate(question, folder, TimeBudget(max_time_s), say, work.reached)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(
+            f"interrupted; measurements are kept in {folder}; the same command continues"
+        ) from None
+    finally:
+        call.end()
+        load_average = write_manifest(folder, question, call)
+    judged = judge(outcomes.observations, question.policies[0])
+    machine = describe_machine(question)
+    document = as_document(question, outcomes, judged, machine, load_average)
+    found = as_dict(question, outcomes, judged, machine)
+    _store(folder, found, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+    else:
+        _show(Console(highlight=False), document, judged, folder)
+    return judged.verdict.word
+
+
+def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> list[str]:
+    """The lines printed first: the steps to come and the time limit."""
+    what = machine_name() if question.engine == "vllm" else f"{question.device}, engine {question.engine}"
+    loads = ", ".join(map(str, question.loads))
+    lines = [
+        f"validating simulated results for {question.model} on {what}, at most {max_time_s / 60:.0f} min:",
+        f"  1. measure the times of up to {replace(question.grid, repeats=question.repeats).points} steps"
+        + (" in vLLM, after its start" if question.engine == "vllm" else ""),
+        f"  2. predict {', '.join(question.policies)} at {loads} requests open",
+        f"  3. measure the same runs; up to {question.rounds} rounds of 1. to 3.",
+        f"results are kept in {folder}; after a stop the same command continues",
+    ]
+    if "dummy" in question.vllm_options:
+        lines.append("random weights (--load-format dummy): the model's folder holds no weights")
+    if "--skip-tokenizer-init" in question.vllm_options:
+        lines.append("no tokenizer in the model's folder: prompts are token ids, and output stays token ids")
+    return lines
+
+
+def _open_folder(question: ValidationQuestion, folder: Path) -> None:
+    """Create the folder, or continue in one with the same question, which may have more rounds now.
+
+    Raises UsageError for any other folder, DataError for a damaged one.
+    """
+    path = folder / QUESTION
+    if not path.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder} exists and is not a validation; give another --output")
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        _check_same(question, path)
+    files.write_bytes(_as_json(question), path)
+
+
+def _as_json(question: ValidationQuestion) -> bytes:
+    return json.dumps(asdict(question), indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _check_same(question: ValidationQuestion, path: Path) -> None:
+    stored = files.read_stored_json(path)
+    try:
+        rounds = int(stored["rounds"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged ({error}); give another --output") from None
+    if json.loads(_as_json(replace(question, rounds=rounds))) != stored:
+        raise UsageError(f"{path.parent} holds a validation with other options; give another --output")
+    if question.rounds < rounds:
+        raise UsageError(f"{path.parent} holds a validation of {rounds} rounds; --rounds {question.rounds} is fewer")
+
+
+def _store(folder: Path, found: dict[str, Any], tables: str) -> None:
+    files.write_bytes(json.dumps(found, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
+    files.write_bytes(tables.encode(), folder / TABLES)
+
+
+def _show(console: Console, document: Document, judged: Judgement, folder: Path) -> None:
+    from rich.text import Text
+
+    from ebbench.render.documents import as_rich
+
+    console.print(as_rich(document, console.width))
+    console.print()
+    console.print(Text(f"{judged.verdict.sentence}.", style="bold"))
+    console.say(f"stored in {folder}: {RESULT}, {TABLES}, manifest.json")
