@@ -18,7 +18,7 @@ from ebbench.foreign.documents import given_of, load_toml, not_positive
 from ebbench.records.plan import ClosedPhase
 from ebbench.resources import bundled_dir
 from ebbench.traffic.arrivals import Curve, Process, arrival_times, substream
-from ebbench.traffic.lengths import LengthSpec
+from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.options import is_recorded
 from ebbench.workloads.spec import resolve
 

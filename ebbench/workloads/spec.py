@@ -11,8 +11,8 @@ import msgspec
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.resources import bundled_dir, located
-from ebbench.traffic.lengths import LengthSpec
 from ebbench.workloads.fitted import Fitted
+from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.sessions import SessionSpec
 
 Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
