@@ -24,7 +24,7 @@ from ebbench.cli.run_settings import (
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.spec.server import DEFAULT_CLASS
-from ebbench.traffic.spec import scenario_meant
+from ebbench.workloads.options import scenario_meant
 
 if TYPE_CHECKING:
     from ebbench.advice.choice import Advice, AdviceQuestion
