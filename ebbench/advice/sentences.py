@@ -201,7 +201,7 @@ def parameters(advice: Advice) -> list[str]:
     lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
-        lines += [f"T{note[1:]}." for note in rank_notes(policy, topology.pools[0].dp)]
+        lines += map(sentence, rank_notes(policy, topology.pools[0].dp))
     return lines
 
 

@@ -11,7 +11,9 @@ import msgspec
 from ebbench.capacity.choose import DeploymentChoice, choose
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.plan_sentences import api_servers_left_out
+from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.config.topology import parse_topology
+from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.render.console import Console
@@ -27,12 +29,20 @@ def with_candidates(
     task: PlanTask, devices: Sequence[str], shapes: Sequence[tuple[int, int, int]], policies: Sequence[str],
     budgets: Sequence[int], seqs: Sequence[int],
 ) -> list[PlanTask]:  # fmt: skip
-    """The task on every combination; ``shapes``: (tp, dp, ep). Raises UnknownNameError for an unknown device."""
+    """The task on every combination; ``shapes``: (tp, dp, ep). Without ``budgets`` or ``seqs``: vLLM's on each device.
+
+    Raises UnknownNameError for an unknown device.
+    """
+    version = task.spec.server.vllm_version or DEFAULT_VLLM
+    found = []
     for device in devices:
-        find_profile(device)
+        chosen = batch_limits(find_profile(device), version)
+        sizes = product(budgets or (chosen.max_num_batched_tokens,), seqs or (chosen.max_num_seqs,))
+        found.append([(device, *size) for size in sizes])
     return [
         task.on(Candidate(device, tp, policy, budget, most, dp, ep))
-        for device, (tp, dp, ep), policy, budget, most in product(devices, shapes, policies, budgets, seqs)
+        for limits in found
+        for (tp, dp, ep), policy, (device, budget, most) in product(shapes, policies, limits)
     ]
 
 

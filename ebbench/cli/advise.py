@@ -24,7 +24,7 @@ from ebbench.cli.run_settings import (
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.spec.server import DEFAULT_CLASS
-from ebbench.traffic.spec import scenario_meant
+from ebbench.workloads.options import scenario_meant
 
 if TYPE_CHECKING:
     from ebbench.advice.choice import Advice, AdviceQuestion
@@ -55,13 +55,13 @@ class ServerFlags:
     model: Annotated[
         str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL
-    max_num_seqs: Annotated[int, setting("max_num_seqs")] = 1024
+    max_num_seqs: Annotated[int | None, setting("max_num_seqs")] = None
     max_num_batched_tokens: Annotated[
         list[int] | None,
         typer.Option(
             "--max-num-batched-tokens",
-            help="Token budgets to try; repeat, the one to compare with first. Default: 8192, 2048, 4096 and 16384, as "
-            "far as they hold --max-num-seqs.",
+            help="Token budgets to try; repeat, the one to compare with first. Default: vLLM's, 8192, 2048, 4096 and "
+            "16384, as far as they hold --max-num-seqs.",
         ),
     ] = None
     tp: Tp = 1
@@ -172,6 +172,9 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.metrics import parse_slo
     from ebbench.cli.run_settings import check_counts, each_once, parse_policies
+    from ebbench.config.declare import DEFAULT_VLLM
+    from ebbench.devices.capacity import batch_limits
+    from ebbench.devices.profiles import find_profile
 
     rate = settings.get("request_rate")
     check_counts(
@@ -182,7 +185,9 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
     )
     slo = parse_slo(search.goodput or ())
     each_once("--max-num-batched-tokens", server.max_num_batched_tokens or [])
-    budgets = tuple(server.max_num_batched_tokens or default_budgets(server.max_num_seqs))
+    chosen = batch_limits(find_profile(server.device), settings.get("vllm_version") or DEFAULT_VLLM)
+    seqs = chosen.max_num_seqs if server.max_num_seqs is None else server.max_num_seqs
+    budgets = tuple(server.max_num_batched_tokens or default_budgets(seqs, chosen.max_num_batched_tokens))
     names = checked_server(server.model, settings)
     question = AdviceQuestion(
         workload,
@@ -190,13 +195,13 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
         names["model"],
         scenario_meant(workload, settings.get("scenario"), rate, None),
         plan_arguments(workload, search.num_prompts, settings),
-        server.max_num_seqs,
+        seqs,
         budgets[0],
         search.seeds,
         slo,
         tuple(spec.name for spec in parse_policies(search.policy))
         if search.policy
-        else default_policies(slo, budgets, server.max_num_seqs),
+        else default_policies(slo, budgets, seqs),
         budgets=budgets[1:],
         server=server.cluster() | _of_server(settings, names["api_server"]),
     )

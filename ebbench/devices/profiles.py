@@ -40,9 +40,11 @@ class DeviceProfile:
 
     ``links``: kinds of link between the GPUs of one server, the default first. ``gemm_factor``: time of a step's matrix
     products relative to the tables. ``context_bytes``: memory of the CUDA context, of libraries and workspaces (0.13 to
-    0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures. ``collectives_from``: the device whose
-    measured collectives over the link of the same name stand for its own. ``mixed_note``: what stands for the attention
-    of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device;
+    0.30 GiB in logs of vLLM). ``max_num_seqs``, ``max_num_batched_tokens``: of a server on it, 0: what vLLM chooses
+    (:func:`ebbench.devices.capacity.batch_limits`). ``short_name``: its name in tables and pictures.
+    ``collectives_from``: the device whose measured collectives over the link of the same name stand for its own.
+    ``mixed_note``: what stands for the attention of mixed batches where it was not measured; ``mixed_fitted``: whether
+    that was fitted on this device;
     ``front_end_ms``: what requests of measured servers with this GPU took in front of the engine; not modelled.
     ``mxfp4_experts``: the type of the kernel tables that servers use for experts in MXFP4, where it is not w4a16_mxfp4.
     ``fp8_kv_as_16_bits``: decodes over a KV cache in FP8 are no faster than in 16 bits, as servers show.
@@ -58,8 +60,8 @@ class DeviceProfile:
     margin_s_per_token: float = 1e-4
     calibration_names: tuple[str, ...] = ()
     measured: Mapping[str, str] = field(default_factory=dict)  # model -> calibration file in the profile's directory
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
     context_bytes: int = 290_000_000
     mixed_from: str = ""
     collectives_from: str = ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Literal
 
 import msgspec
@@ -16,27 +15,11 @@ from ebbench.config.topology import TopologySpec
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import given_of, load_toml, not_positive
 from ebbench.records.plan import ClosedPhase
-from ebbench.resources import bundled_dir
+from ebbench.resources import bundled_dir, resolve
 from ebbench.traffic.arrivals import Curve, Process, arrival_times, substream
-from ebbench.workloads.lengths import LengthSpec
-from ebbench.workloads.options import is_recorded
-from ebbench.workloads.spec import resolve
+from ebbench.traffic.lengths import LengthSpec
 
 # Default scenario, the same for all commands that take a load.
-
-
-def scenario_meant(
-    workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
-) -> str | None:
-    """The given scenario, or the one implied by the other options, by the rules of `vllm bench serve`.
-
-    An infinite rate releases all requests at once, up to the concurrency cap: ``saturated``.
-    """
-    if scenario is None and request_rate == inf and not is_recorded(workload):
-        return "saturated"
-    if scenario is None and request_rate is not None and not is_recorded(workload):
-        return "poisson" if burstiness is None else "gamma"
-    return scenario
 
 
 class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -94,7 +94,7 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         "requests": len(rows),
         "dropped": dropped,
     }
-    if keeps := keeps_failed(rows.dropped, found["columns"]):
+    if keeps := keeps_failed(rows.failed_by, found["columns"]):
         found["failed_are_kept_with"] = keeps
     requests = trace.requests
     if trace.stamps is None:
