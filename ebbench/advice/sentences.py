@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ebbench.advice.candidates import topology_asked
 from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
-from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.cases import TIE
 from ebbench.config.setting_strings import option_name
 from ebbench.engines.checks import rank_notes
 from ebbench.records.warnings import Texts
@@ -23,7 +23,7 @@ from vllm_eb.policies.v1 import V1
 from vllm_eb.policy import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
-    from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore
+    from ebbench.advice.choice import Advice, AdviceQuestion, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
@@ -201,7 +201,7 @@ def parameters(advice: Advice) -> list[str]:
     lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
-        lines += [f"T{note[1:]}." for note in rank_notes(policy, topology.pools[0].dp)]
+        lines += map(sentence, rank_notes(policy, topology.pools[0].dp))
     return lines
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.api_server_load import processes_needed
 from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
@@ -26,6 +25,7 @@ from ebbench.capacity.limits import LatencyLimits
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 from ebbench.records.warnings import KV_CACHE
+from ebbench.runs.api_server import processes_needed
 
 BATCHES = 20
 """Parts of a run from which its dispersion is estimated."""

@@ -23,13 +23,12 @@ from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.nodes import ClientNode, client_nodes, node_senders, wants_nodes
 from ebbench.client.power import PowerSampler, open_power
-from ebbench.client.prefix_cache import hit_rate, met_before, note_prompts, unplanned_hits
+from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
-from ebbench.client.scrape import Scraper, reported_settings
 from ebbench.client.senders import Interrupts, Senders, local_senders
-from ebbench.client.server_queries import Served, ServerQueries, run_to_end
+from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
 from ebbench.client.session_plan import PlanPart, check_attachments, rows_too_long, unique_ids, whole
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import (
@@ -264,6 +263,7 @@ async def _drive(
         **findings.facts,
         "request_id_prefix": id_prefix,
         **_cache_facts(requests, server_metrics, ready.cache_reset),
+        **drafts(server_metrics),
         "server_reports": _reported(server_metrics),
         **({"server_version": ready.version} if ready.version else {}),
         **({"other_models": dict(tally.other_models)} if tally.other_models else {}),

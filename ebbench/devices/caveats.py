@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.base import CostModel, DeviceRequest, Parallel, StepShape, release_of
 from ebbench.devices.capacity import requested_capacity
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import LinearCost
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_profile, has_other_shape
-from ebbench.devices.request import DeviceRequest, release_of
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost

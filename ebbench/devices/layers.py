@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbench.devices import library
+from ebbench.devices.base import SINGLE, Parallel
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.surfaces import Array, increasing, without_spikes
@@ -69,8 +69,8 @@ def expert_times(
     if found := _measured(profile.name, wanted, dtype, tp, ep):
         return found, said, ()
     known = bool(shapes_measured(profile.name, dtype, 1, 1))
-    if not said and (curve := library.experts(profile, model, tp, ep, derived=not known)):
-        return (curve.points, curve.times), (), ((f"experts of {model.name}", curve.origin),)
+    if curve := library.experts(profile, model, dtype, tp, ep, derived=not known):
+        return (curve.points, curve.times), said, ((f"experts of {model.name}", curve.origin),)
     if whole := _measured(profile.name, wanted, dtype, 1, 1):
         divided = caveat("experts-divided", model=model.name, device=profile.name, gpus=parts)
         return _divided(*whole, parts), (divided, *said), ()

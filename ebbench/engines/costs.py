@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbench.devices.base import Device
-from ebbench.devices.request import QUANTIZATIONS
+from ebbench.devices.base import QUANTIZATIONS, Device
 from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.opening import read_text

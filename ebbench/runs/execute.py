@@ -14,9 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.caveats import of_device
-from ebbench.analysis.conclude import RunContext, begin, conclude_with_summary
 from ebbench.analysis.metrics import parse_slo
-from ebbench.analysis.pools import pool_figures
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
@@ -29,6 +27,7 @@ from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
 from ebbench.runs.prepare import Prepared, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server

@@ -19,9 +19,8 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
-from ebbench.traffic.schedule import Schedule, closed_phases, make_schedule, phase_rate
-from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
-from ebbench.workloads.lengths import length_spec
+from ebbench.traffic.lengths import length_spec
+from ebbench.traffic.spec import Replay, ScenarioSpec, Schedule, closed_phases, load_scenario, make_schedule, phase_rate
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import (
     Floats,

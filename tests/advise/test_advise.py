@@ -15,8 +15,7 @@ from typer.testing import CliRunner, Result
 
 from ebbench.advice import sentences
 from ebbench.advice.candidates import alike
-from ebbench.advice.choice import own_budget
-from ebbench.advice.results import AdviceQuestion, ExpectedLoad
+from ebbench.advice.choice import AdviceQuestion, ExpectedLoad, own_budget
 from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
 from ebbench.analysis.metrics import Slo
 from ebbench.cli.advise import plan_arguments

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ebbench.advice import choice
-from ebbench.advice.choice import budget_share, level_budgets, relative_gain
-from ebbench.advice.results import PolicyScore
+from ebbench.advice.choice import PolicyScore, budget_share, level_budgets, relative_gain
 from ebbench.advice.sentences import REASONS
 from ebbench.analysis.statistics import PairedInterval
 

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
 from ebbench.analysis.validity import Conditions, invalid_reasons
@@ -19,6 +18,7 @@ from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
 from vllm_eb.policy import parse_policy

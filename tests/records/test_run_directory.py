@@ -21,7 +21,6 @@ from ebbench.analysis.rebuild import cut_off_runs
 from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.journal import Journal
 from ebbench.records.manifest import (
     LIMITS,
     SCHEMA_VERSION,
@@ -31,7 +30,7 @@ from ebbench.records.manifest import (
     plan_hash,
 )
 from ebbench.records.plan import ClosedPhase, Plan
-from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from ebbench.records.run import Journal, Run, RunWriter, default_run_dir, find_runs, slug, unused
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
 from ebbench.untrusted import visible

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.compare.cases import cases_of
+from ebbench.analysis.cases import cases_of
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run

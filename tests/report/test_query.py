@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ebbench.analysis.gate.baselines import BASELINES
 from ebbench.analysis.summary import summarise
+from ebbench.gate.baselines import BASELINES
 from ebbench.records.run import SCHEMAS, Run
 from ebbench.records.schema import DECISIONS_EXTRAS, SERVER_METRICS
 from ebbench.report.database import TABLES
