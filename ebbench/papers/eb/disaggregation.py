@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published
 from ebbench.resources import REFERENCE
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
@@ -226,7 +226,7 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
     return Section(gpu_title(device), labels("c", "metric") + _columns(_ALL_TWO, further), tuple(rows))
 
 
-def _document19(options: PaperOptions, store: RunStore) -> Document:
+def _document19(options: PaperOptions, store: RunStore) -> Content:
     deaths = []
     for device in _devices(options):
         for concurrency in REQUESTS19:
@@ -244,10 +244,9 @@ def _document19(options: PaperOptions, store: RunStore) -> Document:
         "once its request runs, so that only what waits for a place is held. (The connector can also move copies to "
         "the host's memory, which is not modelled.)",
         *deaths,
-        *pending(store, _cells19(options)),
     )
     sections = tuple(_section19(options, store, device) for device in _devices(options))
-    return Document("table19", "Table 19: two GPUs, DP=2 against 1P+1D", sections, notes)
+    return sections, notes
 
 
 # Table 20: four GPUs.
@@ -366,7 +365,7 @@ def _ttft(measured: Measured) -> float:
     return measured.get("mean_ttft_ms", 1e-3) or 0.0
 
 
-def _document20(options: PaperOptions, store: RunStore) -> Document:
+def _document20(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {EB_PAPER}, table 20 (F.4), Qwen3-8B on four GPUs; where nothing is printed, the decode GPU ran "
         "out of memory or time. 2,000 requests per setting.",
@@ -374,10 +373,9 @@ def _document20(options: PaperOptions, store: RunStore) -> Document:
         _RANKS_NOTE,
         _POOLS_NOTE,
         *_verdicts(options, store),
-        *pending(store, _cells20(options)),
     )
     sections = tuple(_section20(options, store, device) for device in _devices(options))
-    return Document("table20", "Table 20: four GPUs, DP=4 against three splits", sections, notes)
+    return sections, notes
 
 
 def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
@@ -421,10 +419,10 @@ def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, 
 _READS = ("device", "model", "policy", "num_prompts")
 _PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
 TABLE19 = PaperTable(
-    "table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False,
-    published_on=_PUBLISHED,
+    "table19", "two GPUs: DP=2 against 1P+1D", "Table 19: two GPUs, DP=2 against 1P+1D", _cells19, _document19, _READS,
+    whole=False, published_on=_PUBLISHED,
 )  # fmt: skip
 TABLE20 = PaperTable(
-    "table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False,
-    published_on=_PUBLISHED,
+    "table20", "four GPUs: DP=4 against three splits", "Table 20: four GPUs, DP=4 against three splits", _cells20,
+    _document20, _READS, whole=False, published_on=_PUBLISHED,
 )  # fmt: skip

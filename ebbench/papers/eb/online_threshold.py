@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels
+from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.papers.eb.thresholds import (
     FIGURE12,
@@ -26,7 +26,7 @@ from ebbench.papers.eb.thresholds import (
 )
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold, protocol_cells
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, SYNTHETIC, gpu_title, model_title, rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, figure, mean_figure, pending
+from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, Published, figure, mean_figure
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
 from ebbench.runs.store import Measured, RunStore
@@ -131,16 +131,11 @@ def _chart3(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE3 = PaperFigure(
-    "figure3",
-    "throughput and TPOT over fixed k, the controller and v1",
-    _cells3,
-    _chart3,
+    "figure3", "throughput and TPOT over fixed k, the controller and v1", _cells3, _chart3,
     "Solid: ours (engine sim, run as `ebbench fidelity` does: N = 1024, B as published, 100 warm-up requests). Dashed "
     "with crosses: published (eb-vllm); its fixed-k points were read off a figure by the authors.",
-    ("device", "model", "num_prompts"),
-    whole=False,
-    published_on=Published(("h200",), (MAIN_MODEL,)),
-)
+    ("device", "model", "num_prompts"), whole=False, published_on=Published(("h200",), (MAIN_MODEL,)),
+)  # fmt: skip
 
 
 # How close the online threshold comes to the best fixed one, by the form of its correction and the shape of answers.
@@ -217,20 +212,20 @@ def _correction_section(options: PaperOptions, store: RunStore, title: str, devi
     return Section(title, columns, tuple(rows))
 
 
-def _correction_document(options: PaperOptions, store: RunStore) -> Document:
+def _correction_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(
         _correction_section(options, store, title, device) for title, device in _correction_costs(options).items()
     )
     count = (
         f"{options.num_prompts or COUNT:,} requests on {gpu_title(options.device())}, {model_title(options.model())}."
     )
-    notes = (*_CORRECTION_NOTES, count, *pending(store, _correction_cells(options)))
-    return Document("corrections", "The online threshold by its correction", sections, notes)
+    notes = (*_CORRECTION_NOTES, count)
+    return sections, notes
 
 
 CORRECTION = PaperTable(
-    "corrections", "the online threshold by its correction (ours)", _correction_cells, _correction_document,
-    ("device", "model", "num_prompts", "seeds"), whole=False,
+    "corrections", "the online threshold by its correction (ours)", "The online threshold by its correction",
+    _correction_cells, _correction_document, ("device", "model", "num_prompts", "seeds"), whole=False,
     published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
 )  # fmt: skip
 
@@ -247,7 +242,7 @@ _BATCH, _MEAN_INPUT = 512, 128
 # E.3: constant and rising hazard.
 
 
-def _document_ifr(options: PaperOptions, store: RunStore) -> Document:
+def _document_ifr(options: PaperOptions, store: RunStore) -> Content:
     sections = (
         _best_thetas(options, store),
         *(_section_ifr(options, store, name, slow=bool(index)) for index, name in enumerate(FIGURE12_COSTS)),
@@ -257,9 +252,8 @@ def _document_ifr(options: PaperOptions, store: RunStore) -> Document:
         "authors' script (figure12 draws it and names them). Mean over the seeds. The paper reports that the best "
         "threshold moves up under a rising hazard; the falling case stands only in the script, which expects the best "
         "threshold to rise from the first case to the third.",
-        *pending(store, figure12_cells(options)),
     )
-    return Document("e3", "E.3: thresholds under a constant and a rising hazard", sections, notes)
+    return sections, notes
 
 
 def _best_thetas(options: PaperOptions, store: RunStore) -> Section:
@@ -312,7 +306,7 @@ def _cells_sensitivity(options: PaperOptions) -> list[RunSpec]:
     return [_service_cell(options, estimator, mean) for estimator in ESTIMATORS for mean in MEAN_OUTPUTS]
 
 
-def _document_sensitivity(options: PaperOptions, store: RunStore) -> Document:
+def _document_sensitivity(options: PaperOptions, store: RunStore) -> Content:
     from ebbench.runs.prepare import device_of
 
     costs = device_of(_service_cell(options, "published", 256)).calibration
@@ -322,10 +316,9 @@ def _document_sensitivity(options: PaperOptions, store: RunStore) -> Document:
         f"Windows: {DRAWS} windows of W complete answers, geometric lengths, p0 known exactly. In service: each update "
         f"of one run (N = {_BATCH}, 4,000 requests), where completions are no fair sample: short answers come first. "
         "theta0: Prop. 3.1 at RTX PRO 6000 costs; its error is about half that of p0, as theta0 goes like its root.",
-        *pending(store, _cells_sensitivity(options)),
     )
     sections = (_windows_section(ratio), _service_section(options, store, ratio))
-    return Document("e5", "E.5: how far the hazard estimate is off", sections, notes)
+    return sections, notes
 
 
 def _error_columns(*first: str) -> tuple[Column, ...]:
@@ -388,10 +381,11 @@ def _updates(found: Measured | None) -> list[float]:
 
 
 E3 = PaperTable(
-    "e3", "rising against constant hazard (E.3)", figure12_cells, _document_ifr, FIGURE12.reads, whole=False,
-    published_on=PUBLISHED_E2,
+    "e3", "rising against constant hazard (E.3)", "E.3: thresholds under a constant and a rising hazard",
+    figure12_cells, _document_ifr, FIGURE12.reads, whole=False, published_on=PUBLISHED_E2,
 )  # fmt: skip
 E5 = PaperTable(
-    "e5", "how far the hazard estimate is off (E.5)", _cells_sensitivity, _document_sensitivity,
-    ("device", "model", "num_prompts"), published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
+    "e5", "how far the hazard estimate is off (E.5)", "E.5: how far the hazard estimate is off", _cells_sensitivity,
+    _document_sensitivity, ("device", "model", "num_prompts"),
+    published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel
@@ -21,7 +21,7 @@ from ebbench.papers.eb.disaggregation import value_or_oom
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol, long_context_protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title, rows
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, no_cells, pending
+from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, Published, beside, changes, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ebbench.runs.store import RunStore
@@ -73,7 +73,7 @@ def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Sect
     columns += tuple(
         Column("ours", group=policy, ours=True) for policy in _table6_policies(options) if policy not in TABLE6_POLICIES
     )
-    columns += (Column("published", "change", "eb over v1"), Column("ours", "change", "eb over v1", ours=True))
+    columns += changes("eb over v1")
     rows = []
     for row in _table6_rows(options):
         found = {policy: store.get(_table6_cell(options, device, row, policy)) for policy in _table6_policies(options)}
@@ -87,21 +87,20 @@ def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Sect
     return Section(gpu_title(device), columns, tuple(rows))
 
 
-def _table6_document(options: PaperOptions, store: RunStore) -> Document:
+def _table6_document(options: PaperOptions, store: RunStore) -> Content:
     devices = options.devices or (DEVICE,)
     notes = (
         f"Published: {EB_PAPER}, table 6 (A.1), {GPUS[DEVICE]}; tokens/s count prompts and answers.",
         "Run as the authors' scripts say: 16 requests of 131,071 tokens, answers of 48 to 80, vLLM's defaults B = 8192 "
         "and N = 1024, EB with a threshold of 0.8. Llama-3.2-1B is not among our models.",
         "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context.",
-        *pending(store, _table6_cells(options)),
     )
     sections = tuple(_table6_section(options, store, device) for device in devices)
-    return Document("table6", "Table 6: 128K tokens in, 64 out", sections, notes)
+    return sections, notes
 
 
 TABLE6 = PaperTable(
-    "table6", "128K tokens in, 64 out, on one GPU", _table6_cells, _table6_document,
+    "table6", "128K tokens in, 64 out, on one GPU", "Table 6: 128K tokens in, 64 out", _table6_cells, _table6_document,
     ("device", "model", "policy", "num_prompts"), whole=False,
     published_on=Published((DEVICE,), tuple(TABLE6_MODELS.values())),
 )  # fmt: skip
@@ -157,7 +156,7 @@ def _fits(options: PaperOptions, table: int) -> Section:
     columns: tuple[Column, ...] = labels("model")
     for limit in LIMITS[table]:
         group = f"up to {limit:,} tokens"
-        columns += (Column("published", group=group, show=_shown), Column("ours", group=group, ours=True, show=_shown))
+        columns += beside(group, show=_shown)
     found = []
     for name in names:
         row: list[Value] = [name]
@@ -172,7 +171,7 @@ def _calibrations(options: PaperOptions) -> Section:
     """The authors' own fits, over the lengths and batches that their calibration files name."""
     columns: tuple[Column, ...] = labels("GPU", "model")
     for group in ("prefill", "decode"):
-        columns += (Column("published", group=group, show=_shown), Column("ours", group=group, ours=True, show=_shown))
+        columns += beside(group, show=_shown)
     found = []
     for row in rows("calibration", "eb_vllm"):
         device = "h200" if "H200" in row["device_name"] else DEVICE
@@ -188,33 +187,33 @@ def _calibrations(options: PaperOptions) -> Section:
     return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(found))
 
 
-def _document5(options: PaperOptions, store: RunStore) -> Document:
+def _document5(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {EB_PAPER}, table 5. {_ASSUMED}",
         "Decode: 16 to 1,024 sequences of 512 tokens; the authors' context is not stated.",
         _MISSING,
     )
-    title = "Table 5: linearity of prefill times within practical budgets"
-    return Document("table5", title, (_fits(options, 5), _calibrations(options)), notes)
+    return (_fits(options, 5), _calibrations(options)), notes
 
 
-def _document7(options: PaperOptions, store: RunStore) -> Document:
+def _document7(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {EB_PAPER}, table 7: one step computes a prompt of up to 128K tokens. {_ASSUMED}",
         f"Step times here end at {MAX_TOKENS:,} tokens a step; rows beyond have none of ours.",
         _MISSING,
     )
-    return Document("table7", "Table 7: linearity of prefill times beyond practice", (_fits(options, 7),), notes)
+    return [_fits(options, 7)], notes
 
 
 _LINEAR_PUBLISHED = Published((DEVICE,), tuple(model for model in LINEAR_MODELS.values() if model))
 TABLE5 = PaperTable(
-    "table5", "linearity of prefill times within budgets", no_cells, _document5, ("model",),
+    "table5", "linearity of prefill times within budgets",
+    "Table 5: linearity of prefill times within practical budgets", no_cells, _document5, ("model",),
     published_on=_LINEAR_PUBLISHED,
 )  # fmt: skip
 TABLE7 = PaperTable(
-    "table7", "linearity of prefill times up to 128K tokens", no_cells, _document7, ("model",),
-    published_on=_LINEAR_PUBLISHED,
+    "table7", "linearity of prefill times up to 128K tokens", "Table 7: linearity of prefill times beyond practice",
+    no_cells, _document7, ("model",), published_on=_LINEAR_PUBLISHED,
 )  # fmt: skip
 
 _MODEL_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
@@ -256,15 +255,11 @@ def _chart7(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE7 = PaperFigure(
-    "figure7",
-    "prefill time over a step's tokens, and R² of its linear fit",
-    no_cells,
-    _chart7,
+    "figure7", "prefill time over a step's tokens, and R² of its linear fit", no_cells, _chart7,
     "Lines: ours, up to the 65,536 tokens at which step times end here. Crosses: tables 5 and 7, at assumed ranges "
     "(their labels are not legible in our copy). The measured curves of the left panel are not published as numbers.",
-    ("model",),
-    published_on=_LINEAR_PUBLISHED,
-)
+    ("model",), published_on=_LINEAR_PUBLISHED,
+)  # fmt: skip
 
 
 # 128K tokens in, 64 out, on two GPUs at the concurrency that fits into memory; table 6 of the EB paper has one GPU.
@@ -358,7 +353,7 @@ def _change(value: Value, base: Value) -> float | None:
     return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
 
 
-def _long_document(options: PaperOptions, store: RunStore) -> Document:
+def _long_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(
         _long_section(options, store, device) for device in dict.fromkeys(d for d, _ in _long_pairs(options))
     )
@@ -368,9 +363,8 @@ def _long_document(options: PaperOptions, store: RunStore) -> Document:
         "cache of both GPUs holds (per GPU in the table), 120 requests. DP=2 under three policies, and 1P+1D under v1.",
         "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context.",
         *_long_findings(sections),
-        *pending(store, _long_cells(options)),
     )
-    return Document("long-context", "128K in, 64 out", sections, notes)
+    return sections, notes
 
 
 def _long_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
@@ -391,6 +385,6 @@ def _long_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
 
 
 LONG_CONTEXT = PaperTable(
-    "long-context", "128K in, 64 out", _long_cells, _long_document, ("device", "model", "num_prompts"), whole=False,
-    published_on=Published(tuple(GPUS), LONG_MODELS),
+    "long-context", "128K in, 64 out", "128K in, 64 out", _long_cells, _long_document,
+    ("device", "model", "num_prompts"), whole=False, published_on=Published(tuple(GPUS), LONG_MODELS),
 )  # fmt: skip

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.analysis.phases import Recovery, Surface, recoveries, run_surfaces
 from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
 from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, changes, mean_figure
 from ebbench.records.run import Run
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
@@ -135,7 +135,7 @@ def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> S
     columns = labels("scenario")
     for policy, base in pairs:
         group = f"{policy} vs {base}"
-        columns += (Column("published", "change", group), Column("ours", "change", group, True))
+        columns += changes(group)
     rows = []
     for name, traffic in TRAFFIC.items():
         published = {p: _published3(device, model, name, "total_tokens_per_s", p) for p in PUBLISHED_POLICIES}
@@ -156,18 +156,18 @@ def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | 
     return relative(rates[policy], max(both)) if len(both) == 2 else None
 
 
-def _document3(options: PaperOptions, store: RunStore) -> Document:
+def _document3(options: PaperOptions, store: RunStore) -> Content:
     sections: list[Section] = []
     for device in _devices3(options):
         for model in _models3(options):
             sections += [_section3(options, store, device, model), _gains(options, store, device, model)]
-    notes = (*_NOTES3, *pending(store, _cells3(options)))
-    return Document("table3", "Table 3: traffic levels and moving traffic", tuple(sections), notes)
+    notes = _NOTES3
+    return sections, notes
 
 
 TABLE3 = PaperTable(
-    "table3", "traffic levels and moving traffic", _cells3, _document3, ("device", "model", "policy", "num_prompts"),
-    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    "table3", "traffic levels and moving traffic", "Table 3: traffic levels and moving traffic", _cells3, _document3,
+    ("device", "model", "policy", "num_prompts"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip
 
 
@@ -242,17 +242,17 @@ def _section18(options: PaperOptions, store: RunStore, device: str, model: str) 
     return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
 
 
-def _document18(options: PaperOptions, store: RunStore) -> Document:
+def _document18(options: PaperOptions, store: RunStore) -> Content:
     sections = [
         _section18(options, store, device, model) for device in _devices18(options) for model in _models18(options)
     ]
-    notes = (*_NOTES18, *pending(store, _cells18(options)))
-    return Document("table18", "Table 18: SLO attainment in per cent", tuple(sections), notes)
+    notes = _NOTES18
+    return sections, notes
 
 
 TABLE18 = PaperTable(
-    "table18", "SLO attainment over TTFT and TPOT targets", _cells18, _document18,
-    ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    "table18", "SLO attainment over TTFT and TPOT targets", "Table 18: SLO attainment in per cent", _cells18,
+    _document18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip
 
@@ -391,17 +391,17 @@ def _adapted(phase: Phase | None) -> str | None:
     return f"{controller.controller_s:.1f} s ({controller.controller_requests:,}; {controller.switches})"
 
 
-def _adaptation_document(options: PaperOptions, store: RunStore) -> Document:
+def _adaptation_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(
         _adaptation_section(options, store, device, name)
         for device in _adaptation_devices(options)
         for name in SCENARIOS
     )
-    notes = (*_ADAPTATION_NOTES, *pending(store, _adaptation_cells(options)))
-    return Document("adaptation", "Adaptation to shifts inside a run", sections, notes)
+    notes = _ADAPTATION_NOTES
+    return sections, notes
 
 
 ADAPTATION = PaperTable(
-    "adaptation", "adaptation to shifts inside a run (ours)", _adaptation_cells, _adaptation_document,
-    ("device", "model", "policy"), published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
+    "adaptation", "adaptation to shifts inside a run (ours)", "Adaptation to shifts inside a run", _adaptation_cells,
+    _adaptation_document, ("device", "model", "policy"), published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.describe import marginal_curve
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS
@@ -16,7 +16,7 @@ from ebbench.devices.profiles import find_profile
 from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
 from ebbench.papers.published import EB_PAPER, gpu_title, pick, rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, no_cells
+from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, Published, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -168,17 +168,13 @@ def _chart1(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE1 = PaperFigure(
-    "figure1",
-    "step time and marginal cost by batch composition",
-    no_cells,
-    _chart1,
+    "figure1", "step time and marginal cost by batch composition", no_cells, _chart1,
     "Ours: the devices' cost models, decodes with 512 tokens of context. Grey: the decode share at which the paper "
     "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %, Qwen3-4B). Bottom: "
     "127 published step times of Qwen3-4B against ours on H200. Their file names no GPU; the README beside it says "
     "Blackwell, their slope says H200 (0.29 of the RTX PRO 6000's for a model twice the size).",
-    ("device", "model"),
-    published_on=Published(DEVICES, (FIGURE1_MODEL,)),
-)
+    ("device", "model"), published_on=Published(DEVICES, (FIGURE1_MODEL,)),
+)  # fmt: skip
 
 
 # Figures 2, 8, 9 and 10 of the EB paper (section 1, appendix A.2): where a step's time goes, by batch composition.
@@ -352,9 +348,7 @@ def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE2 = PaperFigure(
-    "figure2",
-    "GPU time by kernel over the decode share, and attention calls against published ones",
-    no_cells,
+    "figure2", "GPU time by kernel over the decode share, and attention calls against published ones", no_cells,
     _chart2,
     f"Ours: the devices' kernel tables, {KERNEL_TOKENS:,} tokens in the step, decodes with {CONTEXT_TOKENS} tokens of "
     "context; points: steps of prompts or of decodes only; grey: attention of the latter. The paper's panels are "
@@ -363,42 +357,29 @@ FIGURE2 = PaperFigure(
     "requests) against ours, on which nothing was fitted: decodes within 7 %; mixed calls 0.9 to 1.5 times as long "
     "on RTX PRO 6000, 0.4 to 1.1 times on H200, where their prefill calls also take twice as long as the tables' "
     "(FlashAttention 3).",
-    ("device", "model"),
-    published_on=Published(GPUS, (FIGURE1_MODEL,)),
-)
+    ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
+)  # fmt: skip
 FIGURE8 = PaperFigure(
-    "figure8",
-    "step time by batch composition of three more models",
-    no_cells,
-    _chart8,
+    "figure8", "step time by batch composition of three more models", no_cells, _chart8,
     "Ours, as figure 1. Crossover: the decode share from which a token of a mixed batch costs more than one of a "
     "pure decode batch. In print Gemma-3-1B-IT has none on either GPU; here it has. The curves are not published as "
     "numbers.",
-    ("device", "model"),
-    published_on=Published(GPUS, FURTHER_MODELS),
-)
+    ("device", "model"), published_on=Published(GPUS, FURTHER_MODELS),
+)  # fmt: skip
 FIGURE9 = PaperFigure(
-    "figure9",
-    "GPU time by kernel of three more models",
-    no_cells,
-    _chart9,
+    "figure9", "GPU time by kernel of three more models", no_cells, _chart9,
     f"Ours, as the top of figure 2 ({KERNEL_TOKENS:,} tokens, context {CONTEXT_TOKENS}); the experts of Qwen3-30B-A3B "
     "count as matrix products. The curves are not published as numbers; the text says that matrix products do not "
     "depend on the composition. Its growing 'Other' of Gemma on the RTX PRO 6000 is host work, which stands outside "
     "these parts.",
-    ("device", "model"),
-    published_on=Published(GPUS, FURTHER_MODELS),
-)
+    ("device", "model"), published_on=Published(GPUS, FURTHER_MODELS),
+)  # fmt: skip
 FIGURE10 = PaperFigure(
-    "figure10",
-    "step, matrix products and attention over the decode share, by context",
-    no_cells,
-    _chart10,
+    "figure10", "step, matrix products and attention over the decode share, by context", no_cells, _chart10,
     "Ours, GPU time without the host. Crosses: attention of the longest and the shortest context at a decode share of "
     "80 % in the text (26 and 10 ms). The paper's five contexts are not legible in our copy: these are assumed.",
-    ("device", "model"),
-    published_on=Published(("h200",), (FIGURE1_MODEL,)),
-)
+    ("device", "model"), published_on=Published(("h200",), (FIGURE1_MODEL,)),
+)  # fmt: skip
 
 
 # The interference convexity index of the EB paper (appendix A.3): from published times and costs, and from ours.
@@ -462,7 +443,7 @@ def _published_cost_indices() -> list[tuple[Value, ...]]:
     return found
 
 
-def _kappa_document(options: PaperOptions, store: RunStore) -> Document:
+def _kappa_document(options: PaperOptions, store: RunStore) -> Content:
     columns = (
         *labels("GPU", "model", "from"),
         *(
@@ -473,14 +454,12 @@ def _kappa_document(options: PaperOptions, store: RunStore) -> Document:
     model = options.model(FIGURE1_MODEL)
     ours = [row for device in options.devices or GPUS for row in _our_indices(device, model)]
     table = (_published_index(), *_published_cost_indices(), *ours)
-    return Document(
-        "kappa", "Convexity index of mixed batches (appendix A.3)", (Section("", columns, table),), _KAPPA_NOTES
-    )
+    return [Section("", columns, table)], _KAPPA_NOTES
 
 
 KAPPA = PaperTable(
-    "kappa", "convexity index of mixed batches", no_cells, _kappa_document, ("device", "model"),
-    published_on=Published(GPUS, (FIGURE1_MODEL,)),
+    "kappa", "convexity index of mixed batches", "Convexity index of mixed batches (appendix A.3)", no_cells,
+    _kappa_document, ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
 )  # fmt: skip
 
 
@@ -512,20 +491,15 @@ def _table1_row(device: str) -> tuple[Value, ...]:
     return tuple(row)
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+def _table1_document(options: PaperOptions, store: RunStore) -> Content:
     columns: tuple[Column, ...] = labels("GPU")
     for title in ("TB/s", "16-bit TFLOPS", "FLOP/B"):
         columns += compared(title)
     rows = tuple(_table1_row(device) for device in options.devices or TABLE1_DEVICES)
-    return Document("eb-table1", "Table 1: GPUs of the EB paper", (Section("", columns, rows),), _TABLE1_NOTES)
+    return [Section("", columns, rows)], _TABLE1_NOTES
 
 
 TABLE1 = PaperTable(
-    "eb-table1",
-    "bandwidth and arithmetic of the EB paper's GPUs",
-    _table1_cells,
-    _table1_document,
-    ("device",),
-    aliases=("table1", "1"),
-    published_on=Published(TABLE1_DEVICES, ()),
-)
+    "eb-table1", "bandwidth and arithmetic of the EB paper's GPUs", "Table 1: GPUs of the EB paper", _table1_cells,
+    _table1_document, ("device",), aliases=("table1", "1"), published_on=Published(TABLE1_DEVICES, ()),
+)  # fmt: skip

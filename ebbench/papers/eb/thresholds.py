@@ -7,13 +7,13 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.analysis.statistics import paired_t
 from ebbench.devices.linear import GIVEN
 from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, figure, mean_figure, pending
+from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, Published, beside, figure, mean_figure
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLUE, VERMILION
 from ebbench.runs.store import RunStore
@@ -144,23 +144,17 @@ def _best10(options: PaperOptions, store: RunStore, device: str, output: int, ba
 def _columns10() -> tuple[Column, ...]:
     columns = (*labels("mean output"), Column("ours", group="theta0"), Column(SLOW, group="theta0"))
     group = "mean over N"
-    columns += (
-        Column("published", group=group),
-        Column("ours", group=group, ours=True),
-        Column(SLOW, group=group, ours=True),
-    )
+    columns += beside(group, SLOW)
     for batch in BATCHES:
         group = f"N = {batch}"
         columns += (
-            Column("published", group=group),
-            Column("ours", group=group, ours=True),
-            Column(SLOW, group=group, ours=True),
+            *beside(group, SLOW),
             Column("within 1 %", "label", group),
         )
     return columns
 
 
-def _document10(options: PaperOptions, store: RunStore) -> Document:
+def _document10(options: PaperOptions, store: RunStore) -> Content:
     from ebbench.devices import load_device
 
     device, slow = both_devices(options, "h200")
@@ -186,9 +180,8 @@ def _document10(options: PaperOptions, store: RunStore) -> Document:
         "theta that was run, 1/15, is the best nearly everywhere.",
         "theta0: Prop. 3.1 at these costs. The optimum is flat, and flatter the longer the answers: 'within 1 %' gives "
         f"the thresholds whose throughput is within 1 % of the best under '{SLOW}'.",
-        *pending(store, _cells10(options)),
     )
-    return Document("table10", "Table 10: best threshold theta", (Section("", _columns10(), tuple(rows)),), notes)
+    return [Section("", _columns10(), tuple(rows))], notes
 
 
 def _mean(values: Sequence[float | Value]) -> float | None:
@@ -226,15 +219,13 @@ def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> li
     ]
 
 
-def _document11(options: PaperOptions, store: RunStore) -> Document:
+def _document11(options: PaperOptions, store: RunStore) -> Content:
     device, slow = both_devices(options, "h200")
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:
         group = f"input {mean}"
         columns += (
-            Column("published", group=group),
-            Column("ours", group=group, ours=True),
-            Column(SLOW, group=group, ours=True),
+            *beside(group, SLOW),
             Column("diff", "change", group),
         )
     rows: list[tuple[Value, ...]] = []
@@ -253,10 +244,9 @@ def _document11(options: PaperOptions, store: RunStore) -> Document:
         f"{K_INPUTS}, uniform lengths and output tokens are those that fit best; geometric lengths, which the paper "
         "names, do not fit at k near N, where the batch would wait for its longest answer.",
         REFILL_NOTE + " diff: of the latter.",
-        *pending(store, _cells11(options)),
     )
     section = Section("output tokens/s", columns, (*rows, _best_k(rows)))
-    return Document("table11", "Table 11: throughput over the threshold k", (section,), notes)
+    return [section], notes
 
 
 def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
@@ -272,12 +262,12 @@ def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
 PUBLISHED_E2 = Published(("h200",), (MAIN_MODEL,))
 _READS = ("device", "model", "num_prompts", "seeds")
 TABLE10 = PaperTable(
-    "table10", "best threshold over output length and batch size", _cells10, _document10, _READS, whole=False,
-    published_on=PUBLISHED_E2,
+    "table10", "best threshold over output length and batch size", "Table 10: best threshold theta", _cells10,
+    _document10, _READS, whole=False, published_on=PUBLISHED_E2,
 )  # fmt: skip
 TABLE11 = PaperTable(
-    "table11", "throughput over k for four input lengths", _cells11, _document11, _READS, whole=False,
-    published_on=PUBLISHED_E2,
+    "table11", "throughput over k for four input lengths", "Table 11: throughput over the threshold k", _cells11,
+    _document11, _READS, whole=False, published_on=PUBLISHED_E2,
 )  # fmt: skip
 
 
@@ -374,19 +364,14 @@ def _chart12(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE12 = PaperFigure(
-    "figure12",
-    "best threshold under a constant and a rising hazard",
-    figure12_cells,
-    _chart12,
+    "figure12", "best threshold under a constant and a rising hazard", figure12_cells, _chart12,
     f"Ours: Qwen3-8B on H200 as the authors' script has it: prompts of {FIGURE12_INPUT} token, mean output "
     f"{FIGURE12_OUTPUT}, N = {FIGURE12_BATCH}, B = {E3_BUDGET}, {FIGURE12_COUNT:,} requests after {SYNTHETIC_WARMUP} "
     f"that warm up, k = {FIGURE12_BATCH} i/{FIGURE12_STEPS}; "
     f"band: 95 % t interval over the seeds; '{SLOW}': see tables 10 and 11. The paper's optima are not legible in our "
     "copy; it reports that the optimum moves up under a rising hazard.",
-    ("device", "model", "num_prompts", "seeds"),
-    whole=False,
-    published_on=PUBLISHED_E2,
-)
+    ("device", "model", "num_prompts", "seeds"), whole=False, published_on=PUBLISHED_E2,
+)  # fmt: skip
 
 
 # Table 13 of the EB paper (appendix E.5): throughput over fixed theta, and the online controller.
@@ -433,11 +418,7 @@ def _repeats13(options: PaperOptions, device: str, name: str, policy: str) -> li
 def _columns13() -> tuple[Column, ...]:
     columns = labels("theta")
     for group in ("tokens/s", "% of peak"):
-        columns += (
-            Column("published", group=group),
-            Column("ours", group=group, ours=True),
-            Column(SLOW, group=group, ours=True),
-        )
+        columns += beside(group, SLOW)
     return columns
 
 
@@ -475,7 +456,7 @@ def _peak(values: Sequence[float | None]) -> float | None:
     return max(known) if len(known) == len(values) else None
 
 
-def _document13(options: PaperOptions, store: RunStore) -> Document:
+def _document13(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_section13(options, store, name) for name in _WORKLOADS13)
     notes = (
         f"Published: {EB_PAPER}, table 13 (E.5): tokens/s over fixed theta, and the online controller; Qwen3-8B on RTX "
@@ -487,13 +468,12 @@ def _document13(options: PaperOptions, store: RunStore) -> Document:
         "The published correction (theorem 3.2) takes every request of a phase for a fresh one. With these answers "
         "that moves the adaptive threshold past the best one; correction=off leaves it out, correction=renewal (ours) "
         "counts the ages that requests have (docs/theory.md; `ebbench tables corrections`).",
-        *pending(store, _cells13(options)),
     )
-    return Document("table13", "Table 13: sensitivity to the threshold", sections, notes)
+    return sections, notes
 
 
 TABLE13 = PaperTable(
-    "table13", "throughput over theta and the online controller", _cells13, _document13,
-    ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
+    "table13", "throughput over theta and the online controller", "Table 13: sensitivity to the threshold", _cells13,
+    _document13, ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.staggered.prefill import deployed
-from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, figure
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -148,7 +148,7 @@ def _conclusion(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
     )
 
 
-def _document(options: PaperOptions, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
         f"arrivals, {options.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "
@@ -159,15 +159,14 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
         "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch "
         "does.",
         *_conclusion(options, store),
-        *pending(store, _cells(options)),
     )
     pairs = dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
     sections = tuple(_section(options, store, device, workload) for device, workload in pairs)
-    return Document("cluster-policies", "EB+ and staggered dispatch together", sections, notes)
+    return sections, notes
 
 
 COMPOSITION = PaperTable(
-    "cluster-policies", "EB+ and staggered dispatch together", _cells, _document,
+    "cluster-policies", "EB+ and staggered dispatch together", "EB+ and staggered dispatch together", _cells, _document,
     ("device", "model", "workload", "num_prompts"), whole=False, workloads=tuple(_WORKLOADS),
     published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -181,14 +181,10 @@ def _waiting_cells(options: PaperOptions) -> list[RunSpec]:
     return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
-def _waiting_document(options: PaperOptions, store: RunStore) -> Document:
+def _waiting_document(options: PaperOptions, store: RunStore) -> Content:
     columns = labels("instances N")
     for name in _WAITING_DISPATCH:
-        columns += (
-            Column("published", group=f"{name}, ms"),
-            Column("ours", group=f"{name}, ms", ours=True),
-            Column("diff", "change", f"{name}, ms"),
-        )
+        columns += compared(f"{name}, ms")
     rows = []
     for n in INSTANCES:
         row: list[Value] = [str(n)]
@@ -201,9 +197,8 @@ def _waiting_document(options: PaperOptions, store: RunStore) -> Document:
         f"Ours: waiting before a pass of T = {1e3 * PASS_S:g} ms, Poisson arrivals, {ARRIVALS_A_TURN} in T/N on "
         "average, so that all instances are busy all the time; immediate is round-robin, staggered is "
         f"{_WAITING_DISPATCH['staggered']}.",
-        *pending(store, _waiting_cells(options)),
     )
-    return Document("sbs-waiting", "Waiting: T/2 against T/(2N)", (Section("", columns, tuple(rows)),), notes)
+    return [Section("", columns, tuple(rows))], notes
 
 
 # Figure 6: TTFT over the load.
@@ -251,7 +246,7 @@ def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Se
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
 
-def _figure6_document(options: PaperOptions, store: RunStore) -> Document:
+def _figure6_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_figure6_section(options, store, setup) for setup in _FIGURE6)
     notes = (
         f"Published: {STAGGERED_PAPER}, figure 6: no numbers but the text's 'up to a 40 % reduction in TTFT at sub-80 "
@@ -262,9 +257,8 @@ def _figure6_document(options: PaperOptions, store: RunStore) -> Document:
         "chunk of 3K, the same number of passes at 16K, where nothing is published.",
         _VARIANTS_NOTE,
         *_figure6_findings(sections),
-        *pending(store, _figure6_cells(options)),
     )
-    return Document("sbs-figure6", "Figure 6: time to first token over the load", sections, notes)
+    return sections, notes
 
 
 def _figure6_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
@@ -309,8 +303,7 @@ def _table1_section(
         *labels("batching", "dispatch"),
         *compared("QPS an instance"),
         *compared("chunk utilisation, %", points=True),
-        Column("published", "change", "QPS vs off"),
-        Column("ours", "change", "QPS vs off", True),
+        *changes("QPS vs off"),
     )
     curves = {dispatch: FiguresOverLoad(options, store, setup, dispatch) for _, dispatch in _ROWS1}
     base = _base_peak(curves, setup)
@@ -327,7 +320,7 @@ def _table1_section(
     return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+def _table1_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
     notes = (
         f"Published: {STAGGERED_PAPER}, table 1. Its QPS are taken as those of one prefill instance: with three, a "
@@ -344,21 +337,22 @@ def _table1_document(options: PaperOptions, store: RunStore) -> Document:
         "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
         "the tokens of all units together (0.10 s + 10 us per token fits all four rows).",
         _VARIANTS_NOTE,
-        *pending(store, _table1_cells(options)),
     )
-    return Document("sbs-table1", "Table 1: chunk utilisation and capacity", sections, notes)
+    return sections, notes
 
 
 _READS = ("num_prompts",)
 WAITING = PaperTable(
-    "sbs-waiting", "waiting of T/2 against T/(2N)", _waiting_cells, _waiting_document, _READS, whole=False
-)
+    "sbs-waiting", "waiting of T/2 against T/(2N)", "Waiting: T/2 against T/(2N)", _waiting_cells, _waiting_document,
+    _READS, whole=False,
+)  # fmt: skip
 SBS_FIGURE6 = PaperTable(
-    "sbs-figure6", "TTFT over the load of a prefill pool", _figure6_cells, _figure6_document, _READS, whole=False
-)
+    "sbs-figure6", "TTFT over the load of a prefill pool", "Figure 6: time to first token over the load",
+    _figure6_cells, _figure6_document, _READS, whole=False,
+)  # fmt: skip
 SBS_TABLE1 = PaperTable(
-    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", _table1_cells, _table1_document, _READS, whole=False,
-    aliases=("table1", "1"),
+    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", "Table 1: chunk utilisation and capacity", _table1_cells,
+    _table1_document, _READS, whole=False, aliases=("table1", "1"),
 )  # fmt: skip
 
 
@@ -402,25 +396,20 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
     return Section(setup.title, columns, tuple(rows))
 
 
-def _ablation_document(options: PaperOptions, store: RunStore) -> Document:
+def _ablation_document(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Setup of `sbs-figure6`, one load: {SHARE:g} of what the pool computes with full chunks, about 80 % of the "
         "peak of figure 6. Each line switches one part of 'sbs' off; the last is Algorithms 1 and 2 to the letter, the "
         "one before it adds our lookahead to them.",
-        *pending(store, _ablation_cells(options)),
     )
     sections = tuple(_ablation_section(options, store, setup) for setup in _SETUPS)
-    return Document("sbs-ablation", "Parts of staggered dispatch, one at a time", sections, notes)
+    return sections, notes
 
 
 ABLATION = PaperTable(
-    "sbs-ablation",
-    "parts of staggered dispatch, one at a time",
-    _ablation_cells,
-    _ablation_document,
-    ("num_prompts",),
-    whole=False,
-)
+    "sbs-ablation", "parts of staggered dispatch, one at a time", "Parts of staggered dispatch, one at a time",
+    _ablation_cells, _ablation_document, ("num_prompts",), whole=False,
+)  # fmt: skip
 
 
 # Staggered against immediate dispatch for prefill pools of other sizes, down to one unit. No figures are published.
@@ -498,19 +487,18 @@ def _pool_title(section: Section, index: int) -> str:
     return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
 
 
-def _pool_document(options: PaperOptions, store: RunStore) -> Document:
+def _pool_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_pool_section(options, store, setup) for setup in _SETUPS)
     notes = (
         "Setup of `sbs-figure6` with pools of other sizes; loads are shares of what the pool computes with full "
         "chunks. The better immediate policy is chosen for each figure and load. One instance alone and few requests: "
         "`sbs` dispatches at once, which makes it least-outstanding.",
         *_pool_findings(sections),
-        *pending(store, _pool_cells(options)),
     )
-    return Document("sbs-pools", "Staggered dispatch in pools of all sizes", sections, notes)
+    return sections, notes
 
 
 POOLS = PaperTable(
-    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", _pool_cells, _pool_document,
-    ("num_prompts",), whole=False,
+    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", "Staggered dispatch in pools of all sizes",
+    _pool_cells, _pool_document, ("num_prompts",), whole=False,
 )  # fmt: skip
