@@ -209,9 +209,14 @@ def of_all(reduce: Callable[[list[float]], float], values: Iterable[float | None
     return reduce(complete) if known and len(complete) == len(known) else None
 
 
+def average(values: Sequence[float]) -> float:
+    """The mean."""
+    return sum(values) / len(values)
+
+
 def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str, scale: float = 1.0) -> float | None:
     """Mean over cells that differ in their seed; None unless all have been run."""
-    mean = of_all(lambda values: sum(values) / len(values), (figure(store, cell, key) for cell in cells))
+    mean = of_all(average, (figure(store, cell, key) for cell in cells))
     return None if mean is None else mean * scale
 
 
