@@ -243,22 +243,23 @@ def policy_columns(
     policies: Iterable[str], further: Iterable[str] = (), gain: str = "eb vs v1", *, vs_v1: bool = False
 ) -> tuple[Column, ...]:
     """Published, ours and their difference by policy; ours of further ones, with ``vs_v1`` also against v1;
-    the gain of EB over v1."""
+    and unless ``gain`` is empty that of EB over v1."""
     columns = [column for policy in policies for column in compared(policy)]
     for policy in further:
         columns += [Column("ours", group=policy, ours=True), *([Column("vs v1", "change", policy)] if vs_v1 else [])]
-    return (*columns, *changes(gain))
+    return (*columns, *(changes(gain) if gain else ()))
 
 
 def policy_row(
-    published: Mapping[str, float | None], ours: Mapping[str, float | None], *, vs_v1: bool = False
+    published: Mapping[str, float | None], ours: Mapping[str, float | None], *, vs_v1: bool = False, gain: bool = True
 ) -> tuple[Value, ...]:
     """The values of the columns of :func:`policy_columns`; policies that are not published are further ones."""
     row: list[Value] = [value for policy in published for value in comparison(published[policy], ours[policy])]
     for policy, rate in ours.items():
         if policy not in published:
             row += [rate, *([relative(rate, ours["v1"])] if vs_v1 else [])]
-    return (*row, relative(published["eb"], published["v1"]), relative(ours["eb"], ours["v1"]))
+    gains = [relative(rates["eb"], rates["v1"]) for rates in (published, ours)] if gain else []
+    return (*row, *gains)
 
 
 def _pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
