@@ -14,7 +14,7 @@ from ebbench.analysis.documents import Column, Section, Value, comparison, label
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.linear import GIVEN, decode_shape
 from ebbench.papers.published import DEFERRED_PAPER, rows
-from ebbench.papers.table import Content, PaperOptions, PaperTable, changes
+from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, no_cells, ours
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
@@ -242,9 +242,8 @@ def _times(row: Row, batches: Sequence[int], *, prefill: bool) -> list[tuple[str
 def _costs_section(title: str, batches: Sequence[int], *, prefill: bool) -> Section:
     columns = (
         *labels("model", "costs"),
-        *(Column(f"batch {batch}", group="s", ours=True) for batch in batches),
-        Column("at batch 0, ms", group="line", ours=True),
-        Column("per request, ms", group="line", ours=True),
+        *ours(*(f"batch {batch}" for batch in batches), group="s"),
+        *ours("at batch 0, ms", "per request, ms", group="line"),
         Column("R²", group="line", ours=True, show=lambda share: f"{share:.4f}"),
     )
     lines: list[tuple[Value, ...]] = []
@@ -253,10 +252,6 @@ def _costs_section(title: str, batches: Sequence[int], *, prefill: bool) -> Sect
             ends = (1e3 * line.intercept_s, 1e3 * line.slope_s, line.r_squared)
             lines.append((row["model"], costs, *times, *ends))
     return Section(title, columns, tuple(lines))
-
-
-def _no_cells(_options: PaperOptions) -> list[RunSpec]:
-    return []
 
 
 def _costs(options: PaperOptions, store: RunStore) -> Content:
@@ -293,19 +288,15 @@ def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> RunSpec:
 
 
 def _limit_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _limit_cell(options, row, limit, k)
-        for row in _models()
-        for limit in _limits(row)
-        for k in (1, _best_k(row, limit))
-    ]
+    limits = [(row, limit) for row in _models() for limit in _limits(row)]
+    return [_limit_cell(options, row, limit, k) for row, limit in limits for k in (1, _best_k(row, limit))]
 
 
 def _limits_document(options: PaperOptions, store: RunStore) -> Content:
     columns = (
         *labels("model", "C"), Column("best K", ours=True),
-        *(Column(name, group="requests/s at the best K", ours=True) for name in _CHAINS),
-        *(Column(name, group="requests/s at K = 1", ours=True) for name in ("exact chain", "simulated")),
+        *ours(*_CHAINS, group="requests/s at the best K"),
+        *ours("exact chain", "simulated", group="requests/s at K = 1"),
     )  # fmt: skip
     lines: list[tuple[Value, ...]] = []
     for row in _models():
@@ -339,15 +330,6 @@ def completion_s(found: Measured) -> float:
     return float((done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()).mean() / 1e9)
 
 
-def _k_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        deferred_cell(options, row, distribution, k)
-        for row in _models()
-        for distribution in DISTRIBUTIONS
-        for k in k_values(int(row["batch_limit"]))
-    ]
-
-
 def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -> dict[int, Measured]:
     """The finished runs by K."""
     found = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(int(row["batch_limit"]))}
@@ -355,12 +337,9 @@ def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -
 
 
 def _k_section(options: PaperOptions, store: RunStore, row: Row) -> Section:
-    columns: tuple[Column, ...] = (
-        *labels("K"), *(Column(name, group="requests/s", ours=True) for name in ("Prop. 1", "exact chain")),
-    )  # fmt: skip
+    columns = labels("K") + ours("Prop. 1", "exact chain", group="requests/s")
     for distribution in DISTRIBUTIONS:
-        names = ("requests/s", "completion s", "s/token", "s/token p95")
-        columns += tuple(Column(name, group=_short(distribution), ours=True) for name in names)
+        columns += ours("requests/s", "completion s", "s/token", "s/token p95", group=_short(distribution))
     exact, rough = exact_chain(_model(row)), approximate_chain(_model(row))
     runs = {distribution: _runs(options, store, row, distribution) for distribution in DISTRIBUTIONS}
     lines = []
@@ -438,7 +417,7 @@ def _k_document(options: PaperOptions, store: RunStore) -> Content:
 
 DEFERRED_COSTS = PaperTable(
     "deferred-figure2", "the deferred-prefill paper's figures 2 and 3: affine step times",
-    "Deferred prefill, figures 2 and 3: affine step times", _no_cells, _costs, (), aliases=("deferred-figure3",),
+    "Deferred prefill, figures 2 and 3: affine step times", no_cells, _costs, (), aliases=("deferred-figure3",),
 )  # fmt: skip
 DEFERRED_LIMITS = PaperTable(
     "deferred-figure4", "its figure 4: throughput over the batch limit",
@@ -447,6 +426,6 @@ DEFERRED_LIMITS = PaperTable(
 )  # fmt: skip
 DEFERRED_OVER_K = PaperTable(
     "deferred-figure5", "its figures 5 to 7: throughput and completion time over K",
-    "Deferred prefill, figures 5 to 7: throughput and completion time over K", _k_cells, _k_document, ("num_prompts",),
-    aliases=("deferred-figure6", "deferred-figure7"),
+    "Deferred prefill, figures 5 to 7: throughput and completion time over K", _table1_cells, _k_document,
+    ("num_prompts",), aliases=("deferred-figure6", "deferred-figure7"),
 )  # fmt: skip

@@ -13,9 +13,8 @@ from typing import Literal
 from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.papers.published import DEFERRED_PAPER, EB_PAPER
 from ebbench.papers.staggered.prefill import STAGGERED_PAPER
-from ebbench.papers.table import Content, PaperOptions, PaperTable
+from ebbench.papers.table import Content, PaperOptions, PaperTable, no_cells
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
 
 Paper = Literal["eb", "deferred", "staggered"]
 Agreement = Literal["same", "same direction", "in part", "differs", "no numbers in print"]
@@ -229,10 +228,6 @@ ITEMS: tuple[PaperItem, ...] = (
 )
 
 
-def _no_cells(_options: PaperOptions) -> list[RunSpec]:
-    return []
-
-
 def _section(paper: Paper) -> Section:
     columns = (*labels("item"), *(Column(name, "label", fold=True) for name in ("shows", "command")),
                *labels("agreement"), Column("what we saw", "label", fold=True), *labels("checked"))  # fmt: skip
@@ -257,5 +252,5 @@ def _document(options: PaperOptions, store: RunStore) -> Content:
 
 INDEX = PaperTable(
     "papers", "all items of the three papers, and whether ours agree", "Every table and figure of the three papers",
-    _no_cells, _document, (),
+    no_cells, _document, (),
 )  # fmt: skip

@@ -14,9 +14,8 @@ from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.table import Content, PaperOptions, PaperTable, Published
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, no_cells
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
 from vllm_eb.theory import base_threshold
@@ -117,10 +116,6 @@ def _percent(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-def _cells(options: PaperOptions) -> list[RunSpec]:
-    return []
-
-
 def _document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_section(device, options.model()) for device in options.devices or tuple(GPUS))
     notes = (
@@ -136,6 +131,6 @@ def _document(options: PaperOptions, store: RunStore) -> Content:
 
 
 TABLE8 = PaperTable(
-    "table8", "errors of the fluid approximation", "Table 8: errors of the fluid approximation", _cells, _document,
+    "table8", "errors of the fluid approximation", "Table 8: errors of the fluid approximation", no_cells, _document,
     ("device", "model"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -13,16 +13,11 @@ from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable,
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
 
 # Table 9 of the EB paper: lengths of the four real workloads. It needs no runs.
 
 _FIELDS = (("samples", "samples"), ("input_mean", "input mean"), ("output_mean", "output mean"),
            ("output_std", "output std"))  # fmt: skip
-
-
-def _cells9(options: PaperOptions) -> list[RunSpec]:
-    return []
 
 
 def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], str, str]:
@@ -68,7 +63,7 @@ def _document9(options: PaperOptions, store: RunStore) -> Content:
 
 
 TABLE9 = PaperTable(
-    "table9", "workload lengths", "Table 9: workload lengths in tokens", _cells9, _document9,
+    "table9", "workload lengths", "Table 9: workload lengths in tokens", no_cells, _document9,
     ("workload", "num_prompts", "source"),
 )  # fmt: skip
 
@@ -77,10 +72,6 @@ TABLE9 = PaperTable(
 
 SAMPLES = {"sharegpt": 4000, "numinamath": 4000, "wildchat": 3000}
 """Printed n by workload; WildChat's counts conversations."""
-
-
-def _cells12(options: PaperOptions) -> list[RunSpec]:
-    return []
 
 
 def _probability(value: float) -> str:
@@ -122,7 +113,7 @@ def _document12(options: PaperOptions, store: RunStore) -> Content:
 
 
 TABLE12 = PaperTable(
-    "table12", "trend tests of the hazard", "Table 12: tests of the completion hazard", _cells12, _document12,
+    "table12", "trend tests of the hazard", "Table 12: tests of the completion hazard", no_cells, _document12,
     ("workload", "num_prompts", "source"),
 )  # fmt: skip
 

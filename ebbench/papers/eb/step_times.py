@@ -127,7 +127,8 @@ def _marginal_panel(device: str, model: str) -> Any:
 
 def _check_panel(model: str, device: str) -> Any:
     """Published and our step times for the same composition and context, pure and mixed steps."""
-    cost, found = device_cost(device, model, eager=True), []
+    cost = device_cost(device, model, eager=True)
+    found: list[dict[str, Any]] = []
     for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
         decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
         total = decodes + prompts * prompt

@@ -287,7 +287,9 @@ def _bars(
     """Bars of our results by policy, with a black tick for each published value; ``xs``: titles along x by what
     ``cell`` takes beside the policy."""
     key, column, unit, factor = metric
-    alt, ours, published = altair(), [], []
+    alt = altair()
+    ours: list[dict[str, Any]] = []
+    published: list[dict[str, Any]] = []
     for at, x_title in xs.items():
         for policy in POLICIES:
             bar = {"x": x_title, "series": _POLICY_TITLES[policy]}

@@ -6,7 +6,7 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.papers.staggered.prefill import MODEL, STAGGERED_PAPER, TOPOLOGIES, UNIT, deployed
-from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure
+from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -50,7 +50,7 @@ def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
     columns = (
         *labels("decode dispatch", "kind"),
         *(Column(name, group="published, KV tokens") for name in ("-1 sigma", "+1 sigma", "peak")),
-        *(Column(name, group="ours, KV tokens", ours=True) for name in ("-1 sigma", "+1 sigma", "peak", "sigma")),
+        *ours("-1 sigma", "+1 sigma", "peak", "sigma", group="ours, KV tokens"),
         Column("ours", "change", "sigma vs round-robin", True),
         Column("ours", group="decode tokens/s", ours=True),
         *changes("tokens/s vs round-robin"),

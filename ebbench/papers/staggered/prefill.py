@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
-from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure
+from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure, of_all, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -213,14 +214,7 @@ def _figure6_cells(options: PaperOptions) -> list[RunSpec]:
 
 def _base_peak(curves: dict[str, FiguresOverLoad], setup: Setup) -> float | None:
     """Peak of immediate dispatch: that of the better of its two policies."""
-    peaks = [curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE]
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) if len(known) == len(peaks) else None
-
-
-def _best(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return min(known) if len(known) == len(values) else None
+    return of_all(max, (curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE))
 
 
 def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
@@ -228,20 +222,20 @@ def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Se
     peak = _base_peak(curves, setup)
     columns = (
         *labels("load"), Column("req/s"),
-        *(Column(TITLES.get(name, name), group="TTFT s", ours=True) for name in DISPATCH),
+        *ours(*(TITLES.get(name, name) for name in DISPATCH), group="TTFT s"),
         *(Column(title, "change", "vs better immediate", True) for title in TITLES.values()),
-        *(Column(name, group="wait on the device, ms", ours=True) for name in ("immediate", "sbs")),
+        *ours("immediate", "sbs", group="wait on the device, ms"),
     )  # fmt: skip
     rows = []
     for load in LOADS:
         share = None if peak is None else load * peak
         row: list[Value] = [f"{100 * load:.0f} %", None if share is None else share * capacity_rps(setup)]
         ttft = {d: None if share is None else c.at("mean_ttft_ms", share, 1e-3) for d, c in curves.items()}
-        base = _best([ttft[name] for name in IMMEDIATE])
+        base = of_all(min, (ttft[name] for name in IMMEDIATE))
         row += [ttft[name] for name in DISPATCH]
         row += [relative(ttft[name], base) for name in TITLES]
         waits = {d: None if share is None else c.at("device_wait_ms", share) for d, c in curves.items()}
-        row += [_best([waits[name] for name in IMMEDIATE]), waits["sbs"]]
+        row += [of_all(min, (waits[name] for name in IMMEDIATE)), waits["sbs"]]
         rows.append(tuple(row))
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
@@ -379,13 +373,11 @@ def _ablation_cells(options: PaperOptions) -> list[RunSpec]:
 def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("dispatch"),
-        *(Column(title, group="TTFT s", ours=True) for _, title in _ABLATION_FIGURES),
+        *ours(*(title for _, title in _ABLATION_FIGURES), group="TTFT s"),
         Column("mean TTFT", "change", "vs better immediate", True),
         Column("chunk utilisation, %", ours=True),
     )
-    means = [figure(store, _ablation_cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE]
-    known = [value for value in means if value is not None]
-    base = min(known) if len(known) == len(means) else None
+    base = of_all(min, (figure(store, _ablation_cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE))
     rows = []
     for dispatch in (*IMMEDIATE, *_PARTS):
         cell = _ablation_cell(options, setup, dispatch)
@@ -448,25 +440,19 @@ def _pool_cells(options: PaperOptions) -> list[RunSpec]:
 def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("instances of units", "load"), Column("req/s"),
-        Column("better immediate", group="TTFT mean, s", ours=True), Column("sbs", group="TTFT mean, s", ours=True),
-        Column("diff", "change", "TTFT mean, s", True),
-        Column("better immediate", group="TTFT p99, s", ours=True), Column("sbs", group="TTFT p99, s", ours=True),
-        Column("diff", "change", "TTFT p99, s", True),
+        *ours("better immediate", "sbs", group="TTFT mean, s"), Column("diff", "change", "TTFT mean, s", True),
+        *ours("better immediate", "sbs", group="TTFT p99, s"), Column("diff", "change", "TTFT p99, s", True),
     )  # fmt: skip
     rows = []
-    for pool in _POOLS:
-        for load in POOL_LOADS:
-            title = pool.title if load == POOL_LOADS[0] else ""
-            row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
-            for key in ("mean_ttft_ms", "p99_ttft_ms"):
-                immediate = [
-                    figure(store, _pool_cell(options, setup, pool, name, load), key, 1e-3) for name in IMMEDIATE
-                ]
-                known = [value for value in immediate if value is not None]
-                base = min(known) if len(known) == len(immediate) else None
-                ours = figure(store, _pool_cell(options, setup, pool, "sbs", load), key, 1e-3)
-                row += [base, ours, relative(ours, base)]
-            rows.append(tuple(row))
+    for pool, load in product(_POOLS, POOL_LOADS):
+        title = pool.title if load == POOL_LOADS[0] else ""
+        row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
+        *immediate, staggered = (_pool_cell(options, setup, pool, name, load) for name in (*IMMEDIATE, "sbs"))
+        for key in ("mean_ttft_ms", "p99_ttft_ms"):
+            base = of_all(min, (figure(store, cell, key, 1e-3) for cell in immediate))
+            sbs = figure(store, staggered, key, 1e-3)
+            row += [base, sbs, relative(sbs, base)]
+        rows.append(tuple(row))
     return Section(setup.title, columns, tuple(rows))
 
 
