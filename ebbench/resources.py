@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ebbench.errors import UnknownNameError
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -25,3 +27,13 @@ def located(name: str) -> Path:
     if name.startswith(REFERENCE):
         return bundled_dir("reference") / name.removeprefix(REFERENCE)
     return Path(name).expanduser()
+
+
+def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
+    """Path of a bundled file, of ``reference:PATH``, or of a user's ``.toml`` file. Raises UnknownNameError."""
+    if name_or_path.endswith(".toml"):
+        return located(name_or_path)
+    if name_or_path not in known:
+        more = ["log:FILE"] if directory == "workloads" else []
+        raise UnknownNameError(directory.removesuffix("s"), name_or_path, [*known, *more])
+    return bundled_dir(directory) / f"{name_or_path}.toml"

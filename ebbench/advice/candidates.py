@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.advice.choice import BASELINE
-from ebbench.advice.results import AdviceQuestion, ExpectedLoad
+from ebbench.advice.choice import BASELINE, AdviceQuestion, ExpectedLoad
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.engines.setup import topology_of
 from ebbench.errors import UsageError
-from ebbench.hazard.trend import analyse_lengths
+from ebbench.hazard import analyse_lengths
 from ebbench.records.plan import Plan
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore

@@ -3,12 +3,242 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from ebbench.advice.results import PolicyScore
-from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.cases import TIE
+from ebbench.analysis.metrics import Slo
 from ebbench.analysis.statistics import PairedInterval, paired_t
-from ebbench.render.numbers import change, listed
+from ebbench.records.warnings import Fact, fact
+from vllm_eb.calibration import Calibration
+from vllm_eb.policies.eb import THETA_MAX, THETA_MIN
+from vllm_eb.theory import (
+    EPSILON,
+    Crossover,
+    Threshold,
+    base_threshold,
+    crossover,
+    eb_throughput,
+    mb_throughput,
+    memory_safe_batch,
+    optimal_threshold,
+)  # fmt: skip
+
+# Theoretical predictions for a workload on a device: threshold, batch, throughputs, and the EB/MB crossover.
+#
+# Pure functions from lengths and cost coefficients to predictions (docs/theory.md). `ebbench.advice.simulate` has the
+# simulation.
+
+_SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
+
+
+@dataclass(frozen=True)
+class ExpectedLoad:
+    """Lengths (tokens) and their source, the linear hazard, and the number of requests that the traffic keeps open.
+
+    ``concurrency``: the maximum in a closed loop, the mean in an open one.
+    """
+
+    mu_l: float
+    mu_o: float
+    p0: float
+    eta: float
+    concurrency: int
+    open_loop: bool = False
+    source: str = "the plan"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predictions. ``n``: batch size of the comparison. Throughputs in requests/s.
+
+    ``concurrency_crossover``: number of sequences from which exclusive batching wins (None: never, 0: always).
+    ``mix_crossovers``: decode shares r at which the better mode changes for this ``n`` and these tokens per request.
+    """
+
+    threshold: Threshold
+    n_star: int
+    n: int
+    k_star: int
+    eb_rps: float
+    mb_rps: float | None
+    sides: Crossover
+    margin: float
+    concurrency_crossover: float | None
+    mix_crossovers: tuple[float, ...]
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether exclusive batching is predicted to win (eq. 8 without its priority margin)."""
+        return self.sides.eb_wins()
+
+    @property
+    def gain(self) -> float | None:
+        """Predicted throughput gain of EB over MB, as a share; None without a measured mixed cost."""
+        return None if not self.mb_rps else self.eb_rps / self.mb_rps - 1
+
+
+def predict(load: ExpectedLoad, calibration: Calibration, capacity_tokens: int, max_num_seqs: int) -> Prediction:
+    """Evaluate the formulas. Raises TheoryError for invalid lengths or costs."""
+    found = optimal_threshold(
+        load.p0, calibration.alpha_p, calibration.alpha_d, eta=load.eta, beta_d=calibration.beta_d, n=max_num_seqs
+    )
+    theta = min(max(found.theta_star, THETA_MIN), THETA_MAX)
+    n_star = min(memory_safe_batch(capacity_tokens, load.mu_l, load.p0, theta, EPSILON), max_num_seqs)
+    n = max(1, min(n_star, load.concurrency))
+    theta0 = max(found.theta0, THETA_MIN)
+    sides = crossover(calibration, mu_l=load.mu_l, mu_o=load.mu_o, n_obs=n, theta0=theta0)
+    mean_hazard = 1 / load.mu_o
+    return Prediction(
+        threshold=found,
+        n_star=n_star,
+        n=n,
+        k_star=max(1, int(theta * n_star)),
+        eb_rps=eb_throughput(calibration, theta=theta0, n=n, p0=mean_hazard, mu_l=load.mu_l),
+        mb_rps=None if calibration.mixed is None else mb_throughput(calibration, n=n, mu_l=load.mu_l, mu_o=load.mu_o),
+        sides=sides,
+        margin=calibration.margin,
+        concurrency_crossover=_concurrency_crossover(sides, n),
+        mix_crossovers=_mix_crossovers(load, calibration, n),
+    )
+
+
+def _concurrency_crossover(sides: Crossover, n: int) -> float | None:
+    """Batch size at which both sides are equal, ``n*rhs/lhs``: the right side falls as 1/N, the left is constant."""
+    if sides.rhs <= 0:
+        return 0.0 if sides.lhs >= 0 else None
+    return n * sides.rhs / sides.lhs if sides.lhs > 0 else None
+
+
+def _mix_crossovers(load: ExpectedLoad, calibration: Calibration, n: int) -> tuple[float, ...]:
+    """Decode shares at which ``lhs - rhs`` changes sign, for constant prompt plus output length."""
+    total = load.mu_l + load.mu_o
+
+    def advantage(r: float) -> float:
+        mu_o = max(r * total, 1.0)
+        theta0 = max(base_threshold(min(1.0, 1 / mu_o), calibration.alpha_p, calibration.alpha_d), THETA_MIN)
+        return crossover(calibration, mu_l=total - mu_o, mu_o=mu_o, n_obs=n, theta0=theta0).advantage
+
+    return sign_changes(_SHARES, [advantage(r) for r in _SHARES])
+
+
+def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
+    """Values of ``x`` at which ``y`` changes sign, interpolated linearly."""
+    found = []
+    for i in range(1, len(x)):
+        a, b = y[i - 1], y[i]
+        if a * b < 0:
+            found.append(x[i - 1] + (x[i] - x[i - 1]) * a / (a - b))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class AdviceQuestion:
+    """What to advise on. ``slo`` empty: throughput decides, else goodput. ``plan``: further arguments of build_plan.
+
+    ``seeds_alike``: several seeds were asked for, but all seeds give the same plan. ``max_num_batched_tokens``: the
+    token budget that gains are compared with; ``budgets``: further ones that are tried with every policy. ``server``:
+    further settings of every cell, by the names of ``RunSpec.changed``.
+    """
+
+    workload: str
+    device: str
+    model: str
+    scenario: str | None
+    plan: Mapping[str, Any]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    seeds: int
+    slo: Slo
+    policies: tuple[str, ...]
+    seeds_alike: bool = False
+    budgets: tuple[int, ...] = ()
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+class BudgetedPolicy(NamedTuple):
+    """A policy at a token budget of the server."""
+
+    policy: str
+    max_num_batched_tokens: int
+
+
+class DroppedPolicy(NamedTuple):
+    """A policy at a budget that ran on ``seeds`` seeds only; ``behind_best``: mean there against the best, a share."""
+
+    policy: str
+    max_num_batched_tokens: int
+    seeds: int
+    behind_best: float
+
+
+@dataclass(frozen=True)
+class PolicyScore:
+    """One policy at a token budget over the seeds: its objective, and its gains over v1 at the reference budget and
+    over the best candidate as shares, paired by seed.
+
+    ``attainment``: mean share of requests that met the SLO. Latencies are means of medians in ms. ``at_reference``:
+    the budget is the one that gains are compared with.
+    """
+
+    policy: str
+    objective: float
+    values: tuple[float, ...]
+    gain: PairedInterval | None
+    behind_best: PairedInterval | None
+    attainment: float | None
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s: float
+    max_num_batched_tokens: int
+    at_reference: bool = True
+
+    @property
+    def name(self) -> str:
+        """The policy, with its budget if that is not the reference."""
+        return self.policy if self.at_reference else f"{self.policy} with a budget of {self.max_num_batched_tokens:,}"
+
+
+@dataclass(frozen=True)
+class GainCurve:
+    """EB against v1 over a sweep: ``gain[i]`` of EB at ``x[i]``, and where it changes sign."""
+
+    x: tuple[float, ...]
+    gain: tuple[float, ...]
+    crossings: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The best (B, N) for the chosen policy on one seed, and its gain over the settings of the question."""
+
+    tried: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    gain: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The advice; ``scores`` of those that ran on all seeds, best first; ``notes`` from building the plan.
+
+    ``load``: of all ``engines`` together; ``theory``: of one of them with its share.
+    """
+
+    question: AdviceQuestion
+    load: ExpectedLoad
+    theory: Prediction
+    scores: tuple[PolicyScore, ...]
+    chosen: PolicyScore
+    reason: Fact
+    concurrency: GainCurve | None
+    mix: GainCurve | None
+    tuning: Tuning | None = None
+    notes: tuple[str, ...] = ()
+    dropped: tuple[DroppedPolicy, ...] = ()
+    engines: int = 1
+
 
 BASELINE = "v1"
 SIMPLEST_FIRST = (
@@ -39,7 +269,7 @@ def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Paired
     return PairedInterval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
 
 
-def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
+def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, Fact]:
     """The simplest policy that is as good as the best: behind by at most TIE, or not significantly behind.
 
     If v1 is significantly behind the best, a policy that may be no better than v1 is not advised instead of one that
@@ -47,15 +277,13 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
     """
     best = scores[0]
     if best.objective <= 0:
-        reason = "no request met the targets under any candidate, so they do not decide, and it is the simplest"
-        return _simplest(scores), f"{reason}; loosen --goodput or reduce the traffic"
+        return _simplest(scores), fact("none_in_targets")
     equal = [one for one in scores if one is best or _ties(one, best)]
     sure = [one for one in equal if _ahead(one)] if all(one.name != BASELINE for one in equal) else []
     unsure = [one for one in equal if one not in sure]
     if sure and unsure:
         chosen = _simplest(sure)
-        named = _with_gains(unsure, chosen)
-        return chosen, f"it is surely ahead of {BASELINE}; {named} may be as good, less certainly"
+        return chosen, fact("surely_ahead", of=BASELINE, unsure=_rivals(unsure, chosen))
     chosen = _simplest(equal)
     return chosen, _winner(scores) if len(equal) == 1 else _among(chosen, [one for one in equal if one is not chosen])
 
@@ -73,21 +301,20 @@ def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | N
     return (best, max(best.gain.mean, 0.0) / max(gains)) if best.gain is not None else None
 
 
-def _winner(scores: Sequence[PolicyScore]) -> str:
+def _winner(scores: Sequence[PolicyScore]) -> Fact:
     """The reason for the best policy if no other is equal."""
     best, *others = scores
     if not others:
-        return "it is the only candidate"
+        return fact("only_candidate")
     if all(_surely_behind(one) for one in others):
-        return "it is ahead of every other candidate by more than chance and half a per cent"
-    doubt = f"{_why_unsure(best)}: chance is not ruled out"
-    second = others[0].objective
+        return fact("ahead_of_all")
+    one_seed, second = len(best.values) == 1, others[0].objective
     if second <= 0:
-        return f"it is the only candidate under which a request met the targets ({doubt})"
-    return f"it is ahead of every other candidate by {100 * (best.objective / second - 1):.1f} % or more ({doubt})"
+        return fact("only_one_in_targets", one_seed=one_seed)
+    return fact("ahead_by_chance", gain=best.objective / second - 1, one_seed=one_seed)
 
 
-def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
+def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> Fact:
     """The reason for the simplest of several policies that may be as good as the best.
 
     Those that are surely behind the chosen one are left out.
@@ -100,20 +327,20 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> str:
     equal = [one for one, gain in found if _is_equal(gain)]
     ahead = [one for one, gain in found if gain.low > 0 and one not in equal]
     unsure = [one for one, gain in found if gain.low <= 0 <= gain.high and one not in equal]
-    seeds = len(chosen.values)
-    parts = []
-    if equal:
-        names, doubt = _some(equal, lambda one: one.policy), " (one seed)" if seeds == 1 else ""
-        parts.append(f"{names} {_are(equal)} equal to it within half a per cent{doubt}")
-    if ahead:
-        parts.append(f"{_with_gains(ahead, chosen)} {_are(ahead)} ahead of it")
-    if unsure:
-        parts.append(
-            f"{_with_gains(unsure, chosen)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}"
-        )
-    if not parts and level:
-        return f"no other policy may be as good{' (one seed)' if seeds == 1 else ''}"
-    return f"{'; '.join(parts)}, and it is the simplest" if parts else "it is the simplest that may be the best"
+    rivals = {"equal": equal, "ahead": ahead, "unsure": unsure}
+    named = {kind: _rivals(scores, chosen) for kind, scores in rivals.items()}
+    return fact("simplest", **named, seeds=len(chosen.values), level=bool(level))
+
+
+def _rivals(scores: Sequence[PolicyScore], over: PolicyScore) -> list[dict[str, Any]]:
+    """The best candidate of each policy, with its gain over another and the ends of its interval (a share)."""
+    best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
+    gains = [(one, _against(one, over)) for one in best]
+    return [
+        {"policy": one.policy, "name": one.name, "gain": gain.mean}
+        | ({"low": gain.low, "high": gain.high} if math.isfinite(gain.high) else {})
+        for one, gain in gains
+    ]
 
 
 def level_budgets(chosen: PolicyScore, scores: Sequence[PolicyScore]) -> list[int]:
@@ -122,27 +349,6 @@ def level_budgets(chosen: PolicyScore, scores: Sequence[PolicyScore]) -> list[in
         return []
     same = [one for one in scores if one.policy == chosen.policy and one is not chosen]
     return sorted(one.max_num_batched_tokens for one in same if _is_equal(_against(one, chosen)))
-
-
-MOST_NAMED = 3
-"""Of more policies only the number is given."""
-
-
-def _with_gains(scores: Sequence[PolicyScore], over: PolicyScore) -> str:
-    """``eb -19.9 % (-48.6 to +24.9) and marginal +0.1 % (-0.3 to +0.6)``."""
-    return _some(scores, lambda one: f"{one.name} {_shown(_against(one, over))}")
-
-
-def _some(scores: Sequence[PolicyScore], text: Callable[[PolicyScore], str]) -> str:
-    """The best candidate of each policy, at most MOST_NAMED of them, and how many others there are."""
-    best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
-    left = len(best) - MOST_NAMED
-    shown = best if left < 2 else best[:MOST_NAMED]
-    return listed([*map(text, shown), *([f"{left} other policies"] if left >= 2 else [])])
-
-
-def _are(scores: Sequence[PolicyScore]) -> str:
-    return "are" if len({one.policy for one in scores}) > 1 else "is"
 
 
 def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:
@@ -155,15 +361,6 @@ def _is_equal(gain: PairedInterval) -> bool:
     """Whether the gain is at most TIE: its whole interval, or with one seed the measured gain."""
     known = math.isfinite(gain.high)
     return max(-gain.low, gain.high) <= TIE if known else abs(gain.mean) <= TIE
-
-
-def _shown(gain: PairedInterval) -> str:
-    bounds = f" ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})" if math.isfinite(gain.high) else ""
-    return f"{change(gain.mean)}{bounds}"
-
-
-def _why_unsure(score: PolicyScore) -> str:
-    return "one seed" if len(score.values) == 1 else "in some runs no request met the targets"
 
 
 def _ahead(one: PolicyScore) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -12,17 +12,18 @@ from rich.text import Text
 
 from ebbench.advice.candidates import topology_asked
 from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
-from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.cases import TIE
 from ebbench.config.setting_strings import option_name
 from ebbench.engines.checks import rank_notes
-from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate, sentence
+from ebbench.records.warnings import Texts
+from ebbench.render.numbers import DASH, change, count, duration_ms, listed, percent, rate, sentence
 from ebbench.render.tables import framed
 from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.v1 import V1
 from vllm_eb.policy import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
-    from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore
+    from ebbench.advice.choice import Advice, AdviceQuestion, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
@@ -34,10 +35,77 @@ FAR_APART = 0.1
 """From this difference between the two gains on (a share), a sentence explains it."""
 
 
+MOST_NAMED = 3
+"""Of more policies only the number is given."""
+
+Rivals = Sequence[Mapping[str, Any]]
+
+
+def _with_gains(rivals: Rivals) -> str:
+    """``eb -19.9 % (-48.6 to +24.9) and marginal +0.1 % (-0.3 to +0.6)``."""
+    return _some(
+        f"{one['name']} {change(one['gain'])}"
+        + (f" ({100 * one['low']:+.1f} to {100 * one['high']:+.1f})" if "low" in one else "")
+        for one in rivals
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    """At most MOST_NAMED names, and how many others there are."""
+    every = list(names)
+    left = len(every) - MOST_NAMED
+    return listed([*every[:MOST_NAMED], f"{left} other policies"] if left >= 2 else every)
+
+
+def _simplest(equal: Rivals, ahead: Rivals, unsure: Rivals, seeds: int, level: bool) -> str:
+    one_seed = " (one seed)" if seeds == 1 else ""
+    parts = []
+    if equal:
+        names = _some(one["policy"] for one in equal)
+        parts.append(f"{names} {_are(equal)} equal to it within half a per cent{one_seed}")
+    if ahead:
+        parts.append(f"{_with_gains(ahead)} {_are(ahead)} ahead of it")
+    if unsure:
+        parts.append(f"{_with_gains(unsure)} cannot be told from it with {seeds} seed{'s' if seeds > 1 else ''}")
+    if not parts and level:
+        return f"no other policy may be as good{one_seed}"
+    return f"{'; '.join(parts)}, and it is the simplest" if parts else "it is the simplest that may be the best"
+
+
+def _are(rivals: Rivals) -> str:
+    return "are" if len(rivals) > 1 else "is"
+
+
+def _doubt(one_seed: bool) -> str:
+    why = "one seed" if one_seed else "in some runs no request met the targets"
+    return f"({why}: chance is not ruled out)"
+
+
+REASONS: Texts = {
+    "ahead_by_chance": lambda gain, one_seed: (
+        f"it is ahead of every other candidate by {100 * gain:.1f} % or more {_doubt(one_seed)}"
+    ),
+    "ahead_of_all": "it is ahead of every other candidate by more than chance and half a per cent",
+    "none_in_targets": (
+        "no request met the targets under any candidate, so they do not decide, and it is the simplest; loosen "
+        "--goodput or reduce the traffic"
+    ),
+    "only_candidate": "it is the only candidate",
+    "only_one_in_targets": lambda one_seed: (
+        f"it is the only candidate under which a request met the targets {_doubt(one_seed)}"
+    ),
+    "simplest": _simplest,
+    "surely_ahead": lambda of, unsure: (
+        f"it is surely ahead of {of}; {_with_gains(unsure)} may be as good, less certainly"
+    ),
+}
+"""Why a policy is advised."""
+
+
 def headline(advice: Advice) -> list[str]:
     """The advised policy and its expected gain."""
     chosen, question = advice.chosen, advice.question
-    lines = [_run(advice), f"Why: {advice.reason}."]
+    lines = [_run(advice), f"Why: {advice.reason.worded(REASONS)}."]
     if not question.slo and _arrivals_decide(advice):
         lines.append(
             "All candidates keep up with the arrivals, so tokens/s cannot tell them apart: --goodput ttft:MS tpot:MS "
@@ -133,7 +201,7 @@ def parameters(advice: Advice) -> list[str]:
     lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
-        lines += [f"T{note[1:]}." for note in rank_notes(policy, topology.pools[0].dp)]
+        lines += map(sentence, rank_notes(policy, topology.pools[0].dp))
     return lines
 
 

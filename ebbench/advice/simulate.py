@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbench.advice.candidates import candidate, engines_of, figure, load_of
-from ebbench.advice.choice import BASELINE, choose, relative_gain
-from ebbench.advice.results import (
+from ebbench.advice.choice import (
+    BASELINE,
     Advice,
     AdviceQuestion,
     BudgetedPolicy,
@@ -18,7 +18,9 @@ from ebbench.advice.results import (
     GainCurve,
     PolicyScore,
     Tuning,
+    choose,
     predict,
+    relative_gain,
     sign_changes,
 )
 from ebbench.analysis.caveats import by_policy, told_once
@@ -144,9 +146,12 @@ PROBE_PROMPTS, PROBE_TURNS = 1200, 8
 6000) it gains 3 % with three requests per open one, 9 with eight and 16 with forty."""
 
 
-def default_budgets(max_num_seqs: int) -> tuple[int, ...]:
-    """Token budgets to try with every policy, that of the reference first; vLLM refuses one below its sequences."""
-    fit = tuple(budget for budget in TRIED_BUDGETS if budget >= max_num_seqs)
+def default_budgets(max_num_seqs: int, chosen: int = TRIED_BUDGETS[0]) -> tuple[int, ...]:
+    """Token budgets to try with every policy, that of the reference first, which is ``chosen`` by vLLM on the device.
+
+    vLLM refuses a budget below its sequences.
+    """
+    fit = tuple(budget for budget in dict.fromkeys((chosen, *TRIED_BUDGETS)) if budget >= max_num_seqs)
     return fit or (max_num_seqs,)
 
 

@@ -23,7 +23,7 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
     those about its client and this one run. What a full KV cache cost counts on both.
     """
     codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", WARM_CACHE, OTHER_MODEL}
-    return tuple(str(warning) for warning in warnings if warning.code in codes | {KV_CACHE})
+    return tuple(str(warning) for warning in warnings if (warning.about or warning.code) in codes | {KV_CACHE})
 
 
 def told_once(said: Sequence[Iterable[str]], owner: Owner) -> list[str]:

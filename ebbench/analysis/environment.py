@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -379,29 +379,34 @@ def conditions_of(environment: Mapping[str, str], load: LoadFacts) -> dict[str, 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:
     """The keys in which two environments differ, as ``device: h200 against l40s``; options one by one."""
-    found = []
-    for name in ENVIRONMENT:
-        ours, theirs = one.get(name, UNKNOWN), other.get(name, UNKNOWN)
-        if ours == theirs or name in allowed:
-            continue
-        found += _options(ours, theirs) if name == "options" else [f"{name}: {_shown(ours)} against {_shown(theirs)}"]
-    return found
+    return [f"{name}: {ours} against {theirs}" for name, ours, theirs in _differing(one, other, allowed)]
 
 
 def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
     """Names of conditions in which any environment differs from the first; options by their own names."""
-    found = [text for other in environments[1:] for text in differences(environments[0], other)]
-    return list(dict.fromkeys(text.partition(":")[0].removeprefix("options.") for text in found))
+    found = [name for other in environments[1:] for name, _, _ in _differing(environments[0], other)]
+    return list(dict.fromkeys(name.removeprefix(_OPTION) for name in found))
 
 
-def _options(ours: str, theirs: str) -> list[str]:
-    one, other = (json.loads(text) if text else {} for text in (ours, theirs))
-    names = sorted(set(one) | set(other))
-    return [
-        f"options.{name}: {one.get(name)} against {other.get(name)}"
-        for name in names
-        if one.get(name) != other.get(name)
-    ]
+_OPTION = "options."
+
+
+def _differing(
+    one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()
+) -> Iterator[tuple[str, str, str]]:
+    """Names and both values of what differs; options one by one, after their prefix."""
+    for name in ENVIRONMENT:
+        ours, theirs = one.get(name, UNKNOWN), other.get(name, UNKNOWN)
+        if ours == theirs or name in allowed:
+            continue
+        if name != "options":
+            yield name, _shown(ours), _shown(theirs)
+            continue
+        sides = [json.loads(text) if text else {} for text in (ours, theirs)]
+        for option in sorted({*sides[0], *sides[1]}):
+            values = [side.get(option) for side in sides]
+            if values[0] != values[1]:
+                yield _OPTION + option, str(values[0]), str(values[1])
 
 
 def _shown(value: str) -> str:

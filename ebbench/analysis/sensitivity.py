@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.cases import TIE
 from ebbench.analysis.statistics import tukey_reach
 
 # The noise between seeds of several treatments, and which differences go beyond it.

@@ -13,12 +13,11 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
 from ebbench.calibration.rounds import SteppedVllm, run_closed_loop
-from ebbench.devices.base import Device
+from ebbench.devices.base import Device, start_up
 from ebbench.devices.capacity import reserve_bytes
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
 from ebbench.devices.profiles import FORMAT, DeviceProfile, find_model, measured_name
-from ebbench.devices.request import start_up
 from ebbench.engines.base import Engine, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, UsageError

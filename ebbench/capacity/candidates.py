@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 
-from ebbench.analysis.api_server_load import runs_again
+import msgspec
+
 from ebbench.capacity.choose import DeploymentChoice, choose
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.plan_sentences import api_servers_left_out
+from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.config.topology import parse_topology
+from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.render.console import Console
 from ebbench.render.live import Work, shown
+from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
 from ebbench.runs.pool import Pool
 from ebbench.spec.server import DEFAULT_CLASS
 
@@ -24,12 +29,20 @@ def with_candidates(
     task: PlanTask, devices: Sequence[str], shapes: Sequence[tuple[int, int, int]], policies: Sequence[str],
     budgets: Sequence[int], seqs: Sequence[int],
 ) -> list[PlanTask]:  # fmt: skip
-    """The task on every combination; ``shapes``: (tp, dp, ep). Raises UnknownNameError for an unknown device."""
+    """The task on every combination; ``shapes``: (tp, dp, ep). Without ``budgets`` or ``seqs``: vLLM's on each device.
+
+    Raises UnknownNameError for an unknown device.
+    """
+    version = task.spec.server.vllm_version or DEFAULT_VLLM
+    found = []
     for device in devices:
-        find_profile(device)
+        chosen = batch_limits(find_profile(device), version)
+        sizes = product(budgets or (chosen.max_num_batched_tokens,), seqs or (chosen.max_num_seqs,))
+        found.append([(device, *size) for size in sizes])
     return [
         task.on(Candidate(device, tp, policy, budget, most, dp, ep))
-        for device, (tp, dp, ep), policy, budget, most in product(devices, shapes, policies, budgets, seqs)
+        for limits in found
+        for (tp, dp, ep), policy, (device, budget, most) in product(shapes, policies, limits)
     ]
 
 
@@ -61,11 +74,13 @@ def sized(
     """The deployments, and the tasks that they were simulated with: again with vLLM's API server where that is busy."""
     messages = Console(stderr=True, highlight=False)
     with shown(messages, Work("plan", unit="candidates"), quiet=quiet) as work:
-        deployments = choose(tasks, prices, pool, work.reached)
-        busy = api_servers_left_out(deployments, tasks[0])
-        if busy is None or not api_server_if_busy:
-            return deployments, tasks
-        if not quiet:
-            messages.print(f"Per replica: {runs_again(busy)}", markup=False, soft_wrap=True)
-        served = [task.changed(api_server=DEFAULT_CLASS) for task in tasks]
-        return choose(served, prices, pool, work.reached), served
+
+        def attempt(served: bool) -> tuple[DeploymentChoice, Sequence[PlanTask]]:
+            chosen = [task.changed(api_server=DEFAULT_CLASS) for task in tasks] if served else tasks
+            deployments = choose(chosen, prices, pool, work.reached)
+            busy = api_servers_left_out(deployments, tasks[0])
+            if busy is not None and api_server_if_busy and not served:
+                raise ApiServerBusyError(msgspec.structs.replace(busy, message=f"Per replica: {busy.sentence}"))
+            return deployments, chosen
+
+        return again_if_busy(attempt, partial(messages.say, quiet=quiet))

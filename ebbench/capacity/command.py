@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.analysis.api_server_load import ApiServerBusyError, left_out, runs_again
 from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.prober import RunProber, one_server
@@ -23,6 +22,7 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import default_run_dir
+from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.key import stored_form
 from ebbench.runs.prepare import Series, device_of
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
@@ -103,15 +103,16 @@ def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
     system = _system(search)
     folder, begun = _folder(search, output), time.monotonic()
     with sole_use(folder):
-        try:
-            _search_all(search, output, system, messages, folder, folder, begun)
-        except ApiServerBusyError as busy:
-            if not output.quiet:
-                messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
-            served = replace(search, series=search.series.with_api_server())
+
+        def attempt(served: bool) -> None:
+            if not served:
+                return _search_all(search, output, system, messages, folder, folder, begun)
+            with_it = replace(search, series=search.series.with_api_server())
             probes = folder / f"api-server-{DEFAULT_CLASS}"  # apart from the probes without it
             probes.mkdir(exist_ok=True)
-            _search_all(served, output, _system(served), messages, folder, probes, begun)
+            return _search_all(with_it, output, _system(with_it), messages, folder, probes, begun)
+
+        again_if_busy(attempt, partial(messages.say, quiet=output.quiet))
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ def _search_all(
     left_out_processes = _api_servers_left_out(series, system.engine)
     show = partial(_show, search=search, output=output, folder=folder, api_servers_left_out=left_out_processes)
     if not output.quiet:
-        messages.print(system.sentence, markup=False, soft_wrap=True)
-        messages.print(sentences.announce(search.limits, search.by_concurrency), markup=False, soft_wrap=True)
+        messages.say(system.sentence)
+        messages.say(sentences.announce(search.limits, search.by_concurrency))
     outcomes: dict[str, SearchOutcome] = {}
     try:
         for index, policy in enumerate(series.policies):
@@ -247,14 +248,14 @@ def _search(
     def seen(reading: ProbeReading, estimate: Estimate) -> None:
         if not prober.quiet:
             line = sentences.progress(prober.spec.name, reading, estimate, search.by_concurrency)
-            messages.print(line, markup=False, soft_wrap=True)
+            messages.say(line)
         carried = reading.decides and reading.met
         if api_servers and carried and (busy := left_out(reading.api_servers, api_servers)) is not None:
             raise ApiServerBusyError(busy)
 
     if kind == "real" and not prober.quiet:
         line = f"{prober.spec.name}: first {config.alone} sessions one at a time, which shows what can be had at best"
-        messages.print(line, markup=False, soft_wrap=True)
+        messages.say(line)
     return search_capacity(config, prober, budget, prober.earlier(), seen)
 
 
@@ -283,7 +284,7 @@ def _show(
         for piece in section_tables(sentences.table(outcomes, search.by_concurrency), console.width):
             console.print(piece)
         for line in sentences.remarks(outcomes, search.limits, search.by_concurrency, api_servers_left_out):
-            console.print(line, markup=False, soft_wrap=True)
+            console.say(line)
         for part in notes("Keep in mind", [*search.notes, *sentences.caveats(outcomes, search.by_concurrency)]):
             console.print(part)
 

@@ -27,7 +27,6 @@ from functools import lru_cache
 from typing import Any
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.device_caveats import batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import kv_pressure
 from ebbench.capacity.drive import ALONE_SESSIONS
 from ebbench.capacity.limits import LatencyLimits
@@ -36,7 +35,7 @@ from ebbench.capacity.saturation import SESSIONS_PER_OPEN, completed_once_full, 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import Device, load_device
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import Parallel
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
@@ -44,6 +43,7 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import Fact, fact
+from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
 from ebbench.spec.run import RunSpec
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan

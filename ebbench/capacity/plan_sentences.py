@@ -9,7 +9,6 @@ from typing import Any
 from msgspec import to_builtins
 from rich.table import Table
 
-from ebbench.analysis.api_server_load import left_out
 from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.capacity.choose import Costed, DeploymentChoice
 from ebbench.capacity.deployments import (
@@ -26,6 +25,7 @@ from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
+from ebbench.runs.api_server import left_out
 from ebbench.spec.server import OFF
 
 
@@ -65,7 +65,7 @@ def parts(
         lines += [f"Prices in {priced_in}."] if priced_in else []
         lines += ["", *_remarks(found, task, prices), ""]
     else:
-        lines.append(f"No candidate carries {_carried(task)} within the limits.")
+        lines.append(f"No candidate carries {_carried(task)}{',' if task.spare else ''} within the limits.")
     lines += _experts(found, task)
     if found.unbounded:
         lines.append(
@@ -170,7 +170,7 @@ def _headroom(task: PlanTask) -> float:
 def _carried(task: PlanTask) -> str:
     """What a deployment was sized for."""
     with_headroom = f"{100 * (1 + task.headroom):g} % of this rate" if task.headroom else "this rate"
-    return f"{with_headroom}{f', and this rate with {_lost(task)} lost,' if task.spare else ''}"
+    return f"{with_headroom}{f', and this rate with {_lost(task)} lost' if task.spare else ''}"
 
 
 def _lost(task: PlanTask) -> str:
@@ -251,7 +251,7 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
     best = found.found[0]
     candidate, gpus = best.deployment.candidate, best.deployment.gpus
     return [
-        f"Cheapest that carries {_carried(task).removesuffix(',')}: {best.deployment.replicas} x {candidate.device} "
+        f"Cheapest that carries {_carried(task)}: {best.deployment.replicas} x {candidate.device} "
         f"{candidate.shape} under {candidate.policy}{_varied_of(found)(candidate)}, "
         f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.api_server_load import processes_needed
 from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
@@ -26,6 +25,7 @@ from ebbench.capacity.limits import LatencyLimits
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 from ebbench.records.warnings import KV_CACHE
+from ebbench.runs.api_server import processes_needed
 
 BATCHES = 20
 """Parts of a run from which its dispersion is estimated."""
@@ -113,7 +113,7 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     reading = read_measured(measured, load, limits, per_open)
     memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
     others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
-    plan = (str(warning) for warning in others if warning.code == "plan")
+    plan = (str(warning) for warning in others if (warning.about or warning.code) == "plan")
     return replace(
         reading,
         caveats=(*plan, *of_device(manifest.engine, others)),

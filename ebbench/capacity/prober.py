@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.records.run import MANIFEST, Run, slug, unused
-from ebbench.render.live import measured, planned
+from ebbench.runs.progress import measured, planned
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
@@ -101,7 +101,7 @@ def one_server(prober: RunProber) -> Iterator[RunProber]:
     def progress(log: Path) -> Callable[[float], None]:
         if not quiet:
             line = f"{prober.spec.name}: starting one server for all runs, log {log}"
-            prober.messages.print(line, markup=False, soft_wrap=True)
+            prober.messages.say(line)
         return lambda _waited_s: None
 
     begun = time.monotonic()
@@ -111,5 +111,5 @@ def one_server(prober: RunProber) -> Iterator[RunProber]:
             server = stack.enter_context(start)
         if not quiet:
             line = f"{prober.spec.name}: ready after {time.monotonic() - begun:.0f} s"
-            prober.messages.print(line, markup=False, soft_wrap=True)
+            prober.messages.say(line)
         yield replace(prober, engine=server)

@@ -119,8 +119,7 @@ def with_saturation(
     from ebbench.spec.server import VIRTUAL_TIME
 
     def say(text: str) -> None:
-        if not quiet:
-            messages.print(text, markup=False, soft_wrap=True)
+        messages.say(text, quiet=quiet)
 
     if engine.name in VIRTUAL_TIME:
         found = _simulated(series, engine, device)

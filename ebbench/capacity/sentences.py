@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from ebbench.analysis.api_server_load import left_out
 from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.documents import Column, Section
 from ebbench.capacity.drive import SearchOutcome
@@ -22,6 +21,7 @@ from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
+from ebbench.runs.api_server import left_out
 
 # Results of `ebbench capacity` as JSON: one object per policy, for --json and stored with the probes.
 

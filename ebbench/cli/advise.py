@@ -24,10 +24,10 @@ from ebbench.cli.run_settings import (
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.spec.server import DEFAULT_CLASS
-from ebbench.traffic.spec import scenario_meant
+from ebbench.workloads.options import scenario_meant
 
 if TYPE_CHECKING:
-    from ebbench.advice.results import Advice, AdviceQuestion
+    from ebbench.advice.choice import Advice, AdviceQuestion
     from ebbench.advice.simulate import SearchResult
     from ebbench.runs.store import RunStore
     from ebbench.spec.run import RunSpec
@@ -55,13 +55,13 @@ class ServerFlags:
     model: Annotated[
         str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL
-    max_num_seqs: Annotated[int, setting("max_num_seqs")] = 1024
+    max_num_seqs: Annotated[int | None, setting("max_num_seqs")] = None
     max_num_batched_tokens: Annotated[
         list[int] | None,
         typer.Option(
             "--max-num-batched-tokens",
-            help="Token budgets to try; repeat, the one to compare with first. Default: 8192, 2048, 4096 and 16384, as "
-            "far as they hold --max-num-seqs.",
+            help="Token budgets to try; repeat, the one to compare with first. Default: vLLM's, 8192, 2048, 4096 and "
+            "16384, as far as they hold --max-num-seqs.",
         ),
     ] = None
     tp: Tp = 1
@@ -141,17 +141,20 @@ def advise(
     """
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.advice.simulate import api_server_left_out
-    from ebbench.analysis.api_server_load import runs_again
+    from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, settings), RunStore(runs)
-    searched = _search(question, store, workers=workers, quiet=quiet)
-    busy = api_server_left_out(question, store, searched.finalists)
-    if busy is not None and api_server_if_busy(settings):
-        if not quiet:
-            typer.echo(runs_again(busy), err=True)
-        question = replace(question, server={**question.server, "api_server": DEFAULT_CLASS})
-        searched = _search(question, store, workers=workers, quiet=quiet)
+
+    def attempt(served: bool) -> tuple[AdviceQuestion, SearchResult]:
+        asked = replace(question, server={**question.server, "api_server": DEFAULT_CLASS}) if served else question
+        searched = _search(asked, store, workers=workers, quiet=quiet)
+        busy = api_server_left_out(asked, store, searched.finalists)
+        if busy is not None and api_server_if_busy(settings) and not served:
+            raise ApiServerBusyError(busy)
+        return asked, searched
+
+    question, searched = again_if_busy(attempt, lambda text: None if quiet else typer.echo(text, err=True))
     if search.crossover:
         _crossovers(question, store, workers=workers, quiet=quiet)
     found = find_advice(question, store, searched, with_crossover=search.crossover)
@@ -165,10 +168,13 @@ def advise(
 
 def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings: Mapping[str, Any]) -> AdviceQuestion:
     from ebbench.advice.candidates import checked
-    from ebbench.advice.results import AdviceQuestion
+    from ebbench.advice.choice import AdviceQuestion
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.metrics import parse_slo
     from ebbench.cli.run_settings import check_counts, each_once, parse_policies
+    from ebbench.config.declare import DEFAULT_VLLM
+    from ebbench.devices.capacity import batch_limits
+    from ebbench.devices.profiles import find_profile
 
     rate = settings.get("request_rate")
     check_counts(
@@ -179,7 +185,9 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
     )
     slo = parse_slo(search.goodput or ())
     each_once("--max-num-batched-tokens", server.max_num_batched_tokens or [])
-    budgets = tuple(server.max_num_batched_tokens or default_budgets(server.max_num_seqs))
+    chosen = batch_limits(find_profile(server.device), settings.get("vllm_version") or DEFAULT_VLLM)
+    seqs = chosen.max_num_seqs if server.max_num_seqs is None else server.max_num_seqs
+    budgets = tuple(server.max_num_batched_tokens or default_budgets(seqs, chosen.max_num_batched_tokens))
     names = checked_server(server.model, settings)
     question = AdviceQuestion(
         workload,
@@ -187,13 +195,13 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
         names["model"],
         scenario_meant(workload, settings.get("scenario"), rate, None),
         plan_arguments(workload, search.num_prompts, settings),
-        server.max_num_seqs,
+        seqs,
         budgets[0],
         search.seeds,
         slo,
         tuple(spec.name for spec in parse_policies(search.policy))
         if search.policy
-        else default_policies(slo, budgets, server.max_num_seqs),
+        else default_policies(slo, budgets, seqs),
         budgets=budgets[1:],
         server=server.cluster() | _of_server(settings, names["api_server"]),
     )
@@ -237,7 +245,7 @@ def _most(workload: str, columns: str | None) -> int:
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
     """Carry out the runs of the search."""
     from ebbench.advice.simulate import objective, search
-    from ebbench.render.live import with_progress
+    from ebbench.runs.progress import with_progress
 
     def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -249,7 +257,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
     """Carry out the runs of the crossovers."""
     from ebbench.advice.candidates import load_of
     from ebbench.advice.simulate import concurrency_cells, mix_cells
-    from ebbench.render.live import with_progress
+    from ebbench.runs.progress import with_progress
 
     load = load_of(question, store)
     pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -259,7 +267,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from ebbench.advice.simulate import tune, tuning_cells
-    from ebbench.render.live import with_progress
+    from ebbench.runs.progress import with_progress
 
     question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
     cells = tuning_cells(question, policy, budget)
@@ -304,13 +312,15 @@ def _print(found: Advice) -> None:
 def _as_dict(found: Advice) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from msgspec import to_builtins
+
     from ebbench.advice.choice import BASELINE, budget_share, level_budgets, tuned_budget
 
     budget = budget_share(found.scores)
     theory = asdict(found.theory) | {"exclusive": found.theory.exclusive, "gain": found.theory.gain}
     return {
         "policy": found.chosen.policy,
-        "reason": found.reason,
+        "reason": to_builtins(found.reason),
         "equal_budgets": level_budgets(found.chosen, found.scores),
         "objective": "goodput" if found.question.slo else "total_token_throughput",
         "slo_ms": found.question.slo.limits() or None,

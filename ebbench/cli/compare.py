@@ -29,7 +29,7 @@ def compare(
     policies need `ebbench run --repeats 7` or more to show a difference at 5 % (a two-sided test; the gate's is
     one-sided and needs six), several policies one or two more.
     """
-    from ebbench.analysis.compare import paired as compare_paired
+    from ebbench.analysis import paired as compare_paired
     from ebbench.analysis.environment import check_allowed
     from ebbench.report import comparison
 

@@ -72,9 +72,9 @@ def show(
 ) -> None:
     """Show step times, crossover, KV capacity and the sources of the numbers."""
     from ebbench.cli.run_settings import check_counts
+    from ebbench.devices.base import Parallel
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
-    from ebbench.devices.parallel import Parallel
     from ebbench.devices.profiles import as_decoder
 
     check_tp(tp, link)

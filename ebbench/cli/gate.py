@@ -16,8 +16,8 @@ from ebbench.errors import DataError, EbbenchError, RunError, UsageError
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
-    from ebbench.analysis.gate.units import GateUnit
-    from ebbench.analysis.gate.verdict import Rules, Verdict
+    from ebbench.analysis.units import GateUnit
+    from ebbench.analysis.verdict import Rules, Verdict
 
 _JUDGE, _MEASURE, _OUTPUT, _OTHER = "Judging", "Measuring interleaved", "Output", "Other uses"
 
@@ -56,8 +56,8 @@ class JudgeFlags:
 
     def rules(self, *, sequential: bool) -> Rules:
         """The rules of these options. Raises UsageError."""
-        from ebbench.analysis.gate.units import parse_figures, parse_margins
-        from ebbench.analysis.gate.verdict import GATED, Rules
+        from ebbench.analysis.units import parse_figures, parse_margins
+        from ebbench.analysis.verdict import GATED, Rules
 
         default, single = parse_margins(self.margin or ())
         gated = parse_figures(self.metric or ()) or GATED
@@ -197,9 +197,9 @@ class GateQuestion:
     def judged(self, *, with_detectable: bool = True) -> Verdict:
         """The verdict on the existing runs. Raises DataError, UsageError."""
         from ebbench.analysis.environment import check_allowed
-        from ebbench.analysis.gate.baselines import stored_units
-        from ebbench.analysis.gate.units import load_units, require_separate_runs
-        from ebbench.analysis.gate.verdict import judge, left_out, pair_units
+        from ebbench.analysis.units import load_units, require_separate_runs
+        from ebbench.analysis.verdict import judge, left_out, pair_units
+        from ebbench.gate.baselines import stored_units
 
         allowed = check_allowed(self.allow)
         ours, _ = self.policies
@@ -215,8 +215,8 @@ class GateQuestion:
     def check_stored(self) -> None:
         """Check the valid runs that both sides have so far. Raises DataError, UsageError if they are not comparable."""
         from ebbench.analysis.environment import check_allowed
-        from ebbench.analysis.gate.units import require_separate_runs, valid_units
-        from ebbench.analysis.gate.verdict import require_comparable
+        from ebbench.analysis.units import require_separate_runs, valid_units
+        from ebbench.analysis.verdict import require_comparable
         from ebbench.records.run import MANIFEST, Run, find_runs
 
         allowed = check_allowed(self.allow)
@@ -229,7 +229,7 @@ class GateQuestion:
 
     def _of_policies(self, before: list[GateUnit], after: list[GateUnit]) -> tuple[list[GateUnit], list[GateUnit]]:
         """The units of both sides that have the policies asked for. Raises UnknownNameError if a side has none."""
-        from ebbench.analysis.gate.units import of_policy
+        from ebbench.analysis.units import of_policy
 
         ours, theirs = self.policies
         return (
@@ -240,8 +240,8 @@ class GateQuestion:
 
 def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
-    from ebbench.analysis.gate.interleave import Side, measure_pairs
-    from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
+    from ebbench.analysis.verdict import MAX_PAIRS, pairs_needed
+    from ebbench.gate.interleave import Side, measure_pairs
     from ebbench.records.files import sole_use
     from ebbench.render.console import Console
     from ebbench.render.live import Work, shown
@@ -284,8 +284,8 @@ def _say(line: str) -> None:
 
 
 def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
+    from ebbench.gate import verdicts
     from ebbench.render.console import Console
-    from ebbench.report import verdicts
 
     if wanted.as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
@@ -297,7 +297,7 @@ def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
 
 def _tell_error(error: EbbenchError, wanted: VerdictFlags) -> None:
     """Write the error that prevented a verdict to the files that a CI service reads."""
-    from ebbench.report import verdicts
+    from ebbench.gate import verdicts
 
     _write(verdicts.junit_of_error(str(error)), verdicts.summary_of_error(str(error), error.exit_code), wanted)
 
@@ -315,8 +315,8 @@ def _write(junit: bytes, markdown: str, wanted: VerdictFlags) -> None:
 
 
 def _save(runs: list[Path], path: Path) -> None:
-    from ebbench.analysis.gate.baselines import save_baseline
-    from ebbench.analysis.gate.units import load_units
+    from ebbench.analysis.units import load_units
+    from ebbench.gate.baselines import save_baseline
 
     if not runs:
         raise UsageError("--save-baseline needs run directories")
@@ -326,9 +326,9 @@ def _save(runs: list[Path], path: Path) -> None:
 
 
 def _self_test(rules: Rules, wanted: OtherFlags) -> None:
-    from ebbench.analysis.gate.self_test import run_self_test, run_trial
+    from ebbench.gate.self_test import run_self_test, run_trial
+    from ebbench.gate.verdicts import self_test_page
     from ebbench.records import files
-    from ebbench.report.verdicts import self_test_page
     from ebbench.runs.pool import pool_of, values
 
     trials, report = wanted.trials, wanted.report

@@ -15,8 +15,7 @@ from ebbench.cli.run_settings import setting
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from ebbench.hazard.lengths import OutputLengths
-    from ebbench.hazard.trend import Hazard
+    from ebbench.hazard import Hazard, OutputLengths
     from ebbench.papers.table import PaperTable
     from vllm_eb.hazard import HazardEstimate
     from vllm_eb.theory import Threshold
@@ -66,8 +65,7 @@ def hazard(
     refuse_unused(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
         raise UsageError("give a workload, log:FILE, a run directory, or --experiment ifr")
-    from ebbench.hazard.lengths import read_lengths
-    from ebbench.hazard.trend import analyse_lengths
+    from ebbench.hazard import analyse_lengths, read_lengths
 
     lengths = read_lengths(
         what, source=source, num_prompts=num_prompts, seed=seed, output_len=output_len,

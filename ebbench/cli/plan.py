@@ -78,10 +78,10 @@ class CandidateFlags:
         list[str] | None, opt("--policy", "-p", help="Repeat. Default: v1, ebplus, marginal.", panel=_CHOICE)
     ] = None
     max_num_batched_tokens: Annotated[
-        list[int] | None, opt("--max-num-batched-tokens", help="B; repeat. Default: 8192.", panel=_CHOICE)
+        list[int] | None, opt("--max-num-batched-tokens", help="B; repeat. Default: vLLM's on the GPU.", panel=_CHOICE)
     ] = None
     max_num_seqs: Annotated[
-        list[int] | None, opt("--max-num-seqs", help="N; repeat. Default: 1024.", panel=_CHOICE)
+        list[int] | None, opt("--max-num-seqs", help="N; repeat. Default: vLLM's on the GPU.", panel=_CHOICE)
     ] = None
     price: Annotated[
         list[str] | None,
@@ -180,8 +180,8 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
         choice.device or list_devices(),
         instance_shapes(choice.tp or (), choice.instance or ()),
         [policy.name for policy in parse_policies(choice.policy or DEFAULT_POLICIES)],
-        choice.max_num_batched_tokens or (8192,),
-        choice.max_num_seqs or (1024,),
+        choice.max_num_batched_tokens or (),
+        choice.max_num_seqs or (),
     )
 
 

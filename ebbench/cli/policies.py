@@ -66,7 +66,7 @@ def show_policy(
     from ebbench.render.console import Console
 
     console = Console(highlight=False)
-    console.print(f"{spec.name}: {spec.description}", markup=False, soft_wrap=True)
+    console.say(f"{spec.name}: {spec.description}")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("setting", "value", "unit", "range", "what it does"):
         table.add_column(column, no_wrap=column in ("setting", "value", "unit"))

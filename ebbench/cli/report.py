@@ -70,8 +70,8 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all
 
 def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
     """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
-    from ebbench.analysis.compare import paired as compare_paired
-    from ebbench.analysis.gate.units import GateUnit, units_of
+    from ebbench.analysis import paired as compare_paired
+    from ebbench.analysis.units import GateUnit, units_of
     from ebbench.report.comparison import left_out, tables
 
     if len({run.manifest.policy for run in runs}) < 2:
@@ -89,8 +89,8 @@ def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
 
 
 def _export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> None:
-    from ebbench.export.files import EXPORTS
-    from ebbench.export.files import export as write
+    from ebbench.export import EXPORTS
+    from ebbench.export import export as write
 
     for kind in kinds:
         if kind not in EXPORTS:

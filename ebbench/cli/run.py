@@ -73,8 +73,8 @@ def run(
 
     Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """
-    from ebbench.cli.run_policies import Output, dry_run, parse_repeats, run_policies
     from ebbench.cli.run_settings import series_of
+    from ebbench.run_policies import Output, dry_run, parse_repeats, run_policies
     from ebbench.runs.file import FURTHER
 
     asked = _asked(context, workload, settings, output, vllm_options)

@@ -215,6 +215,8 @@ def series_of(settings: Mapping[str, Any]) -> Series:
 
     ``settings``: the given ones by name; with a list of policies, ``goodput`` as text, and ``vllm_options`` as words.
     """
+    from ebbench.devices.capacity import with_batch_limits
+    from ebbench.engines import chosen_engine
     from ebbench.engines.setup import topology_of
     from ebbench.runs.prepare import Series
     from ebbench.spec.run import spec_of
@@ -229,7 +231,8 @@ def series_of(settings: Mapping[str, Any]) -> Series:
     }
     _refuse_for_server(engine, settings)
     _refuse_for_simulator(engine, settings)
-    spec = spec_of(settings, with_text=True)
+    limited = with_batch_limits({**settings, "engine": chosen_engine(engine)})
+    spec = spec_of({**limited, "engine": engine}, with_text=True)
     topology = topology_of(spec.cluster.topology, spec.plan.scenario, None)
     chosen = parse_policies(policies or default_policies(engine, topology))
     return Series(
@@ -244,8 +247,8 @@ def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
     cannot have, before anything is simulated."""
     from ebbench.devices.apiserver import chosen_api_server
+    from ebbench.devices.base import quantised, start_up
     from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.devices.request import quantised, start_up
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     quantised(find_model(name), settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))

@@ -13,8 +13,7 @@ from ebbench.cli.run_settings import setting
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from ebbench.traffic.schedule import Load
-    from ebbench.traffic.spec import Phase, ScenarioSpec
+    from ebbench.traffic.spec import Load, Phase, ScenarioSpec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,7 +63,7 @@ def show(
     """Show a scenario's phases, and its arrivals for a rate or a number of sessions."""
     import msgspec
 
-    from ebbench.traffic.schedule import Load
+    from ebbench.traffic.spec import Load
     from ebbench.workloads import load_scenario
 
     spec, arrivals = load_scenario(name), None
@@ -82,7 +81,7 @@ def _laid_out(
     name: str, spec: ScenarioSpec, given: Load, num_prompts: int | None, seed: int
 ) -> tuple[ScenarioSpec, dict[str, float] | None]:
     """The scenario as a run would use it, and the arrivals of an open loop. Raises what a run would raise."""
-    from ebbench.traffic.schedule import under
+    from ebbench.traffic.spec import under
     from ebbench.workloads import build_plan
     from ebbench.workloads.planner import describe
 

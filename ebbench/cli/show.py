@@ -44,7 +44,7 @@ def show(
             + "\n"
         )
         return _finish(damaged)
-    from ebbench.analysis.compare.cases import cases_of
+    from ebbench.analysis.cases import cases_of
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render import report

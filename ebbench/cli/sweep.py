@@ -84,7 +84,7 @@ def sweep(
     output = Console(highlight=False)
     if not quiet:
         for note in trace_notes(grid.cells):
-            Console(stderr=True, highlight=False).print(note, markup=False, soft_wrap=True)
+            Console(stderr=True, highlight=False).say(note)
     if dry_run and fresh:
         raise UsageError("--dry-run changes nothing, so leave out --fresh")
     if dry_run:

@@ -125,7 +125,7 @@ def validate(
 
     Exit code 0 with a verdict, whatever it is; 5 if noise or lack of time leaves it undecided; 4 if vLLM cannot run.
     """
-    from ebbench.cli.validate_steps import run_validation
+    from ebbench.validation.command import run_validation
 
     question = question_of(what, how, tuple(vllm_options or ()))
     word = run_validation(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)

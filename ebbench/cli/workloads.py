@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def log_facts(name: str, columns: str | None, tokenizer: str | None, time_unit: str | None) -> dict[str, Any] | None:
     """What is known of ``log:FILE``; None for another workload. Raises UsageError, InputFileError."""
-    from ebbench.hazard.trend import analyse_lengths
+    from ebbench.hazard import analyse_lengths
     from ebbench.workloads.log_report import describe_log
     from ebbench.workloads.options import recorded_file
     from ebbench.workloads.trace import read_trace

@@ -27,9 +27,8 @@ from ebbench.client.prefix_cache import hit_rate, met_before, note_prompts, unpl
 from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
-from ebbench.client.scrape import Scraper, reported_settings
 from ebbench.client.senders import Interrupts, Senders, local_senders
-from ebbench.client.server_queries import Served, ServerQueries, run_to_end
+from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
 from ebbench.client.session_plan import PlanPart, check_attachments, rows_too_long, unique_ids, whole
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import (

@@ -12,9 +12,8 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
-from ebbench.client.classify import HUNG_UP, transport_failure
 from ebbench.client.messages import ConnectionCounts
-from ebbench.client.response import StreamedResponse
+from ebbench.client.response import HUNG_UP, StreamedResponse, transport_failure
 from ebbench.config.server_url import ServerUrl
 from ebbench.network.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections, tls_context
 from ebbench.network.credentials import api_key

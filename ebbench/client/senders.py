@@ -39,8 +39,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.network.connections import CA_VARIABLES
 from ebbench.network.credentials import KEY_VARIABLES
-from ebbench.process.child import Child, child_command, child_environ
-from ebbench.process.open_files import OTHER_FILES, allow_open_files
+from ebbench.process.child import OTHER_FILES, Child, allow_open_files, child_command, child_environ
 from ebbench.process.termination import on_signal
 from ebbench.spec.client import ClientOptions
 

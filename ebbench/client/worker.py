@@ -15,7 +15,6 @@ from typing import Protocol
 import pyarrow as pa
 
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.classify import BODY_LIMIT, classify
 from ebbench.client.lag import LagMonitor
 from ebbench.client.messages import (
     Assignment,
@@ -33,7 +32,7 @@ from ebbench.client.messages import (
 )
 from ebbench.client.release_schedule import NEVER, Arrivals, FileLock, ReleaseSchedule, SharedMemory
 from ebbench.client.request_sender import RequestSender
-from ebbench.client.response import LONGEST_MODEL, StreamedResponse
+from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse, classify
 from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm

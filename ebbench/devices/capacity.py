@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from ebbench.devices.base import Device
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM
+from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, release_of, start_up
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
-from ebbench.devices.parallel import SINGLE, Parallel
-from ebbench.devices.profiles import DeviceProfile
-from ebbench.devices.request import DeviceRequest, StartUp, start_up
+from ebbench.devices.linear import GIVEN
+from ebbench.devices.profiles import DeviceProfile, find_profile
 from ebbench.errors import UsageError
+from ebbench.spec.run import RunSpec
+from ebbench.spec.server import VIRTUAL_TIME
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
 COLLECTIVE_BYTES = 450_000_000
@@ -22,8 +27,8 @@ def kv_capacity_tokens(
     *,
     parallel: Parallel = SINGLE,
     gpu_memory_utilization: float | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
     eager: bool = False,
     async_scheduling: bool = True,
     reported: int | None = None,
@@ -32,9 +37,8 @@ def kv_capacity_tokens(
 
     Of a model whose layers keep a window or a state: as vLLM counts them, by the longest sequences.
 
-    ``start``: the rules of vLLM's version. Limits of None are those of the profile (the usual settings of a server on
-    this GPU), a share of None is the version's default. ``reported``: what a server says that it has, in place of the
-    estimate. Raises UsageError with the numbers if the model does not fit.
+    ``start``: the rules of vLLM's version. A share of None is the version's default. ``reported``: what a server says
+    that it has, in place of the estimate. Raises UsageError with the numbers if the model does not fit.
     """
     share = start.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
     if not 0 < share <= 1:
@@ -43,12 +47,11 @@ def kv_capacity_tokens(
     if reported is not None and weights <= profile.memory_bytes:
         return reported
     budget = profile.memory_bytes * share
-    seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
-    step_tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
-    reserve = profile.context_bytes + reserve_bytes(model, start, seqs, step_tokens, parallel=parallel, eager=eager)
+    trial = reserve_bytes(model, start, max_num_seqs, max_num_batched_tokens, parallel=parallel, eager=eager)
+    reserve = profile.context_bytes + trial
     part = model.sliced(parallel.tp)
     room = budget - weights - reserve
-    layout = layout_of(part, in_flight_tokens(step_tokens, async_scheduling=async_scheduling))
+    layout = layout_of(part, in_flight_tokens(max_num_batched_tokens, async_scheduling=async_scheduling))
     if layout is None:
         tokens = int(room // part.kv_bytes_per_token) // BLOCK_TOKENS * BLOCK_TOKENS
     else:
@@ -105,16 +108,54 @@ def reserve_bytes(
     return int(collectives + graphs + held)
 
 
+GIB = 1 << 30
+LARGEST_SINCE = (0, 32)
+"""From then on, at the latest, GPUs of 160 GiB have a limit of their own (0.25 has none)."""
+
+
+class BatchLimits(NamedTuple):
+    """vLLM's ``--max-num-seqs`` and ``--max-num-batched-tokens``."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def batch_limits(profile: DeviceProfile, vllm_version: str) -> BatchLimits:
+    """The limits that ``vllm serve`` chooses on a GPU where none are given, or those that the profile states.
+
+    By the GPU's memory, and smaller ones for an A100 of any (vllm/engine/arg_utils.py, ``get_batch_defaults``).
+    """
+    gib, release = profile.memory_bytes / GIB, release_of(vllm_version)
+    chosen = BatchLimits(1024, 8192) if gib >= 70 and "A100" not in profile.gpu else BatchLimits(256, 2048)
+    if gib >= 160 and release is not None and release >= LARGEST_SINCE:
+        chosen = BatchLimits(1024, 16_384)
+    return BatchLimits(
+        profile.max_num_seqs or chosen.max_num_seqs, profile.max_num_batched_tokens or chosen.max_num_batched_tokens
+    )
+
+
+def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings with :func:`batch_limits` of its device where they state none; unchanged for real servers."""
+    name = str(settings.get("device") or DEFAULT_DEVICE)
+    if settings.get("engine", RunSpec.engine) not in VIRTUAL_TIME or name.startswith(GIVEN):
+        return dict(settings)
+    chosen = batch_limits(find_profile(name), settings.get("vllm_version") or DEFAULT_VLLM)
+    tokens = settings.get("max_num_batched_tokens") or chosen.max_num_batched_tokens
+    seqs = settings.get("max_num_seqs") or min(chosen.max_num_seqs, tokens)
+    return {**settings, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+
+
 def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:
     """:func:`kv_capacity_tokens` with the settings of ``request``; a drafter has weights and a KV cache of its own."""
+    limits = batch_limits(profile, request.vllm)
     return kv_capacity_tokens(
         profile,
         model if request.drafts is None else model.with_drafter(request.drafts.rules.layers),
         start_up(request.vllm),
         parallel=request.parallel,
         gpu_memory_utilization=request.gpu_memory_utilization,
-        max_num_seqs=request.max_num_seqs,
-        max_num_batched_tokens=request.max_num_batched_tokens,
+        max_num_seqs=request.max_num_seqs or limits.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens or limits.max_num_batched_tokens,
         eager=request.eager,
         async_scheduling=request.async_scheduling,
         reported=request.kv_tokens,
@@ -132,7 +173,7 @@ def kv_cache_bytes(device: Device) -> int:
 
 def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> KvLayout | None:
     """How the model's KV cache lies on each GPU with the settings of ``request``; None if every layer keeps all."""
-    step_tokens = request.max_num_batched_tokens or profile.max_num_batched_tokens
+    step_tokens = request.max_num_batched_tokens or batch_limits(profile, request.vllm).max_num_batched_tokens
     in_flight = in_flight_tokens(step_tokens, async_scheduling=request.async_scheduling)
     return layout_of(model.sliced(request.parallel.tp), in_flight)
 

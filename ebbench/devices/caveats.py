@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.base import CostModel, DeviceRequest, Parallel, StepShape, release_of
 from ebbench.devices.capacity import requested_capacity
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import LinearCost
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_profile, has_other_shape
-from ebbench.devices.request import DeviceRequest, release_of
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UsageError
+from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, caveat
 from ebbench.spec.server import HostCosts
 
-EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 SLOWER = 1.02
 """From this ratio on, a step is said to be slower than with weights in 16 bits, or than on half the GPUs."""
 SAME = 0.02
 """Largest relative difference at which a device file's numbers are those of the bundled device of its name."""
-SKIP = "leave them out"
 _RATES = ("bandwidth_bytes_per_s", "bf16_flops_per_s")
 _STEPS = {
     "256 decodes": StepShape((), 256, 256 * 1024, 256),
@@ -58,17 +55,14 @@ def caveats(
 
 
 def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
-    found: tuple[str, ...] = (f"{model.name}: {model.note}",) if model.note else ()
+    found: tuple[str, ...] = (caveat("model-note", model=model.name, note=model.note),) if model.note else ()
     if has_other_shape(model):
-        found += (
-            f"{request.model} has the name of {model.name} and another shape ({model.params / 1e9:.2f}B parameters): "
-            "what is published and fitted for that model is not used",
-        )
+        found += (caveat("other-shape", given=request.model, model=model.name, params=model.params),)
     return found
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
-    eager = (EAGER_UNKNOWN,) if request.eager and not isinstance(cost, TableCost) else ()
+    eager = (caveat("eager-unknown"),) if request.eager and not isinstance(cost, TableCost) else ()
     return eager + (_other_defaults(request) if isinstance(cost, TableCost) else ())
 
 
@@ -81,20 +75,15 @@ def _other_defaults(request: DeviceRequest) -> tuple[str, ...]:
     version = release_of(request.vllm_version or "")
     if version is None or version >= _WHOLE_PROMPTS_SINCE:
         return ()
-    named = f"--vllm-version {request.vllm_version} sizes the KV cache only: kernels are those of the tables"
-    if request.async_scheduling and version < _ASYNC_SINCE:
-        named += ", scheduling is asynchronous (by default only since 0.14: --no-async-scheduling)"
-    return (f"{named}, and prompts are admitted as a whole (since 0.19: --no-scheduler-reserve-full-isl)",)
+    too_async = request.async_scheduling and version < _ASYNC_SINCE
+    return (caveat("older-vllm", vllm_version=request.vllm_version, too_async=too_async),)
 
 
 def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
     """A warning if the host's constants are a guess; else empty."""
     if host.fitted:
         return ()
-    return (
-        f"the host's time per step on {request.name} was never fitted: {host.step_s * 1e3:g} ms and "
-        f"{host.sequence_s * 1e6:g} us per sequence are taken",
-    )
+    return (caveat(HOST_UNFITTED, device=request.name, step_s=host.step_s, sequence_s=host.sequence_s),)
 
 
 def _unused_numbers(
@@ -106,32 +95,21 @@ def _unused_numbers(
     if isinstance(cost, TableCost):
         bundled = find_profile(profile.name)
         unused = [name for name in _RATES if abs(getattr(profile, name) / getattr(bundled, name) - 1.0) > SAME]
-        why = (
-            f"step times are the kernel tables of the bundled {profile.name}, the name in {request.name}",
-            "under a name of its own the device is a roofline by them",
-        )
+        why = "tables"
     elif isinstance(cost, LinearCost):
         unused = [*_RATES, *_stated(profile, ("gemm_factor", "host"))]
-        why = (
-            f"step times of {model.name} are the coefficients published for {', '.join(profile.calibration_names)}, "
-            f"which {request.name} names in calibration_names",
-            "without that the device is a roofline by them",
-        )
+        why = "linear"
     elif isinstance(cost, RooflineCost):
         unused = _stated(profile, ("gemm_factor", "mixed_from"))
         unused += [f"host.{name}.mixed_excess" for name, host in profile.host.items() if host.mixed_excess != 1.0]
-        why = (
-            f"step times of {model.name} are a roofline by the bandwidth and arithmetic rate of {request.name}",
-            SKIP,
-        )
+        why = "roofline"
     else:
         unused = _stated(profile, ("gemm_factor", "mixed_from"))
-        why = (f"step times are the measured ones that {request.name} names", SKIP)
+        why = "measured"
     if not unused:
         return ()
-    *others, last = unused
-    named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    return (f"{why[0]}: its {named} not used; {why[1]}",)
+    of = {"file": request.name, "device": profile.name, "published_for": list(profile.calibration_names)}
+    return (caveat("unused-numbers", unused=unused, times=why, model=model.name, **of),)
 
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
@@ -144,10 +122,7 @@ def unmeasured_mixing(profile: DeviceProfile) -> tuple[str, ...]:
     """What stands for the attention of mixed batches, if it was neither measured nor fitted."""
     if profile.mixed_fitted or has_joint_tables(profile.name):
         return ()
-    return (
-        f"attention of mixed batches was not measured on {profile.name}: {profile.mixed_note} is taken, and whether "
-        "mixed or exclusive batches are faster rests on it",
-    )
+    return (caveat(MIXING_UNMEASURED, device=profile.name, taken=profile.mixed_note),)
 
 
 def doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[str, ...]:
@@ -157,10 +132,8 @@ def doubtful_host(profile: DeviceProfile, cost: TableCost) -> tuple[str, ...]:
     gpu_s = replace(cost, host=HostCosts(0.0, 0.0), overlap=False).step_s(_MANY_SHORT)
     if not host.doubt or host_s <= gpu_s:
         return ()
-    return (
-        f"with {_MANY_SHORT.decode_seqs} short sequences the host's {host_s * 1e3:.1f} ms per step decide on "
-        f"{profile.name}, not the GPU's {gpu_s * 1e3:.1f}: {host.doubt}",
-    )
+    seqs = _MANY_SHORT.decode_seqs
+    return (caveat(HOST_DOUBTED, seqs=seqs, host_s=host_s, gpu_s=gpu_s, device=profile.name, doubt=host.doubt),)
 
 
 def _slower_than_16_bits(
@@ -173,14 +146,8 @@ def _slower_than_16_bits(
     slow = _slower_steps(request, profile, plain, cost, request.parallel)
     if not slow:
         return ()
-    weights = f"with --quantization {request.quantization}" if request.quantization else "with weights in FP8"
-    why = (
-        ""
-        if model.weight_dtype == "fp8_block"
-        else "; kernels with one scale per tensor or channel are slow there, weights published with one scale per "
-        "block (the model's own config.json) may be faster"
-    )
-    return (f"{weights} some steps take longer than in 16 bits, by the kernel tables of {profile.name}: {slow}{why}",)
+    of = {"quantization": request.quantization, "by_block": model.weight_dtype == "fp8_block"}
+    return (caveat("fp8-slower", device=profile.name, times=slow, **of),)
 
 
 def _slower_than_half_the_gpus(
@@ -199,17 +166,14 @@ def _slower_than_half_the_gpus(
     slow = _slower_steps(request, profile, model, cost, half)
     if not slow:
         return ()
-    return (
-        f"some steps take longer on {whole.tp} {profile.name} than on {half.tp}, since their collectives cost more "
-        f"than they save: {slow}; {half.tp} hold the model, too, and as many GPUs in replicas can carry more",
-    )
+    return (caveat("fewer-gpus-faster", device=profile.name, gpus=whole.tp, fewer=half.tp, times=slow),)
 
 
 def _slower_steps(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost, on: Parallel
-) -> str:
-    """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``; "" if none do."""
+) -> dict[str, float]:
+    """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``, and how much."""
     other = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
     assert other is not None  # the device has tables
     ratios = {what: cost.step_s(step) / other[0].step_s(step) for what, step in _STEPS.items()}
-    return ", ".join(f"{what} {ratio:.2f} times" for what, ratio in ratios.items() if ratio > SLOWER)
+    return {what: ratio for what, ratio in ratios.items() if ratio > SLOWER}

@@ -11,6 +11,7 @@ from ebbench.devices.kerneltables import select, source
 from ebbench.devices.profiles import DeviceProfile, Link
 from ebbench.devices.surfaces import Array, lower_envelope
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import caveat
 
 GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step; larger steps call collectives eagerly
 
@@ -53,14 +54,12 @@ class Collectives:
     @property
     def warnings(self) -> tuple[str, ...]:
         """A warning if the times come from another device or from the formula."""
-        unmeasured = f"collectives among {self.gpus} {self.profile.name} over {self.link} were not measured: "
+        of = {"gpus": self.gpus, "device": self.profile.name, "link": self.link}
         if self.measured:
-            return (f"{unmeasured}those of {self._device} stand for them",) if self.profile.collectives_from else ()
-        link = self._link
-        return (
-            f"{unmeasured}their time is that of a ring at {link.bytes_per_s / 1e9:g} GB/s with "
-            f"{link.latency_s * 1e6:g} us of latency{self._bounds}",
-        )
+            lent = (caveat("collectives-lent", **of, taken_from=self._device),)
+            return lent if self.profile.collectives_from else ()
+        ring = {"bytes_per_s": self._link.bytes_per_s, "latency_s": self._link.latency_s}
+        return (caveat("collectives-formula", **of, **ring, bounds=self._bounds),)
 
     @property
     def _lower(self) -> list[Collectives]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ebbench.devices.base import CostModel, Device
+from ebbench.devices.base import CostModel, Device, DeviceRequest, Parallel
 from ebbench.devices.capacity import kv_cache_bytes, weight_bytes_per_gpu
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import decode_shape, mixed_shape, prefill_shape
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
-from ebbench.devices.request import DeviceRequest
 
 # Marginal cost of a token by batch composition: figure 1 of Zhang et al. (ICML 2026).
 

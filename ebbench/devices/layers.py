@@ -9,14 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbench.devices import library
+from ebbench.devices.base import SINGLE, Parallel
 from ebbench.devices.collectives import Collectives, choose_link
 from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.devices.kerneltables import select
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.devices.surfaces import Array, increasing, without_spikes
 from ebbench.errors import UsageError
+from ebbench.records.warnings import caveat
 
 # Time of one layer's fused experts by token count, on one GPU or divided among several.
 
@@ -64,41 +65,28 @@ def expert_times(
     dtype, parts = model.dtype_of_experts, tp * ep
     said: tuple[str, ...] = ()
     if dtype == MXFP4 and profile.mxfp4_experts:
-        dtype, said = profile.mxfp4_experts, (MXFP8_ACTIVATIONS.format(device=profile.name),)
+        dtype, said = profile.mxfp4_experts, (caveat("mxfp8-activations", device=profile.name),)
     if found := _measured(profile.name, wanted, dtype, tp, ep):
         return found, said, ()
     known = bool(shapes_measured(profile.name, dtype, 1, 1))
-    if not said and (curve := library.experts(profile, model, tp, ep, derived=not known)):
-        return (curve.points, curve.times), (), ((f"experts of {model.name}", curve.origin),)
+    if curve := library.experts(profile, model, dtype, tp, ep, derived=not known):
+        return (curve.points, curve.times), said, ((f"experts of {model.name}", curve.origin),)
     if whole := _measured(profile.name, wanted, dtype, 1, 1):
-        warning = (
-            f"experts of {model.name} divided among {parts} {profile.name} were not measured: those of one GPU, all "
-            f"but their fixed part divided by {parts}"
-        )
-        return _divided(*whole, parts), (warning, *said), ()
+        divided = caveat("experts-divided", model=model.name, device=profile.name, gpus=parts)
+        return _divided(*whole, parts), (divided, *said), ()
     bits = WEIGHT_BITS[model.dtype_of_experts]
     for division in dict.fromkeys(((tp, ep), (1, 1))):
         if near := _nearest(profile.name, wanted, dtype, *division):
             other, kind = near
             tokens, times = scaled_times(profile, wanted, bits, other, kind, division)
-            warning = (
-                f"experts of {model.name} ({wanted}) were not measured on {profile.name}: those of {other}, scaled by "
-                f"their traffic and arithmetic; {LEANING}"
-            )
+            of = {"model": model.name, "experts": str(wanted), "device": profile.name}
             found = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
-            return found, (warning, *said), ()
-    warning = f"experts of {model.name} were not profiled on {profile.name}: their time is a roofline estimate"
-    return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (warning, *library.hint(profile)), ()
+            return found, (caveat("experts-scaled", **of, measured=str(other)), *said), ()
+    estimated = caveat("experts-roofline", model=model.name, device=profile.name)
+    return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (estimated, *library.hint(profile)), ()
 
 
 MXFP4 = "w4a16_mxfp4"
-MXFP8_ACTIVATIONS = (
-    "experts in MXFP4 compute with activations in MXFP8 on {device}, as vLLM's recipe for gpt-oss sets it "
-    "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
-)
-LEANING = "shapes measured there are off by 10 to 20 % in the median when scaled so from each other, with any batch"
-"""Left one out of h100, h200, b200, l40s and rtx-pro-6000: 9 to 18 % (MXFP4, which has three shapes: 18 to 29 %), one
-in ten by 26 to 64 %, in neither direction. A roofline alone is 1.5 to 9 times too fast for few tokens."""
 
 
 def scaled_times(
@@ -365,13 +353,9 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
         return plain, plain, ()
     found, tensor = _taken(profile, dtype)[0], _taken(profile, "fp8")[0]
     if found is None and WEIGHT_BITS[dtype] < 8:
-        return _of_fewer_bits(profile, plain, dtype), plain, (_FEWER_BITS.format(dtype=dtype, device=profile.name),)
+        return _of_fewer_bits(profile, plain, dtype), plain, (caveat("fewer-bits", dtype=dtype, device=profile.name),)
     if found is not None and tensor is not None and dtype == "fp8_block":
-        note = (
-            f"FP8 products with one scale per block were timed with their launch on {profile.name}, which CUDA graphs "
-            "hide: the launch is taken out, and none is faster than with one scale per tensor"
-        )
-        return _without_launch(found, tensor), plain, (note,)
+        return _without_launch(found, tensor), plain, (caveat("fp8-block-launch", device=profile.name),)
     if found is not None:
         return found, plain, ()
     found = tensor
@@ -380,17 +364,7 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
             f"no kernels with {dtype} weights were measured on {profile.name}; use the model in 16 bits, or a device "
             "with FP8 tables (h100, h200, b200, b300, l40s, rtx-pro-6000)"
         )
-    warning = (
-        f"{dtype} kernels were not measured on {profile.name}: those of FP8 with one scale per tensor stand for them"
-    )
-    return found, plain, (warning,)
-
-
-_FEWER_BITS = (
-    "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, and "
-    "for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, too slow "
-    "with many where the GPU has arithmetic in that type"
-)
+    return found, plain, (caveat("fp8-by-tensor", dtype=dtype, device=profile.name),)
 
 
 def _of_fewer_bits(profile: DeviceProfile, plain: Gemm, dtype: str) -> Gemm:

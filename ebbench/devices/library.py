@@ -34,6 +34,8 @@ SYSTEMS = {
     "h200": "h200_sxm",
     "b200": "b200_sxm",
     "b300": "b300_sxm",
+    "gb200": "gb200",
+    "gb300": "gb300",
     "a100": "a100_sxm",
 }
 """Our names of GPUs, and the library's."""
@@ -51,7 +53,7 @@ BATCH_TOKENS = 16_384
 
 PRODUCTS = {"bfloat16": ("bfloat16",), "fp8": ("fp8",), "fp8_block": ("fp8_block",), "mxfp8": ("", "fp8_block"),
             "nvfp4": ("nvfp4", "int4_wo"), "int4": ("int4_wo",), "w4a16_mxfp4": ("", "int4_wo")}  # fmt: skip
-EXPERTS = PRODUCTS | {"w4a16_mxfp4": ("w4a16_mxfp4",)}
+EXPERTS = PRODUCTS | {name: (name,) for name in ("w4a16_mxfp4", "w4a8_mxfp4_mxfp8")}
 """Our names of weight types, and the library's: the same type, then those that may stand for it; "": it has none."""
 
 
@@ -150,7 +152,9 @@ def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin
     return product, sample.origin
 
 
-def experts(profile: DeviceProfile, model: ModelGeometry, tp: int, ep: int, *, derived: bool) -> Curve | None:
+def experts(
+    profile: DeviceProfile, model: ModelGeometry, dtype: str, tp: int, ep: int, *, derived: bool
+) -> Curve | None:
     """Fused experts of one layer on one GPU, by the tokens of all GPUs. With ``derived``, what was not measured in this
     shape is derived from other shapes measured under the same vLLM, before rows of another vLLM are taken."""
     described = {
@@ -159,7 +163,7 @@ def experts(profile: DeviceProfile, model: ModelGeometry, tp: int, ep: int, *, d
         "attention_dp_size": 1, "workload_distribution": SHARDING, "is_gated": model.mlp_matrices == 3,
         "moe_backend": None, "enable_eplb": False, "is_context": False,
     }  # fmt: skip
-    types = EXPERTS.get(model.dtype_of_experts, ())
+    types = EXPERTS.get(dtype, ())
     kernel = _of_types(profile, types, lambda name: [_op("Moe", described | {"quant_mode": name})], derived=derived)
     if kernel is None:
         return None

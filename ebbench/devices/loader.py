@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import library
-from ebbench.devices.base import CostModel, Device, Drafter, StepShape
+from ebbench.devices.base import SINGLE, CostModel, Device, DeviceRequest, Drafter, Parallel, StepShape, quantised
 from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
 from ebbench.devices.collectives import choose_link
@@ -24,7 +24,6 @@ from ebbench.devices.linear import (
     given_device,
     published_calibration,
 )
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import (
     DeviceProfile,
     find_model,
@@ -34,10 +33,10 @@ from ebbench.devices.profiles import (
     identity_of,
     measured_name,
 )
-from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import caveat
 from ebbench.spec.server import HostCosts
 from ebbench.spec.speculative import OPTION, Speculative
 from vllm_eb.calibration import Calibration
@@ -150,7 +149,7 @@ def load(request: DeviceRequest) -> Device:
         profile=profile,
         geometry=geometry,
         request=request,
-        identity=(*identity_of(profile, named, request), *built.identity),
+        identity=(*identity_of(profile, named, cost=request.cost, host=request.host), *built.identity),
         kv_layout=requested_layout(profile, geometry, request),
     )
 
@@ -264,14 +263,9 @@ def _calibration(built: Built, published: Calibration | None, margin: float) -> 
 
 
 def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibration) -> Built:
-    warnings: tuple[str, ...] = (
-        "linear cost model: step time does not grow with context length; good for the controller, coarse for a device",
-    )
+    warnings: tuple[str, ...] = (caveat("linear-cost"),)
     if calibration.mixed is None:
-        warnings += (
-            f"the mixed-batch cost of {model.name} on {profile.name} is not published: a mixed step is taken "
-            "to cost the sum of its parts, which flatters mixed batching (v1)",
-        )
+        warnings += (caveat("mixed-cost-unpublished", model=model.name, device=profile.name),)
     return Built(LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings)
 
 
@@ -283,13 +277,10 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
             f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
             f"{'; '.join([f'{remedy}, or leave tp and ep out of the topology', *library.hint(profile)])}"
         )
-    warning = (
-        f"{model.name} on {profile.name}: step times come from data-sheet bandwidth and arithmetic rates "
-        "(roofline); trust them to a factor, not to a percent"
-    )
+    said = caveat("roofline", model=model.name, device=profile.name)
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
     hints = library.hint(profile) if request.cost == "auto" else ()
-    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning, *hints))
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (said, *hints))
 
 
 # A unit of several GPUs as a single device: its step times, KV capacity and memory.

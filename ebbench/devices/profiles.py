@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.request import DeviceRequest
 from ebbench.errors import InputFileError, UnknownNameError
 from ebbench.foreign.documents import read_toml
 from ebbench.spec.server import HostCosts
@@ -41,9 +40,11 @@ class DeviceProfile:
 
     ``links``: kinds of link between the GPUs of one server, the default first. ``gemm_factor``: time of a step's matrix
     products relative to the tables. ``context_bytes``: memory of the CUDA context, of libraries and workspaces (0.13 to
-    0.30 GiB in logs of vLLM). ``short_name``: its name in tables and pictures. ``collectives_from``: the device whose
-    measured collectives over the link of the same name stand for its own. ``mixed_note``: what stands for the attention
-    of mixed batches where it was not measured; ``mixed_fitted``: whether that was fitted on this device;
+    0.30 GiB in logs of vLLM). ``max_num_seqs``, ``max_num_batched_tokens``: of a server on it, 0: what vLLM chooses
+    (:func:`ebbench.devices.capacity.batch_limits`). ``short_name``: its name in tables and pictures.
+    ``collectives_from``: the device whose measured collectives over the link of the same name stand for its own.
+    ``mixed_note``: what stands for the attention of mixed batches where it was not measured; ``mixed_fitted``: whether
+    that was fitted on this device;
     ``front_end_ms``: what requests of measured servers with this GPU took in front of the engine; not modelled.
     ``mxfp4_experts``: the type of the kernel tables that servers use for experts in MXFP4, where it is not w4a16_mxfp4.
     ``fp8_kv_as_16_bits``: decodes over a KV cache in FP8 are no faster than in 16 bits, as servers show.
@@ -59,8 +60,8 @@ class DeviceProfile:
     margin_s_per_token: float = 1e-4
     calibration_names: tuple[str, ...] = ()
     measured: Mapping[str, str] = field(default_factory=dict)  # model -> calibration file in the profile's directory
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
     context_bytes: int = 290_000_000
     mixed_from: str = ""
     collectives_from: str = ""
@@ -221,7 +222,9 @@ _WORDS = frozenset(
 """Fields of a profile that no figure depends on."""
 
 
-def identity_of(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> tuple[tuple[str, str], ...]:
+def identity_of(
+    profile: DeviceProfile, model: ModelGeometry, *, cost: str, host: HostCosts | None
+) -> tuple[tuple[str, str], ...]:
     """Names and values for a manifest that tell own models and devices from others of their names; empty for bundled
     ones.
 
@@ -232,7 +235,7 @@ def identity_of(profile: DeviceProfile, model: ModelGeometry, request: DeviceReq
     bundled = bundled_model(model)
     if bundled is None or _content(bundled) != _content(model):
         found.append(("model_shape", _shape(model)))
-    if own := _profile(profile, request):
+    if own := _profile(profile, cost, host):
         found.append(("device_profile", own))
     return tuple(found)
 
@@ -271,16 +274,16 @@ def _shape(model: ModelGeometry) -> str:
     return f"{', '.join(shown)}; {_digest(content)}"
 
 
-def _profile(profile: DeviceProfile, request: DeviceRequest) -> str:
+def _profile(profile: DeviceProfile, cost: str, host: HostCosts | None) -> str:
     """The device by its numbers, if it is not a bundled one with the cost model it has by default; else empty."""
     parts = []
     if not _is_bundled(profile):
         rates = f"{profile.bandwidth_bytes_per_s / 1e12:.3g} TB/s, {profile.bf16_flops_per_s / 1e12:.4g} TFLOPS"
         parts.append(f"{rates}, {profile.memory_bytes / 1e9:.4g} GB; {_digest(_numbers(profile))}")
-    if request.cost != "auto":
-        parts.append(f"cost {request.cost}")
-    if request.host is not None:
-        parts.append(f"host {_digest(_without_words(asdict(request.host)))}")
+    if cost != "auto":
+        parts.append(f"cost {cost}")
+    if host is not None:
+        parts.append(f"host {_digest(_without_words(asdict(host)))}")
     return ", ".join(parts)
 
 

@@ -16,6 +16,7 @@ from ebbench.devices.library import Rows
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
 from ebbench.errors import UsageError
+from ebbench.records.warnings import caveat
 
 # Attention time of one layer, from joint tables if they exist, else from pure tables.
 #
@@ -359,11 +360,9 @@ def _from_nearest(
         return near.like(ours, theirs), ()
     queries = wanted[0] * wanted[2] / (nearest[0] * nearest[2])
     keys = wanted[1] * wanted[2] / (nearest[1] * nearest[2])
-    heads = "{} query and {} KV heads of {}"
-    warning = (
-        f"attention of {heads.format(*wanted)} was not measured on {device}: that of {heads.format(*nearest)}, scaled"
+    return near.scaled(queries, keys), (
+        caveat("attention-scaled", wanted=[*wanted], device=device, nearest=[*nearest]),
     )
-    return near.scaled(queries, keys), (warning,)
 
 
 def _with_kv_dtype(device: str, wanted: Heads, found: Surfaces, kv_dtype: str, bandwidth: float) -> Surfaces:
@@ -641,7 +640,5 @@ def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: floa
 
 def not_measured(mixer: Mixer, layers: int, device: str) -> str:
     """A warning that the times of a kind of layer are an estimate, with its direction."""
-    return (
-        f"{mixer.layers} of {layers} layers have {KINDS_IN_WORDS[mixer.kind]}, which was not measured on {device}: its "
-        "time is a roofline estimate, too fast rather than too slow"
-    )
+    what = KINDS_IN_WORDS[mixer.kind]
+    return caveat("layers-estimated", estimated=mixer.layers, layers=layers, what=what, device=device)

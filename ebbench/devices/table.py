@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ebbench.devices import library
-from ebbench.devices.base import Drafter, StepShape
+from ebbench.devices.base import SINGLE, Drafter, Parallel, StepShape
 from ebbench.devices.collectives import GRAPH_TOKENS
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import select, source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.devices.surfaces import (
     KINDS_IN_WORDS,

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ebbench.dispatch.allocate import AdaptiveInterval, DecodeLoad, allocate_decode
-from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.fleet import Fleet, PrefixMemory, UnitState
+from ebbench.dispatch.base import DispatchRequest, EndForward, Fleet, Order, PrefixMemory, UnitState
 
 
 class Choose(Protocol):

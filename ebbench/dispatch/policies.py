@@ -13,8 +13,7 @@ import numpy as np
 
 from ebbench.config.setting_strings import Setting, named_settings, settings_of, split_kind
 from ebbench.dispatch.allocate import AdaptiveInterval
-from ebbench.dispatch.base import Dispatcher
-from ebbench.dispatch.fleet import Fleet, PrefixMemory
+from ebbench.dispatch.base import Dispatcher, Fleet, PrefixMemory
 from ebbench.dispatch.immediate import (
     DecodeDispatcher,
     ImmediateDispatcher,

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from ebbench.dispatch.allocate import AdaptiveInterval, ChunkPacking, no_hit
-from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.fleet import Fleet, UnitState
+from ebbench.dispatch.base import DispatchRequest, EndForward, Fleet, Order, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.queues import CANDIDATES_A_UNIT, CycleQueue, PassModel, QueuedRequest, candidates, choose_pass
 from ebbench.dispatch.staggered_settings import Readiness, StaggeredSettings

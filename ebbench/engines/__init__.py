@@ -49,6 +49,11 @@ def _hint(address: str) -> str:
     return "; Unix sockets and other schemes are not supported"
 
 
+def chosen_engine(name: str) -> str:
+    """The engine that ``auto`` means on this machine; another name is itself."""
+    return _automatic()[0] if name == "auto" else name
+
+
 def _automatic() -> tuple[str, str]:
     if importlib.util.find_spec("vllm") is None:
         return "sim", "vLLM is not installed"

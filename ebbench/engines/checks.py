@@ -16,7 +16,7 @@ from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.records.warnings import RunWarning, warning
+from ebbench.records.warnings import RunWarning, caveat, warning
 from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 from vllm_eb.refills import LONGEST_PERIOD
@@ -162,9 +162,7 @@ def stated_limits(options: EngineOptions) -> list[RunWarning]:
     return [warning("stated-limits", given=given)] if given else []
 
 
-IMAGES_AS_TOKENS = (
-    "Images count as prompt tokens here; the time of the model's image encoder is not simulated, so TTFT is too low."
-)
+IMAGES_AS_TOKENS = caveat("images-as-tokens")
 
 
 def refuse_adapters(plan: Plan, engine: str) -> None:
@@ -195,10 +193,7 @@ def rank_notes(policy: PolicySpec, ranks: int) -> tuple[str, ...]:
     """What an instance of ``ranks`` data-parallel ranks needs at its start so that they refill together."""
     if ranks == 1 or not policy.aligns_ranks:
         return ()
-    return (
-        f"the {ranks} ranks of an instance compute prompts in the same passes: start vLLM with "
-        f"--prefill-schedule-interval {LONGEST_PERIOD}, by which they count them",
-    )
+    return (caveat("count-passes", ranks=ranks, interval=LONGEST_PERIOD),)
 
 
 def _positions(device: Device) -> int:
@@ -215,10 +210,7 @@ def _beyond_positions(device: Device, options: EngineOptions) -> tuple[str, ...]
     limit = _positions(device)
     if not limit or _default_limit(device, options) or options.max_model_len <= limit:
         return ()
-    return (
-        f"a real server would not start: --max-model-len {options.max_model_len:,} is more than the {limit:,} "
-        f"positions of {device.model}, unless vLLM is told to stretch them (--hf-overrides with rope_scaling)",
-    )
+    return (caveat("beyond-positions", max_model_len=options.max_model_len, positions=limit, model=device.model),)
 
 
 def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
@@ -228,11 +220,8 @@ def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[str, ...]:
     capacity = longest_sequence(device, options)
     if capacity >= options.max_model_len:
         return ()
-    return (
-        f"a real server would not start: vLLM wants room for a request of --max-model-len {options.max_model_len:,} "
-        f"tokens, and {device.model} on {device.name} holds {capacity:,}; give it --max-model-len {capacity} or less "
-        "(no request here is longer)",
-    )
+    of = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
+    return (caveat("beyond-capacity", max_model_len=options.max_model_len, **of),)
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbench.devices.base import Device
-from ebbench.devices.request import QUANTIZATIONS
+from ebbench.devices.base import QUANTIZATIONS, Device
 from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.opening import read_text
+from ebbench.records.warnings import caveat
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
@@ -116,7 +116,7 @@ def local_hardware(
         return here
     warnings = here.warnings
     if calibration is None and device is not None and (named := find_profile(device).name) != here.name:
-        warnings += (f"the policy computes from the costs of {named}, but runs on {here.name}",)
+        warnings += (caveat("costs-of-another-device", costs_of=named, device=here.name),)
     return replace(here, calibration=costs, costs_known=True, warnings=warnings)
 
 

@@ -44,7 +44,7 @@ def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> 
     ``stated``: the user named the policy, and did not leave it at its default. Raises UsageError if the server reports
     another policy than was stated, RunError if it is not ready.
     """
-    from ebbench.client.scrape import POLICY, read_reports
+    from ebbench.client.server_queries import POLICY, read_reports
     from ebbench.engines.endpoint import EndpointEngine
 
     name = read_reports(engine.url, engine.client).get(POLICY) if isinstance(engine, EndpointEngine) else None
@@ -184,7 +184,7 @@ def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan
 def journalled(engine: Engine, writer: RunWriter) -> Engine:
     """The engine with a journal of finished requests; an engine in virtual time is returned unchanged."""
     from ebbench.engines.endpoint import SendingEngine
-    from ebbench.records.journal import Journal
+    from ebbench.records.run import Journal
 
     if not isinstance(engine, SendingEngine):
         return engine
@@ -257,7 +257,7 @@ def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, 
         raise UsageError(f"topology {spec.label} can only be simulated (--engine sim); for servers write --replicas N")
     for module in ("starlette", "uvicorn"):
         need(module, "several servers behind a gateway", "gateway")
-    from ebbench.engines.replicas import ReplicatedVllmEngine
+    from ebbench.engines.vllm import ReplicatedVllmEngine
 
     words = f"{count} servers behind a gateway, dispatch {dispatch.name}"
     given = {field.name: getattr(engine, field.name) for field in fields(engine) if field.init}  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from ebbench.process.collector import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
+from ebbench.records.warnings import caveat
 from ebbench.simulation.api_server import QueueLimits
 from ebbench.simulation.drafting import Drafting
 from ebbench.simulation.engine import Unit
@@ -413,11 +414,8 @@ class _Simulation:
         tokens = pc.add(table["input_tokens"].cast(pa.int64()), table["output_tokens"])
         mean, longest = float(pc.mean(tokens).as_py()), int(pc.max(tokens).as_py())
         effective = max(layout.effective_tokens(blocks, mean), longest) // options.block_size + 1
-        self._notes.append(
-            f"layers of {device.model} keep a window of tokens or a state: since requests share prefixes, its KV cache "
-            f"is taken to hold {effective * options.block_size:,} tokens, as it does of requests of the mean length "
-            f"({mean:,.0f}); of longer ones more tokens would fit, of shorter ones fewer"
-        )
+        held = effective * options.block_size
+        self._notes.append(caveat("kv-of-mean-request", model=device.model, tokens=held, mean_tokens=mean))
         return effective, self._make_kv
 
     # Results.

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ebbench.devices.base import Parallel
 from ebbench.devices.model_config import positions_of, read_model_file
-from ebbench.devices.parallel import Parallel
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.server import EngineOptions
 from vllm_eb import config as plugin

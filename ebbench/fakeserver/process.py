@@ -7,7 +7,7 @@ from types import TracebackType
 
 from ebbench.errors import RunError
 from ebbench.fakeserver.config import FakeConfig
-from ebbench.fakeserver.ledger import LedgerEntry, decode
+from ebbench.fakeserver.scheduled_response import LedgerEntry, decode
 from ebbench.fakeserver.server import encode_config
 from ebbench.process.child import Child, NotReadyError, ready_child
 

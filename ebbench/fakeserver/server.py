@@ -21,10 +21,11 @@ import uvloop
 
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.config import FakeConfig, Fault, pick
-from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 from ebbench.fakeserver.scheduled_response import (
     EVENT_STREAM,
     GenerationRequest,
+    Ledger,
+    LedgerEntry,
     Messages,
     ScheduledResponse,
     chunk,
@@ -32,7 +33,7 @@ from ebbench.fakeserver.scheduled_response import (
     response,
 )
 from ebbench.process.alarm import Alarm
-from ebbench.process.open_files import allow_open_files
+from ebbench.process.child import allow_open_files
 
 # HTTP/1.1 on one connection: httptools parses requests, the router responds.
 

@@ -18,8 +18,7 @@ from ebbench.dispatch import EndForward, Fleet, UnitReport, make_dispatcher, par
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.errors import UsageError
 from ebbench.extras import need
-from ebbench.gateway.dispatch_queue import DispatchQueue
-from ebbench.gateway.refusals import RefusedError, error_body
+from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError, error_body
 from ebbench.gateway.relay import ClientLeftError, GatewayMetrics, Relay
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport

@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ebbench.dispatch import EndForward
 from ebbench.dispatch.base import DispatchRequest
-from ebbench.gateway.dispatch_queue import DispatchQueue
-from ebbench.gateway.refusals import Receive, RefusedError, Scope, Send, error_body, send_refusal
+from ebbench.gateway.dispatch_queue import DispatchQueue, Receive, RefusedError, Scope, Send, error_body, send_refusal
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstream, Upstreams

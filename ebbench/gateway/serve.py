@@ -12,9 +12,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ebbench.errors import RunError
 from ebbench.gateway.app import Gateway, make_app
-from ebbench.gateway.refusals import error_body
+from ebbench.gateway.dispatch_queue import error_body
 from ebbench.gateway.settings import GatewaySettings
-from ebbench.process.open_files import allow_open_files
+from ebbench.process.child import allow_open_files
 
 # uvicorn's HTTP protocol with limits on what one client can hold: memory for headers, and time in every state.
 #

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.config.topology import TopologySpec
-from ebbench.devices.request import EB_VLLM
+from ebbench.devices.base import EB_VLLM
 from ebbench.resources import REFERENCE
 from ebbench.spec.run import RunSpec, simulated
 

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import resource
 import select
 import shutil
 import signal
@@ -30,6 +31,21 @@ from typing import Any
 
 from ebbench.process.termination import hastened
 from ebbench.process.without_pandas import process_of_ebbench
+
+OTHER_FILES = 64
+"""Descriptors that a process of the client needs beside its connections."""
+
+
+def allow_open_files(wanted: int) -> int:
+    """Raise the soft limit to ``wanted``, as far as the hard limit lets; returns how many may be open then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a limit of the kernel below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
 
 STDIN, STDERR = 0, 2
 KILL_WAIT_S = 15.0

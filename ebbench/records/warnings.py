@@ -7,18 +7,25 @@ the sentence that is shown. Runs stored by earlier versions have the sentence it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
 """Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
+HOST_UNFITTED, HOST_DOUBTED, MIXING_UNMEASURED = "host-unfitted", "host-doubted", "mixing-unmeasured"
+"""Codes of a device's warnings whose size depends on the run."""
 KV_CACHE = "kv-cache"
 """Code of the warning that requests waited for memory, or were preempted."""
 
 Texts = Mapping[str, str | Callable[..., str]]
 """Sentences by code: a format string, or a function, of the values."""
+
+
+def _worded(texts: Texts, code: str, values: Mapping[str, Any]) -> str:
+    text = texts[code]
+    return text.format(**values) if isinstance(text, str) else text(**values)
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -31,11 +38,10 @@ class Fact(msgspec.Struct, frozen=True):
         return hash((self.code, str(self.values)))
 
     def worded(self, texts: Texts) -> str:
-        """The sentence of it."""
-        text = texts.get(self.code, self.code)
+        """The sentence of it; code and values where they do not fit, as in a damaged file."""
         try:
-            return text.format(**self.values) if isinstance(text, str) else text(**self.values)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):  # values of a damaged file
+            return _worded(texts, self.code, self.values)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             return f"{self.code} {self.values}"
 
 
@@ -45,8 +51,12 @@ def fact(code: str, **values: Any) -> Fact:
 
 
 class RunWarning(Fact, frozen=True, omit_defaults=True):
-    """One caveat of a measurement. ``message`` and ``remedy``: what runs of earlier versions say instead of values."""
+    """One caveat of a measurement. ``message`` and ``remedy``: what runs of earlier versions say instead of values.
 
+    ``about``: ``plan``, ``device`` or ``engine``, if it is of one of these rather than of the run.
+    """
+
+    about: str = ""
     message: str = ""
     remedy: str = ""
 
@@ -65,6 +75,20 @@ class RunWarning(Fact, frozen=True, omit_defaults=True):
 
     def __hash__(self) -> int:
         return hash((self.code, self.message, str(self.values)))
+
+
+class Caveat(str):
+    """A sentence about a plan, a device or an engine that keeps its ``code`` and ``values``, as which it is stored."""
+
+    code: str
+    values: dict[str, Any]
+
+
+def caveat(code: str, **values: Any) -> Caveat:
+    """The caveat of that code with its values, in words."""
+    said = Caveat(_worded(TEXTS, code, values))
+    said.code, said.values = code, values
+    return said
 
 
 def warning(code: str, **values: Any) -> RunWarning:
@@ -199,6 +223,115 @@ def _other_model(answers: Mapping[str, int], asked: str, completed: int) -> str:
     )
 
 
+def _older_vllm(vllm_version: str, too_async: bool) -> str:
+    asynchronous = ", scheduling is asynchronous (by default only since 0.14: --no-async-scheduling)"
+    return (
+        f"--vllm-version {vllm_version} sizes the KV cache only: kernels are those of the tables"
+        f"{asynchronous if too_async else ''}, and prompts are admitted as a whole (since 0.19: "
+        "--no-scheduler-reserve-full-isl)"
+    )
+
+
+def _host_unfitted(
+    device: str, step_s: float, sequence_s: float, change_low: float | None = None, change_high: float = 0.0
+) -> str:
+    taken = f"{step_s * 1e3:g} ms and {sequence_s * 1e6:g} us per sequence are taken"
+    text = f"the host's time per step on {device} was never fitted: {taken}"
+    if change_low is None:
+        return text
+    change = f"{100 * change_low:+.0f} to {100 * change_high:+.0f} %"
+    return f"{text}; with those fitted on other GPUs this run's steps would take {change}"
+
+
+def _unused_numbers(
+    unused: Sequence[str], times: str, model: str, file: str, device: str, published_for: Sequence[str]
+) -> str:
+    source, instead = {
+        "tables": (
+            f"step times are the kernel tables of the bundled {device}, the name in {file}",
+            "under a name of its own the device is a roofline by them",
+        ),
+        "linear": (
+            f"step times of {model} are the coefficients published for {', '.join(published_for)}, which {file} names "
+            "in calibration_names",
+            "without that the device is a roofline by them",
+        ),
+        "roofline": (
+            f"step times of {model} are a roofline by the bandwidth and arithmetic rate of {file}", "leave them out",
+        ),
+        "measured": (f"step times are the measured ones that {file} names", "leave them out"),
+    }[times]  # fmt: skip
+    *others, last = unused
+    named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"{source}: its {named} not used; {instead}"
+
+
+def _mixing_unmeasured(device: str, taken: str, share: float | None = None, leaning: str = "") -> str:
+    text = (
+        f"attention of mixed batches was not measured on {device}: {taken} is taken, and whether mixed or exclusive "
+        "batches are faster rests on it"
+    )
+    if share is None:
+        return text
+    return f"{text}; mixed steps take {100 * share:.0f} % of this run's time{f'; {leaning}' if leaning else ''}"
+
+
+def _host_doubted(seqs: int, host_s: float, gpu_s: float, device: str, doubt: str) -> str:
+    host, gpu = f"the host's {host_s * 1e3:.1f} ms per step", f"the GPU's {gpu_s * 1e3:.1f}"
+    return f"with {seqs} short sequences {host} decide on {device}, not {gpu}: {doubt}"
+
+
+def _slower(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{what} {ratio:.2f} times" for what, ratio in times.items())
+
+
+def _fp8_slower(device: str, times: Mapping[str, float], quantization: str | None, by_block: bool) -> str:
+    weights = f"with --quantization {quantization}" if quantization else "with weights in FP8"
+    why = (
+        "; kernels with one scale per tensor or channel are slow there, weights published with one scale per block "
+        "(the model's own config.json) may be faster"
+    )
+    slower = f"some steps take longer than in 16 bits, by the kernel tables of {device}: {_slower(times)}"
+    return f"{weights} {slower}{'' if by_block else why}"
+
+
+def _fewer_gpus_faster(device: str, gpus: int, fewer: int, times: Mapping[str, float]) -> str:
+    return (
+        f"some steps take longer on {gpus} {device} than on {fewer}, since their collectives cost more than they save: "
+        f"{_slower(times)}; {fewer} hold the model, too, and as many GPUs in replicas can carry more"
+    )
+
+
+def _collectives(gpus: int, device: str, link: str, taken: str) -> str:
+    return f"collectives among {gpus} {device} over {link} were not measured: {taken}"
+
+
+def _collectives_lent(gpus: int, device: str, link: str, taken_from: str) -> str:
+    return _collectives(gpus, device, link, f"those of {taken_from} stand for them")
+
+
+def _collectives_formula(gpus: int, device: str, link: str, bytes_per_s: float, latency_s: float, bounds: str) -> str:
+    ring = f"their time is that of a ring at {bytes_per_s / 1e9:g} GB/s with {latency_s * 1e6:g} us of latency"
+    return _collectives(gpus, device, link, f"{ring}{bounds}")
+
+
+def _attention_scaled(wanted: Sequence[int], device: str, nearest: Sequence[int]) -> str:
+    heads = "{} query and {} KV heads of {}"
+    return (
+        f"attention of {heads.format(*wanted)} was not measured on {device}: that of {heads.format(*nearest)}, scaled"
+    )
+
+
+def _tokens_estimated(bytes_per_token: int, why: str = "") -> str:
+    text = f"token counts of text are estimated (one per {bytes_per_token} bytes)"
+    return f"{why}; {text}" if why else f"{text}; give --tokenizer for exact ones"
+
+
+def _source_too_short(source: str, sessions: int, asked: int, again: bool) -> str:
+    sent = "they are taken again, each time with new contents" if again else f"{sessions:,} are sent"
+    return f"{source} holds {sessions:,} sessions where the plan takes {asked:,}: {sent}"
+
+
 TEXTS: Texts = {
     "api-server": (
         "These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
@@ -230,6 +363,116 @@ TEXTS: Texts = {
     "short-steady-window": _short_steady_window,
     "stated-limits": _stated_limits,
     WARM_CACHE: _warm_cache,
+    # Of plans, devices and engines.
+    "attention-scaled": _attention_scaled,
+    "beyond-capacity": (
+        "a real server would not start: vLLM wants room for a request of --max-model-len {max_model_len:,} tokens, and "
+        "{model} on {device} holds {capacity_tokens:,}; give it --max-model-len {capacity_tokens} or less (no request "
+        "here is longer)"
+    ),
+    "beyond-positions": (
+        "a real server would not start: --max-model-len {max_model_len:,} is more than the {positions:,} positions of "
+        "{model}, unless vLLM is told to stretch them (--hf-overrides with rope_scaling)"
+    ),
+    "collectives-formula": _collectives_formula,
+    "collectives-lent": _collectives_lent,
+    "costs-of-another-device": "the policy computes from the costs of {costs_of}, but runs on {device}",
+    "count-passes": (
+        "the {ranks} ranks of an instance compute prompts in the same passes: start vLLM with "
+        "--prefill-schedule-interval {interval}, by which they count them"
+    ),
+    "eager-unknown": "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save",
+    "experts-divided": (
+        "experts of {model} divided among {gpus} {device} were not measured: those of one GPU, all but their fixed "
+        "part divided by {gpus}"
+    ),
+    "experts-roofline": "experts of {model} were not profiled on {device}: their time is a roofline estimate",
+    # Left one out of h100, h200, b200, l40s and rtx-pro-6000: 9 to 18 % (MXFP4, which has three shapes: 18 to 29 %),
+    # one in ten by 26 to 64 %, in neither direction. A roofline alone is 1.5 to 9 times too fast for few tokens.
+    "experts-scaled": (
+        "experts of {model} ({experts}) were not measured on {device}: those of {measured}, scaled by their traffic "
+        "and arithmetic; shapes measured there are off by 10 to 20 % in the median when scaled so from each other, "
+        "with any batch"
+    ),
+    "experts-few-sequences": (
+        "decode steps of mixtures of experts are 10 to 27 % too fast with few sequences, against measured servers with "
+        "this GPU: router and choice of experts are not modelled"
+    ),
+    "fewer-bits": (
+        "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, "
+        "and for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, "
+        "too slow with many where the GPU has arithmetic in that type"
+    ),
+    "fewer-gpus-faster": _fewer_gpus_faster,
+    "fp8-block-launch": (
+        "FP8 products with one scale per block were timed with their launch on {device}, which CUDA graphs hide: the "
+        "launch is taken out, and none is faster than with one scale per tensor"
+    ),
+    "fp8-by-tensor": (
+        "{dtype} kernels were not measured on {device}: those of FP8 with one scale per tensor stand for them"
+    ),
+    "fp8-slower": _fp8_slower,
+    "front-end-unmodelled": lambda front_end_ms, share: (
+        f"times to first token are too short: on measured servers with this GPU requests took about {front_end_ms:g} "
+        f"ms (8 to 20) in front of the engine, which is not modelled: {100 * share:.0f} % of this run's mean"
+    ),
+    HOST_DOUBTED: _host_doubted,
+    HOST_UNFITTED: _host_unfitted,
+    "images-as-tokens": (
+        "Images count as prompt tokens here; the time of the model's image encoder is not simulated, so TTFT is too "
+        "low."
+    ),
+    "kv-of-mean-request": (
+        "layers of {model} keep a window of tokens or a state: since requests share prefixes, its KV cache is taken to "
+        "hold {tokens:,} tokens, as it does of requests of the mean length ({mean_tokens:,.0f}); of longer ones more "
+        "tokens would fit, of shorter ones fewer"
+    ),
+    "layers-estimated": (
+        "{estimated} of {layers} layers have {what}, which was not measured on {device}: its time is a roofline "
+        "estimate, too fast rather than too slow"
+    ),
+    "linear-cost": (
+        "linear cost model: step time does not grow with context length; good for the controller, coarse for a device"
+    ),
+    "log-read-again": (
+        "{sessions:,} sessions are taken from a log of {log_sessions:,}: it is read again, each time with new contents"
+    ),
+    "log-too-short": (
+        "the log holds {log_sessions:,} sessions where {asker} for {sessions:,}: {log_sessions:,} are sent, since a "
+        "server may have a text that comes again in its prefix cache"
+    ),
+    "mixed-cost-unpublished": (
+        "the mixed-batch cost of {model} on {device} is not published: a mixed step is taken to cost the sum of its "
+        "parts, which flatters mixed batching (v1)"
+    ),
+    MIXING_UNMEASURED: _mixing_unmeasured,
+    "model-note": "{model}: {note}",
+    "mxfp8-activations": (
+        "experts in MXFP4 compute with activations in MXFP8 on {device}, as vLLM's recipe for gpt-oss sets it "
+        "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
+    ),
+    "older-vllm": _older_vllm,
+    "other-shape": lambda given, model, params: (
+        f"{given} has the name of {model} and another shape ({params / 1e9:.2f}B parameters): what is published and "
+        "fitted for that model is not used"
+    ),
+    "part-of-log": "{sessions:,} of the log's {log_sessions:,} sessions are taken, from a place that the seed draws",
+    "plan-exhausted": (
+        "All {sessions:,} sessions of the plan were released before --duration {duration_s:g} was over; a larger "
+        "--num-prompts fills it."
+    ),
+    "published-lengths": (
+        "lengths come from the published statistics of {workload}, not from the data set: {why} (--source profile uses "
+        "them without asking the hub)"
+    ),
+    "roofline": (
+        "{model} on {device}: step times come from data-sheet bandwidth and arithmetic rates (roofline); trust them to "
+        "a factor, not to a percent"
+    ),
+    "source-too-short": _source_too_short,
+    "tokens-estimated": _tokens_estimated,
+    "too-long-dropped": "{dropped} of {requests} requests longer than max_model_len {max_model_len} were dropped",
+    "unused-numbers": _unused_numbers,
 }
 """What is wrong, by code."""
 

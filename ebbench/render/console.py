@@ -22,6 +22,11 @@ class Console(rich.console.Console):
         """Print; ``soft_wrap`` leaves a line whole for files and pipes. A terminal would cut it within words."""
         super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **how)
 
+    def say(self, text: str, *, quiet: bool = False) -> None:
+        """Print a line as it is, without markup; nothing if ``quiet``."""
+        if not quiet:
+            self.print(text, markup=False, soft_wrap=True)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of a renderable."""
         for segment in super().render(renderable, options):

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.markup import escape
 from rich.progress import BarColumn, ProgressColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from ebbench.devices.base import Device
 from ebbench.engines.base import Progress
-from ebbench.records.plan import Plan
 from ebbench.render.console import Console
 from ebbench.render.numbers import count, duration_ms, rate
-from ebbench.runs.execute import Executed, execute
-from ebbench.runs.prepare import Prepared, Series
 
 if TYPE_CHECKING:
-    from ebbench.runs.store import RunStore
-    from ebbench.spec.run import RunSpec
+    pass
 
 
 LINES_EVERY_S = 10.0
@@ -257,51 +250,4 @@ def describe(progress: Progress) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def with_progress(
-    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
-) -> None:
-    """Execute the cells that the store lacks, with a progress line on stderr."""
-    missing = store.missing(cells, whole=whole)
-    if not missing:
-        return
-    from ebbench.errors import InterruptedRunError
-    from ebbench.render.console import Console
-    from ebbench.runs.store import run_missing
-
-    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
-
-        def done(_cell: RunSpec) -> None:
-            work.done += 1
-
-        try:
-            run_missing(missing, store, workers=workers, whole=whole, done=done)
-        except KeyboardInterrupt:
-            left = len(store.missing(missing, whole=whole))
-            raise InterruptedRunError(
-                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
-                f"with the other {left}"
-            ) from None
-
-
 # Plans and runs with a line of progress.
-
-
-def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
-    """The plan of one seed, with a spinner while it is read. Raises UsageError for a request that does not fit."""
-    reading: AbstractContextManager[object] = nullcontext()
-    if messages.is_terminal and not quiet:
-        reading = messages.status(f"reading {escape(series.spec.plan.workload)}")  # a data set may take seconds
-    with reading:
-        return series.plan(seed, device)
-
-
-def measured(
-    ready: Prepared, directory: Path, label: str, messages: Console, *, quiet: bool, brief: bool = False
-) -> Executed:
-    """Execute a run and store it in ``directory``, with a progress line named ``label``.
-
-    ``brief``: it is one run of many, of which only long ones are shown.
-    """
-    known = ready.plan.release_for_s is None
-    with reporter(messages, label, len(ready.plan), quiet=quiet, brief=brief, known=known) as observer:
-        return execute(ready, directory, observer)

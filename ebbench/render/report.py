@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ebbench.analysis.compare.cases import ComparisonCase
+from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Document
 from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
 from ebbench.analysis.failures import merge_failures

@@ -1,6 +1,6 @@
 """Results in sentences: which policy is ahead, by how much, how certainly, why, and caveats.
 
-A policy *wins* if the difference is shown (:mod:`ebbench.analysis.compare.certainty`), else it *is ahead*. ``show``,
+A policy *wins* if the difference is shown (:mod:`ebbench.analysis.certainty`), else it *is ahead*. ``show``,
 the HTML page and ``compare`` use these sentences.
 
 Pure functions from data to lines of text without markup, so that a name cannot inject styles.
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ebbench.analysis.caveats import by_policy, told_once
-from ebbench.analysis.compare.cases import (
+from ebbench.analysis.cases import (
     MEASUREMENT,
     TIE,
     ComparisonCase,
@@ -29,7 +28,8 @@ from ebbench.analysis.compare.cases import (
     request_time,
     steady_throughput,
 )
-from ebbench.analysis.compare.certainty import (
+from ebbench.analysis.caveats import by_policy, told_once
+from ebbench.analysis.certainty import (
     ALPHA,
     deciding_figure,
     identical,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from ebbench.analysis.compare.cases import (
+from ebbench.analysis.cases import (
     ComparisonCase,
     Figure,
     Group,

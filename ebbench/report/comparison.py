@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ebbench.analysis.cases import TIE
 from ebbench.analysis.caveats import by_settings, told_once
-from ebbench.analysis.compare.cases import TIE
-from ebbench.analysis.compare.certainty import ALPHA
-from ebbench.analysis.compare.paired import (
+from ebbench.analysis.certainty import ALPHA
+from ebbench.analysis.documents import Column, Document, Section, Value
+from ebbench.analysis.paired import (
     REQUEST_TIME,
     Compared,
     Contrast,
@@ -21,9 +22,8 @@ from ebbench.analysis.compare.paired import (
     PolicyContrasts,
     pairs_needed_by,
 )
-from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS, GateUnit
-from ebbench.analysis.gate.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.analysis.units import HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled

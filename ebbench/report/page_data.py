@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.analysis.cases import ComparisonCase, Group, cases_of
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.compare.cases import ComparisonCase, Group, cases_of
 from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.explain import explain
 from ebbench.analysis.metrics import Slo, itl_ns, tpot_ns

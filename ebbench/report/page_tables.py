@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ebbench.analysis.compare.cases import ComparisonCase
+from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Column, MeanFigure, Section, Value, text
 from ebbench.analysis.environment import load_of_run, policy_settings
 from ebbench.analysis.summary import Summary

@@ -14,9 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.caveats import of_device
-from ebbench.analysis.conclude import RunContext, begin, conclude_with_summary
 from ebbench.analysis.metrics import parse_slo
-from ebbench.analysis.pools import pool_figures
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
@@ -28,7 +26,8 @@ from ebbench.records.files import TableParts
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
-from ebbench.records.warnings import RunWarning, warning
+from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
 from ebbench.runs.prepare import Prepared, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
@@ -127,10 +126,7 @@ def part_of(plan: Plan, table: pa.Table) -> Plan:
 def exhausted(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
     """Add a warning if all sessions were released before the time was over."""
     sessions = len(_sessions_in_order(plan))
-    note = (
-        f"All {sessions:,} sessions of the plan were released before --duration {plan.release_for_s:g} was over; "
-        "a larger --num-prompts fills it."
-    )
+    note = caveat("plan-exhausted", sessions=sessions, duration_s=plan.release_for_s)
     return plan, replace(result, warnings=(*result.warnings, note))
 
 

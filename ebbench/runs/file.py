@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from ebbench.config.declare import Declared
+from ebbench.devices.capacity import with_batch_limits
 from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import load_toml, read_toml
@@ -42,7 +43,7 @@ def spec_of_file(settings: Mapping[str, Any]) -> RunSpec:
     if is_server(engine):
         given = [name for name in settings if starts_a_server(name) or name in _STATED]
         refuse_server_settings(engine, given, "leave it out, or set it in [[overrides]] for the engines that take it")
-    return spec_of(settings)
+    return spec_of(with_batch_limits(settings))
 
 
 def settings_table(name: str, **changed: Any) -> Any:

@@ -42,7 +42,7 @@ ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
     "sim": ("ebbench.engines.sim",),
     # vLLM loads the scheduler by name, so no import statement of ebbench leads to it.
     "emulated": ("ebbench.engines.emulated", "ebbench.engines.emulated_core", "vllm_eb.scheduler"),
-    "vllm": ("ebbench.engines.vllm", "ebbench.engines.replicas", "vllm_eb.scheduler"),
+    "vllm": ("ebbench.engines.vllm", "ebbench.engines.vllm", "vllm_eb.scheduler"),
     "endpoint": ("ebbench.engines.endpoint",),
 }
 """Entry modules per engine."""

@@ -14,11 +14,9 @@ import pyarrow as pa
 
 from ebbench.analysis.metrics import PRICE, parse_slo
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.devices.base import Device
+from ebbench.devices.base import SINGLE, Device, DeviceRequest
 from ebbench.devices.loader import load, resized, shape_of
-from ebbench.devices.parallel import SINGLE
 from ebbench.devices.profiles import as_decoder
-from ebbench.devices.request import DeviceRequest
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import check_counts, check_fits, check_options, refuse_queue_limits
 from ebbench.engines.setup import make_engine, policy_label, topology_of, unknown_device, with_ramp

@@ -21,8 +21,7 @@ from ebbench.config.declare import (
 from ebbench.config.topology import TopologySpec
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server
-from ebbench.traffic.spec import scenario_meant
-from ebbench.workloads.options import PlanOptions, is_recorded
+from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
 
 # Several instances: topology, dispatch policies, replicas.
 

@@ -63,8 +63,12 @@ def is_server(engine: str) -> bool:
 class EngineOptions:
     """Settings of the server, named as in vLLM."""
 
-    max_num_seqs: int = declare(1024, "N, most sequences in a batch.", ENGINE, at_least=1)
-    max_num_batched_tokens: int = declare(8192, "B, token budget per step.", ENGINE, at_least=1)
+    max_num_seqs: int = declare(
+        1024, "N, most sequences in a batch. Simulated: vLLM's default on its GPU.", ENGINE, at_least=1
+    )
+    max_num_batched_tokens: int = declare(
+        8192, "B, token budget per step. Simulated: vLLM's default on its GPU.", ENGINE, at_least=1
+    )
     max_num_active_seqs: int | None = declare(None, "Most sequences that run, where fewer than N.", ENGINE, at_least=1)
     max_num_queued_reqs: int | None = declare(
         None, "Open requests from which on further ones are refused (503).", ENGINE, at_least=1

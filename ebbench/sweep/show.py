@@ -16,8 +16,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ebbench.analysis.cases import TIE
 from ebbench.analysis.caveats import by_settings, told_once
-from ebbench.analysis.compare.cases import TIE
 from ebbench.analysis.sensitivity import Sensitivity, least_difference, sensitivity
 from ebbench.render import numbers
 from ebbench.render.console import Console

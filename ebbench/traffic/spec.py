@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from math import inf
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ebbench.config.topology import TopologySpec
+from ebbench.errors import UsageError
 from ebbench.foreign.documents import given_of, load_toml, not_positive
-from ebbench.resources import bundled_dir
-from ebbench.traffic.arrivals import Process
-from ebbench.workloads.lengths import LengthSpec
-from ebbench.workloads.options import is_recorded
-from ebbench.workloads.spec import resolve
+from ebbench.records.plan import ClosedPhase
+from ebbench.resources import bundled_dir, resolve
+from ebbench.traffic.arrivals import Curve, Process, arrival_times, substream
+from ebbench.traffic.lengths import LengthSpec
 
 # Default scenario, the same for all commands that take a load.
-
-
-def scenario_meant(
-    workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
-) -> str | None:
-    """The given scenario, or the one implied by the other options, by the rules of `vllm bench serve`.
-
-    An infinite rate releases all requests at once, up to the concurrency cap: ``saturated``.
-    """
-    if scenario is None and request_rate == inf and not is_recorded(workload):
-        return "saturated"
-    if scenario is None and request_rate is not None and not is_recorded(workload):
-        return "poisson" if burstiness is None else "gamma"
-    return scenario
 
 
 class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -188,3 +176,219 @@ def list_scenarios() -> list[str]:
 def load_scenario(name_or_path: str) -> ScenarioSpec:
     """Load a bundled scenario by name, or a user's file by path. Raises UsageError."""
     return load_toml(resolve(name_or_path, "scenarios", list_scenarios()), ScenarioSpec)
+
+
+Floats = npt.NDArray[np.float64]
+
+MOST_SESSIONS = 10_000_000
+"""Most sessions in phases of fixed duration without --num-prompts: more would not fit into memory."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load options that override the scenario file: a cap on open sessions, rates in sessions/s."""
+
+    max_concurrency: int | None = None
+    request_rate: float | None = None
+    saturation_rate: float | None = None
+    burstiness: float | None = None  # shape of the gamma distribution of gaps
+    duration_s: float | None = None  # open loop: later arrivals are left out
+    rate_scale: float = 1.0  # factor of the rates that a scenario gives
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether sessions are released at once, up to ``max_concurrency``."""
+        return self.request_rate == math.inf
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sessions per phase, in order; ``arrival_s`` has one entry per session in an open loop and is None in a closed
+    one."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    concurrency: tuple[int, ...] = ()
+    arrival_s: Floats | None = None
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions."""
+        return sum(self.sizes)
+
+    @property
+    def phase_of_session(self) -> npt.NDArray[np.int64]:
+        """Phase index of each session."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+
+def closed_phases(schedule: Schedule, sizes: Sequence[int]) -> tuple[ClosedPhase, ...]:
+    """The plan's closed-loop phases with ``sizes`` sessions each; empty phases are dropped."""
+    triples = zip(schedule.names, sizes, schedule.concurrency, strict=True)
+    return tuple(ClosedPhase(name, int(n), c) for name, n, c in triples if n)
+
+
+def make_schedule(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
+    """Schedule of ``total`` sessions (None: the number in the file, else ``default_total``). Raises UsageError."""
+    if spec.loop == "closed":
+        return _closed(spec, load, total, default_total)
+    return _open(spec, load, total, default_total, seed)
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Split ``total`` in proportion to ``weights`` by largest remainder."""
+    exact = np.asarray(weights, np.float64) * total / float(sum(weights))
+    counts = np.floor(exact).astype(int)
+    for index in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:
+        counts[index] += 1
+    return [int(count) for count in counts]
+
+
+def _sizes(phases: Sequence[Phase], total: int | None, default_total: int) -> list[int]:
+    asked = [phase.requests for phase in phases]
+    if len(phases) == 1 and asked[0] is None:
+        return [default_total if total is None else total]
+    weights = [count or 0 for count in asked]
+    return weights if total is None else apportion(weights, total)
+
+
+def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: int) -> Schedule:
+    if load.request_rate is not None and not load.unlimited:
+        raise UsageError(
+            f"scenario {spec.name!r} is a closed loop, which has no request rate; use --scenario poisson, "
+            "or --max-concurrency to change its load"
+        )
+    levels = [phase.max_concurrency or 1 for phase in spec.phases]
+    if load.max_concurrency is not None:
+        if len(set(levels)) > 1:
+            raise UsageError(f"scenario {spec.name!r} sets the concurrency of each phase; leave out --max-concurrency")
+        levels = [load.max_concurrency] * len(levels)
+    names = tuple(phase.name for phase in spec.phases)
+    sizes = tuple(_sizes(spec.phases, total, default_total))
+    if load.unlimited and load.max_concurrency is None:
+        if len(sizes) > 1:
+            raise UsageError(f"scenario {spec.name!r} sets the concurrency of each phase; leave out --request-rate inf")
+        levels = [max(1, sum(sizes))]
+    return Schedule(names, sizes, tuple(levels))
+
+
+def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
+    phases = _lasting(_with_burstiness(spec, load.burstiness), load.duration_s, total)
+    timed = any(phase.duration_s is not None for phase in phases)
+    sizes = _sizes(phases, None if timed else total, default_total)
+    start, pieces = 0.0, list[Floats]()
+    for index, phase in enumerate(phases):
+        wanted = None if total is None else total - sum(map(len, pieces))
+        rng = substream(seed, f"arrivals/{index}")
+        times, start = _phase_times(phase, phase_rate(spec, phase, load), sizes[index], wanted, start, rng)
+        pieces.append(times if phase.tick_s is None else np.floor(times / phase.tick_s) * phase.tick_s)
+    arrival_s = np.concatenate(pieces)[:total]
+    if load.duration_s is not None:
+        arrival_s = arrival_s[arrival_s < load.duration_s]
+    if not len(arrival_s):
+        raise UsageError(f"no session arrives in {start:g} s at this rate; raise --request-rate or duration_s")
+    names = tuple(phase.name for phase in spec.phases)
+    return Schedule(names, _cut([len(piece) for piece in pieces], len(arrival_s)), arrival_s=arrival_s)
+
+
+def _lasting(phases: tuple[Phase, ...], duration_s: float | None, total: int | None) -> tuple[Phase, ...]:
+    """A single phase without duration gets ``duration_s``, and as many sessions as arrive in that time."""
+    if duration_s is None or total is not None or len(phases) > 1 or phases[0].duration_s is not None:
+        return phases
+    return (msgspec.structs.replace(phases[0], duration_s=duration_s, requests=None),)
+
+
+def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phase, ...]:
+    if burstiness is None:
+        return spec.phases
+    if not any(phase.process == "gamma" for phase in spec.phases):
+        raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
+    return tuple(
+        msgspec.structs.replace(phase, burstiness=burstiness, gaps=(), roots=(), centres=()) for phase in spec.phases
+    )
+
+
+def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
+    """Phase sizes after keeping the first ``total`` sessions."""
+    ends = np.minimum(np.cumsum(sizes), total)
+    return tuple(int(size) for size in np.diff(ends, prepend=0))
+
+
+def _phase_times(
+    phase: Phase, rate: float, size: int, wanted: int | None, start_s: float, rng: np.random.Generator
+) -> tuple[Floats, float]:
+    """Arrival times (s) of one phase, at most ``wanted`` in a phase of fixed duration, and the end of the phase."""
+    if phase.duration_s is None:
+        times = _draw(phase, rate, size, size / rate, rng)
+        return start_s + times, start_s + (float(times[-1]) if size else 0.0)
+    times = _draw(phase, rate, _enough(phase, rate * phase.duration_s, wanted), phase.duration_s, rng)
+    return start_s + times[times < phase.duration_s], start_s + phase.duration_s
+
+
+def _enough(phase: Phase, expected: float, wanted: int | None) -> int:
+    """Number of arrivals to draw for a phase of fixed duration; they are then cut at its end."""
+    # Ten standard deviations above the expected number, enough for any practical burstiness.
+    enough = expected + 10 * np.sqrt(expected / min(1.0, phase.burstiness)) + 10
+    if wanted is None and enough > MOST_SESSIONS:
+        raise UsageError(
+            f"phase {phase.name!r} would have about {expected:,.3g} arrivals, more than {MOST_SESSIONS:,}; "
+            "give --num-prompts, or a lower rate"
+        )
+    return int(enough if wanted is None else min(enough, wanted))
+
+
+def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.Generator) -> Floats:
+    assert phase.process is not None  # ScenarioSpec checks this for open loops
+    curve = None
+    if phase.curve is not None:
+        linear = phase.curve.shape == "lines"
+        curve = Curve(phase.curve.levels, phase.curve.period_s or max(length_s, 1e-9), linear, phase.curve.widths)
+    return arrival_times(
+        phase.process,
+        rate,
+        rng,
+        size,
+        burstiness=phase.burstiness,
+        gaps=phase.gaps,
+        curve=curve,
+        even=phase.even,
+        roots=phase.roots,
+        centres=phase.centres,
+    )
+
+
+def under(spec: ScenarioSpec, load: Load, total: int | None, seed: int) -> ScenarioSpec:
+    """The scenario with the rates of its phases, and with their number of sessions if ``total`` gives it.
+
+    Raises UsageError if a rate is missing.
+    """
+    phases = list(spec.phases)
+    if spec.loop == "open":
+        phases = [
+            msgspec.structs.replace(phase, rate=phase_rate(spec, phase, load), share=None, level=1.0)
+            for phase in phases
+        ]
+    if total is not None:
+        sizes = make_schedule(spec, load, total, total, seed).sizes
+        phases = [_sized(phase, size) for phase, size in zip(phases, sizes, strict=True) if size]
+    return msgspec.structs.replace(spec, phases=tuple(phases))
+
+
+def _sized(phase: Phase, size: int) -> Phase:
+    return phase if phase.duration_s is not None else msgspec.structs.replace(phase, requests=size)
+
+
+def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:
+    """Mean rate of a phase in sessions/s. Raises UsageError if there is none."""
+    if load.request_rate is not None:
+        return load.request_rate * phase.level
+    if phase.rate is not None:
+        return phase.rate * load.rate_scale
+    if phase.share is None:
+        raise UsageError(f"scenario {spec.name!r} needs a rate: give --request-rate in requests per second")
+    if load.saturation_rate is None:
+        raise UsageError(
+            f"scenario {spec.name!r} gives its rates as shares of saturation: give --saturation-rate "
+            "(sessions per second, measured with --scenario saturated or `ebbench capacity`), or --request-rate"
+        )
+    return phase.share * load.saturation_rate

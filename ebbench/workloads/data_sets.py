@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import EbbenchError, InputFileError, RunError, UsageError
+from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.files import FileRecord, read_file, read_json
 from ebbench.workloads.requests import Int32s, Requests, part_of, repeatable, single_turn, strings, with_history
@@ -497,10 +498,9 @@ def _described(requests: Requests, source: str, reason: str, selection: Selectio
     """The requests with facts about their source, and a note where it holds too few."""
     warnings, have = requests.warnings, requests.sessions
     if have < selection.sessions:
-        held = f"{source} holds {have:,} sessions where the plan takes {selection.sessions:,}"
-        if selection.redraw and repeatable(requests):
+        again = selection.redraw and repeatable(requests)
+        if again:
             requests = part_of(requests, selection.sessions)
-            warnings = (*warnings, f"{held}: they are taken again, each time with new contents")
-        else:
-            warnings = (*warnings, f"{held}: {have:,} are sent")
+        held = caveat("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
+        warnings = (*warnings, held)
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from ebbench.errors import UsageError
 from ebbench.traffic.arrivals import centres_of, roots_of, step_edges
+from ebbench.traffic.lengths import LengthSpec
 from ebbench.workloads.fitted import GROUP, Arrivals, Fitted, Lengths, Prefixes, Repeated, Sessions, drift_of, points_of
-from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.overlap import MAIN, fit_overlap, starts_of
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.shared_prefix import Repeats, repeats_in

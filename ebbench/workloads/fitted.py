@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.traffic.arrivals import order_with, roots_of, substream
-from ebbench.workloads.lengths import LONGEST
+from ebbench.traffic.lengths import LONGEST
 from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
 from ebbench.workloads.shared_prefix import shared_prefixes

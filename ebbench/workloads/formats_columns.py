@@ -352,8 +352,8 @@ class _Reader:
         more = self.from_texts or self._definition.parents is not None or any(role in names for role in _MORE)
         for record in self._log.records():
             value = record.value
-            if reason := self._failure(value):
-                yield Dropped(record.line, reason)
+            if failed := self._failure(value):
+                yield Dropped(record.line, *failed)
                 continue
             inputs, outputs, text = self._lengths(record, inputs_of(value), outputs_of(value))
             if added and inputs is not None:

@@ -8,7 +8,7 @@ A role is what a column means to a plan. Names are compared without regard to ca
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -55,15 +55,15 @@ _NOTHING = {
 """Values of an error's column without an error, in small letters."""
 
 
-def failure_of(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], str]:
-    """A function that returns why a record's request failed, empty if it did not."""
+def failure_of(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
+    """A function that returns why a record's request failed, with the role that says so; None if it did not."""
     status = columns.getter("status")
     http = any(_HTTP.fullmatch(_plain(status(record.value))) for record in log.sample)
     readers = {"status": _failed_http if http else _failed_status, "error": _error, "success": _unsuccessful}
-    checks = [(columns.getter(role), readers[role]) for role in ROLES if role in columns.names]
+    checks = [(role, columns.getter(role), readers[role]) for role in ROLES if role in columns.names]
 
-    def failure(record: Mapping[str, Any]) -> str:
-        return next((reason for get, read in checks if (reason := read(get(record)))), "")
+    def failure(record: Mapping[str, Any]) -> tuple[str, str] | None:
+        return next(((reason, role) for role, get, read in checks if (reason := read(get(record)))), None)
 
     return failure
 
@@ -77,13 +77,10 @@ def tells_failures(column: str, log: LogFile) -> bool:
     return bool(values) and all(type(one) in (str, int, float) and _is_status(_plain(one)) for one in values)
 
 
-def keeps_failed(reasons: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+def keeps_failed(failed_by: Collection[str], columns: Mapping[str, str]) -> str:
     """The option that keeps failed rows, as ``--columns status=-``; empty if no column left them out."""
-    roles = [role for role in ROLES if role in columns and any(reason.startswith(_BEGINS[role]) for reason in reasons)]
+    roles = [role for role in ROLES if role in columns and role in failed_by]
     return f"--columns {','.join(f'{role}=-' for role in roles)}" if roles else ""
-
-
-_BEGINS = {"status": "status ", "error": "an error", "success": "success false"}
 
 
 def _plain(value: object) -> str:

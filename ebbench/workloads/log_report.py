@@ -10,7 +10,7 @@ import numpy as np
 from ebbench.errors import UsageError
 from ebbench.records.content import CHUNK_TOKENS
 from ebbench.traffic.arrivals import dispersion
-from ebbench.traffic.schedule import Load, make_schedule
+from ebbench.traffic.spec import Load, make_schedule
 from ebbench.workloads.log_columns import keeps_failed
 from ebbench.workloads.options import recorded_file
 from ebbench.workloads.requests import Floats, Requests
@@ -94,7 +94,7 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         "requests": len(rows),
         "dropped": dropped,
     }
-    if keeps := keeps_failed(rows.dropped, found["columns"]):
+    if keeps := keeps_failed(rows.failed_by, found["columns"]):
         found["failed_are_kept_with"] = keeps
     requests = trace.requests
     if trace.stamps is None:

@@ -34,9 +34,10 @@ class Collected:
 
     ``session``: codes from 0, -1 without a session. ``hash_flat`` and ``hash_counts``: hash ids of all rows one after
     the other, and how many each row has, -1 without any; ``block_tokens``: prompt tokens per hash id, and
-    ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the number
-    of rows and the line of the first; ``early_ends``: the same of requests that end before they start.
-    ``cached_tokens``: prompt tokens that were in the server's cache, over all rows; None if the log does not say.
+    ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the
+    number of rows and the line of the first; ``failed_by``: roles of columns that told failed ones; ``early_ends``:
+    as ``dropped``, of requests that end before they start. ``cached_tokens``: prompt tokens that were in the
+    server's cache, over all rows; None if the log does not say.
     """
 
     line: Any = field(default_factory=lambda: array("q"))
@@ -45,6 +46,7 @@ class Collected:
     session: Any = field(default_factory=lambda: array("q"))
     turn: Any = field(default_factory=lambda: array("d"))
     dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    failed_by: set[str] = field(default_factory=set)
     prompts: list[str | None] = field(default_factory=list)
     hash_flat: Any = field(default_factory=lambda: array("q"))
     hash_counts: Any = field(default_factory=lambda: array("q"))
@@ -123,6 +125,7 @@ class Collected:
         """Count a row that is left out."""
         earlier, line = self.dropped.get(row.reason, (0, row.line))
         self.dropped[row.reason] = (earlier + 1, line)
+        self.failed_by.add(row.role)
 
     def forget_single_ids(self) -> None:
         """Remove the hash ids that only one prompt has: they tell nothing about sharing."""

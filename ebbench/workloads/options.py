@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.resources import located
 
 if TYPE_CHECKING:
-    from ebbench.traffic.schedule import Load
+    from ebbench.traffic.spec import Load
     from ebbench.workloads.sessions import SessionOptions
     from ebbench.workloads.shared_prefix import PrefixOptions
 
@@ -151,7 +152,7 @@ class PlanOptions:
     @property
     def load(self) -> Load:
         """The options of the load."""
-        from ebbench.traffic.schedule import Load
+        from ebbench.traffic.spec import Load
 
         return Load(
             self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s,
@@ -173,3 +174,17 @@ def _require_storable(seed: int, sessions: int | None) -> None:
         raise UsageError(f"seed must be at most {MOST_SEED}, not {seed}")
     if sessions is not None and sessions > MOST_SESSIONS:
         raise UsageError(f"num prompts must be at most {MOST_SESSIONS:,}, not {sessions:,}")
+
+
+def scenario_meant(
+    workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
+) -> str | None:
+    """The given scenario, or the one implied by the other options, by the rules of `vllm bench serve`.
+
+    An infinite rate releases all requests at once, up to the concurrency cap: ``saturated``.
+    """
+    if scenario is None and request_rate == inf and not is_recorded(workload):
+        return "saturated"
+    if scenario is None and request_rate is not None and not is_recorded(workload):
+        return "poisson" if burstiness is None else "gamma"
+    return scenario

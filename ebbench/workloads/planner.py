@@ -17,10 +17,10 @@ from ebbench.errors import UsageError
 from ebbench.records.content import with_block_tokens
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
+from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
-from ebbench.traffic.schedule import Schedule, closed_phases, make_schedule, phase_rate
-from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
-from ebbench.workloads.lengths import length_spec
+from ebbench.traffic.lengths import length_spec
+from ebbench.traffic.spec import Replay, ScenarioSpec, Schedule, closed_phases, load_scenario, make_schedule, phase_rate
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import (
     Floats,
@@ -98,7 +98,7 @@ def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s,
         )
     if not fits.any():
         raise UsageError(f"none of the {len(requests)} requests fits max_model_len {limits.max_model_len}; raise it")
-    note = f"{count} of {len(requests)} requests longer than max_model_len {limits.max_model_len} were dropped"
+    note = caveat("too-long-dropped", dropped=count, requests=len(requests), max_model_len=limits.max_model_len)
     return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
 
 
@@ -485,14 +485,11 @@ def _enough(
     if options.redraw and 0 < asked < have:
         places = have if again else have - asked + 1
         first = int(substream(options.seed, "content/log").integers(places))
-        note = f"{asked:,} of the log's {have:,} sessions are taken, from a place that the seed draws"
+        note = caveat("part-of-log", sessions=asked, log_sessions=have)
     elif asked > have and again:
-        note = f"{asked:,} sessions are taken from a log of {have:,}: it is read again, each time with new contents"
+        note = caveat("log-read-again", sessions=asked, log_sessions=have)
     elif asked > have:
-        note = (
-            f"the log holds {have:,} sessions where {asker} for {asked:,}: {have:,} are sent, since a server may have "
-            "a text that comes again in its prefix cache"
-        )
+        note = caveat("log-too-short", sessions=asked, log_sessions=have, asker=asker)
     facts = {**requests.facts, "log_sessions": requests.sessions}
     requests = replace(requests, facts=facts, warnings=(*requests.warnings, *filter(None, [note])))
     return requests, asked if again else min(asked, have), first

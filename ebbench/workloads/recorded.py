@@ -140,10 +140,11 @@ class Recorded(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A row that is no completed request, and why."""
+    """A row that is no completed request, and why; ``role``: of the column that says that the request failed."""
 
     line: int
     reason: str
+    role: str = ""
 
 
 Rows = Iterator[Recorded | Dropped]
@@ -236,6 +237,12 @@ def turn_of(log: LogFile, line: int, name: str, value: Any) -> float | None:
     if not math.isfinite(number):
         raise InputFileError(log.path, f"expected the number of a turn in {name}, found {str(value)[:40]!r}", line)
     return number
+
+
+UNUSABLE: Mapping[str, str] = {
+    "no prompt length": "input", "no output length": "output", "no prompt token": "", "no output token": "",
+}  # fmt: skip
+"""Reasons of :func:`unusable`, each with the role of the column that is empty then."""
 
 
 def unusable(input_tokens: int | None, output_tokens: int | None) -> str:

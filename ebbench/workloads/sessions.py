@@ -18,7 +18,7 @@ from ebbench.config.setting_strings import named_settings, setting, settings_of
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import not_positive
 from ebbench.traffic.arrivals import substream
-from ebbench.workloads.lengths import LengthSpec, length_spec
+from ebbench.traffic.lengths import LengthSpec, length_spec
 from ebbench.workloads.requests import Floats, Requests
 
 # Distributions of times in seconds: think time, tool calls, the patience of clients.

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.fitted import draw_fitted
 from ebbench.workloads.requests import Int64s, Requests, single_turn, with_history
@@ -115,8 +116,5 @@ def _from_either(workload: WorkloadSpec, profile: Profile, selection: Selection)
     try:
         return read_hub(workload, selection)
     except UnreadableError as error:
-        warning = (
-            f"lengths come from the published statistics of {workload.name}, not from the data set: {error} "
-            "(--source profile uses them without asking the hub)"
-        )
-        return _from_profile(profile, selection, str(error), (warning,))
+        said = caveat("published-lengths", workload=workload.name, why=str(error))
+        return _from_profile(profile, selection, str(error), (said,))

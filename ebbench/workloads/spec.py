@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError
 from ebbench.foreign.documents import load_toml
-from ebbench.resources import bundled_dir, located
+from ebbench.resources import bundled_dir, resolve
+from ebbench.traffic.lengths import LengthSpec
 from ebbench.workloads.fitted import Fitted
-from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.sessions import SessionSpec
 
 Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
@@ -115,16 +115,6 @@ def load_workload(name_or_path: str) -> WorkloadSpec:
             f"records it holds: --source file:{name_or_path}"
         )
     return load_toml(resolve(name_or_path, "workloads", known), WorkloadSpec)
-
-
-def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
-    """Path of a bundled file, of ``reference:PATH``, or of a user's ``.toml`` file. Raises UnknownNameError."""
-    if name_or_path.endswith(".toml"):
-        return located(name_or_path)
-    if name_or_path not in known:
-        more = ["log:FILE"] if directory == "workloads" else []
-        raise UnknownNameError(directory.removesuffix("s"), name_or_path, [*known, *more])
-    return bundled_dir(directory) / f"{name_or_path}.toml"
 
 
 @dataclass(frozen=True)

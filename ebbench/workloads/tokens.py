@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ebbench.errors import UsageError
+from ebbench.records.warnings import caveat
 from ebbench.workloads.requests import Int32s
 
 BYTES_PER_TOKEN = 4
@@ -47,9 +48,7 @@ class ByteEstimate:
     """One token per four UTF-8 bytes."""
 
     description: str = f"estimated, one token per {BYTES_PER_TOKEN} bytes of UTF-8"
-    warnings: tuple[str, ...] = (
-        f"token counts of text are estimated (one per {BYTES_PER_TOKEN} bytes); give --tokenizer for exact ones",
-    )
+    warnings: tuple[str, ...] = (caveat("tokens-estimated", bytes_per_token=BYTES_PER_TOKEN),)
 
     def count(self, texts: Sequence[str]) -> Int32s:
         """Tokens of each text, rounded up."""
@@ -107,5 +106,4 @@ def token_counter(tokenizer: str | None) -> TokenCounter:
 
 
 def _estimate(reason: str) -> ByteEstimate:
-    plain = ByteEstimate()
-    return ByteEstimate(warnings=(f"{reason}; {plain.warnings[0].partition(';')[0]}",))
+    return ByteEstimate(warnings=(caveat("tokens-estimated", bytes_per_token=BYTES_PER_TOKEN, why=reason),))

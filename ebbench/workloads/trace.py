@@ -27,7 +27,7 @@ from ebbench.workloads.formats_columns import (
 from ebbench.workloads.formats_tools import TOOLS
 from ebbench.workloads.log_columns import Columns, keeps_failed, names_in, parse_columns, plain_name
 from ebbench.workloads.log_rows import Collected, arranged, collect
-from ebbench.workloads.recorded import Reading, ReadOptions, TextReader, TraceFormat
+from ebbench.workloads.recorded import UNUSABLE, Reading, ReadOptions, TextReader, TraceFormat
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.trace_times import (
     Stamps,
@@ -185,8 +185,6 @@ def with_expected(formats: tuple[TraceFormat, ...] = FORMATS) -> list[tuple[str,
     return [(each.name, each.expected) for each in formats if each.expected]
 
 
-_ROLES = {"no prompt length": "input", "no output length": "output"}
-"""Role of the column that is empty in rows that are left out for a reason."""
 _MOST_DROPPED = 0.5
 """Share of rows without usable lengths above which a file is refused instead of read in part."""
 
@@ -332,16 +330,16 @@ def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) ->
     rows, dropped = len(collected), sum(count for count, _ in collected.dropped.values())
     if rows + dropped == 0:
         raise InputFileError(path, "holds no requests")
-    lacking = {why: where for why, where in collected.dropped.items() if why.startswith("no ")}
+    lacking = {why: where for why, where in collected.dropped.items() if why in UNUSABLE}
     without = sum(count for count, _ in lacking.values())
     if rows and without <= _MOST_DROPPED * (rows + without):
         return
     reasons = lacking or collected.dropped
     reason, (count, line) = max(reasons.items(), key=lambda item: item[1][0])
     total = rows + dropped
-    column = columns.get(_ROLES.get(reason, ""))
+    column = columns.get(UNUSABLE.get(reason, ""))
     empty = "" if column is None else f", column {column!r} is empty in them"
-    keeps = keeps_failed(collected.dropped, columns)
+    keeps = keeps_failed(collected.failed_by, columns)
     remedy = f"; {keeps} keeps failed requests" if keeps else ""
     raise InputFileError(
         path,
@@ -358,7 +356,7 @@ def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str,
         why = ", ".join(
             f"{count:,} with {reason} (first: line {line:,})" for reason, (count, line) in collected.dropped.items()
         )
-        keeps = keeps_failed(collected.dropped, columns)
+        keeps = keeps_failed(collected.failed_by, columns)
         remedy = f"; {keeps} keeps failed requests that have token counts" if keeps else ""
         found.append(f"{total:,} of {rows:,} rows left out: {why}{remedy}")
     if collected.derived_block:

@@ -10,18 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import convert
 from typer.testing import CliRunner, Result
 
 from ebbench.advice import sentences
 from ebbench.advice.candidates import alike
-from ebbench.advice.choice import own_budget
-from ebbench.advice.results import AdviceQuestion, ExpectedLoad
+from ebbench.advice.choice import AdviceQuestion, ExpectedLoad, own_budget
 from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
 from ebbench.analysis.metrics import Slo
 from ebbench.cli.advise import plan_arguments
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.warnings import Fact
 from ebbench.workloads import build_plan
 
 
@@ -233,7 +234,7 @@ def test_a_replayed_trace_is_one_run_however_many_seeds(runs: Path, trace: str) 
     found = quick(runs, trace, "--seeds", "3")
     assert (found["seeds"], found["seeds_alike"]) == (1, True)
     assert all(len(row["values"]) == 1 for row in found["scores"])
-    assert "by more than chance" not in found["reason"]
+    assert found["reason"]["code"] != "ahead_of_all"
     said = " ".join(
         invoke("advise", trace, *QUICK[4:], "--seeds", "3", "-p", "v1", "-p", "eb", "--runs", str(runs)).output.split()
     )
@@ -289,14 +290,15 @@ def test_plans_are_alike_when_only_the_seed_of_their_contents_differs() -> None:
 
 
 def test_advice_says_that_it_rests_on_one_seed(runs: Path) -> None:
-    assert "(one seed" in quick(runs, "balanced", *QUICK[:6], "-c", "16", "--seeds", "1")["reason"]
+    reason = quick(runs, "balanced", *QUICK[:6], "-c", "16", "--seeds", "1")["reason"]
+    assert "(one seed" in convert(reason, Fact).worded(sentences.REASONS)
 
 
 def test_targets_that_no_request_meets_do_not_decide(runs: Path) -> None:
     load = ("balanced", *QUICK[:6], "-c", "16", "--seeds", "2")
     found = quick(runs, *load, "--goodput", "ttft:1", "tpot:1")
     assert found["policy"] == "v1"
-    assert found["reason"].startswith("no request met the targets under any candidate")
+    assert found["reason"] == {"code": "none_in_targets", "values": {}}
 
 
 def test_the_load_of_an_open_loop_is_what_its_run_had_open(runs: Path) -> None:

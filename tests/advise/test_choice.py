@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from ebbench.advice.choice import budget_share, choose, level_budgets, relative_gain
-from ebbench.advice.results import PolicyScore
+from ebbench.advice import choice
+from ebbench.advice.choice import PolicyScore, budget_share, level_budgets, relative_gain
+from ebbench.advice.sentences import REASONS
 from ebbench.analysis.statistics import PairedInterval
+
+
+def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
+    """The choice, with its reason in words."""
+    chosen, reason = choice.choose(scores)
+    return chosen, reason.worded(REASONS)
 
 
 def score(policy: str, objective: float, low: float, high: float) -> PolicyScore:
@@ -133,6 +141,15 @@ def test_seeds_with_zero_goodput_are_compared_by_difference(v1: tuple[float, ...
     best = (6.0, 0.0)
     found, why = choose([of_runs("eb", best, best), of_runs("v1", v1, best)])
     assert (found.policy, why.startswith(reason)) == (chosen, True), why
+
+
+def test_a_reason_is_a_code_with_the_gains_it_rests_on() -> None:
+    best = (100.40, 100.44)
+    _, reason = choice.choose([of_runs("eb", best, best), of_runs("v1", (100.0, 100.0), best)])
+    assert (reason.code, reason.values["equal"], reason.values["seeds"]) == ("simplest", [], 2)
+    [ahead] = reason.values["ahead"]
+    assert (ahead["policy"], round(ahead["gain"], 3)) == ("eb", 0.004)
+    assert ahead["low"] < ahead["gain"] < ahead["high"]
 
 
 def test_a_single_candidate_is_not_called_ahead() -> None:

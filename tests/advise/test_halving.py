@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.advice.results import AdviceQuestion, BudgetedPolicy
+from ebbench.advice.choice import AdviceQuestion, BudgetedPolicy
 from ebbench.advice.simulate import FACTOR, FEWEST, pairs_of, rounds_of, search
 from ebbench.analysis.metrics import Slo
 from ebbench.spec.run import RunSpec

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbench.advice import sentences
-from ebbench.advice.results import ExpectedLoad, GainCurve, predict, sign_changes
+from ebbench.advice.choice import ExpectedLoad, GainCurve, predict, sign_changes
 from vllm_eb.calibration import Calibration, MixedCost
 
 COSTS = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))

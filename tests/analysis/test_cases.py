@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ebbench.analysis.compare.cases import cases_of, gain, group_by_policy, output_throughput, partition
-from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed
-from ebbench.analysis.conclude import RunContext, conclude
+from ebbench.analysis.cases import cases_of, gain, group_by_policy, output_throughput, partition
+from ebbench.analysis.certainty import ALPHA, log_ratios, p_of, pairs_needed
 from ebbench.analysis.environment import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.cli.main import app
 from ebbench.records.run import RunWriter
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy

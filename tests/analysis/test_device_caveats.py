@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
+from ebbench.records.warnings import RunWarning
 from tests.gate.gate_data import invoke
 
 LOAD = ("run", "balanced", "--source", "profile", "-n", "60", "--engine", "sim", "--policy", "v1", "-q")
@@ -18,7 +20,7 @@ def said(folder: Path, *words: str) -> str:
     done = invoke(*LOAD, *words, "-o", folder / "run")
     assert done.exit_code == 0, done.output
     warnings = json.loads((folder / "run" / "manifest.json").read_bytes())["warnings"]
-    return "\n".join(one["message"] for one in warnings if one["code"] == "device")
+    return "\n".join(str(convert(one, RunWarning)) for one in warnings if one.get("about") == "device")
 
 
 def test_mixed_attention_matters_only_where_batches_are_mixed(tmp_path: Path) -> None:
@@ -53,19 +55,7 @@ def test_the_host_matters_only_where_it_can_change_the_run(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("concurrency", "doubted"), [("4", False), ("512", True)])
 def test_a_doubtful_constant_is_said_where_it_decides(tmp_path: Path, concurrency: str, doubted: bool) -> None:
-    words = (
-        "--device",
-        "h100",
-        "--model",
-        "llama-3.1-8b",
-        "--topology",
-        "tp=4",
-        "--api-server",
-        "off",
-        "-c",
-        concurrency,
-    )
-    words += ("-n", "600")
+    words = f"--device h100 --model llama-3.1-8b --topology tp=4 --api-server off -c {concurrency} -n 600".split()
     load = [word for word in LOAD if word not in ("-n", "60")]
     done = invoke(*load, *words, "-o", tmp_path / "run")
     assert done.exit_code == 0, done.output

@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbench.analysis.compare.cases import Group, baseline_of, differing, gain, group_by_policy, ranked
-from ebbench.analysis.conclude import RunContext, conclude
+from ebbench.analysis.cases import Group, baseline_of, differing, gain, group_by_policy, ranked
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineResult
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.schema import DECISIONS, STEPS
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy

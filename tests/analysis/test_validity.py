@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
 from ebbench.analysis.validity import Conditions, invalid_reasons
@@ -19,6 +18,7 @@ from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
 from vllm_eb.policy import parse_policy
@@ -171,7 +171,7 @@ def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
 def test_a_longer_run_is_asked_for_by_its_option(tmp_path: Path) -> None:
     plan = plan_of(30)
     warnings = store(tmp_path / "run", replace(plan, max_concurrency=None), run_made(plan)).manifest.warnings
-    remedies = [one.remedy for one in warnings if one.code in ("no-steady-window", "short-steady-window")]
+    remedies = [one.way_out for one in warnings if one.code in ("no-steady-window", "short-steady-window")]
     assert all(re.match(r"Use --num-prompts \d+ or more", each) for each in remedies), remedies
 
 

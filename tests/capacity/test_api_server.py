@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from ebbench.advice.results import AdviceQuestion, BudgetedPolicy
+from ebbench.advice.choice import AdviceQuestion, BudgetedPolicy
 from ebbench.advice.simulate import api_server_left_out
 from ebbench.analysis.metrics import Slo
 from ebbench.cli.main import app

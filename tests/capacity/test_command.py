@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 from typer.testing import CliRunner, Result
 
 from ebbench.capacity.sentences import load
 from ebbench.cli.main import app
+from ebbench.records.warnings import RunWarning
 from ebbench.render import numbers
 
 WORKLOAD = (
@@ -162,7 +164,9 @@ def test_the_caveats_of_the_device_are_said_once(tmp_path: Path) -> None:
     options = ("--max-probes", "2", "--no-async-scheduling")  # the host's time adds to every step
     found = answer(tmp_path / "search", *options)
     manifests = [json.loads((Path(run) / "manifest.json").read_text()) for run in found["run_dirs"]]  # type: ignore[attr-defined]
-    device = {one["message"] for each in manifests for one in each["warnings"] if one["code"] == "device"}
+    warnings = [convert(one, RunWarning) for each in manifests for one in each["warnings"]]
+    assert {one.code for one in warnings if one.about == "device"} == {"host-unfitted"}
+    device = {str(one) for one in warnings if one.about == "device"}
     begins = {text.partition(";")[0] for text in device}  # the rest is the size in each run
     assert sorted(text.partition(";")[0] for text in found["warnings"]) == sorted(begins)  # type: ignore[attr-defined]
     assert any("host's time per step on l40s was never fitted" in text for text in begins)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbench.capacity.drive import next_load
 from ebbench.capacity.estimate import (
     Estimate,
     MetCounts,
@@ -20,7 +21,6 @@ from ebbench.capacity.estimate import (
     estimate,
     supported,
 )
-from ebbench.capacity.search import next_load
 
 SERVICE_S, SHARE = 0.05, 0.95
 

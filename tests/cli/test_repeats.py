@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ebbench.engines
-from ebbench.analysis.compare.certainty import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
+from ebbench.analysis.certainty import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
-from ebbench.cli.run_policies import beforehand, why_stop
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, find_runs
+from ebbench.run_policies import beforehand, why_stop
 from ebbench.runs import prepare
 from ebbench.workloads import planner
 from ebbench.workloads.options import PlanOptions

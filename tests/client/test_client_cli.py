@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
-from ebbench.fakeserver.ledger import decode
+from ebbench.fakeserver.scheduled_response import decode
 from ebbench.records.run import Run
 
 SMALL = ["--input-len", "20", "--output-len", "5", "--length-distribution", "fixed"]

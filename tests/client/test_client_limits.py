@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ebbench.client.classify import BODY_LIMIT, transport_failure
 from ebbench.client.request_sender import BODY_S, is_event_stream
+from ebbench.client.response import BODY_LIMIT, transport_failure
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
-from ebbench.process.open_files import OTHER_FILES, allow_open_files
+from ebbench.process.child import OTHER_FILES, allow_open_files
 from tests.client.client_runs import column, plan_of, run
 from tests.client.odd_server import Answer, OddServer, completion, reply, running
 from tests.gate.gate_data import invoke

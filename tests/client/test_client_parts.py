@@ -23,8 +23,8 @@ from ebbench.client.nodes import (
     client_nodes,
     measured_offset,
     offset_of,
+    this_place,
 )
-from ebbench.client.ray_node import this_place
 from ebbench.client.session_plan import PlanPart, shares, split, whole
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.classify import FirstMessage, classify, token_times
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.release_schedule import NEVER, Arrivals, ReleaseSchedule, Slots, ramped, slow_start_ns
-from ebbench.client.response import StreamedResponse
-from ebbench.client.scrape import parse
+from ebbench.client.response import FirstMessage, StreamedResponse, classify, token_times
+from ebbench.client.server_queries import parse
 from ebbench.client.session_plan import plan_sessions, unique_ids
 from ebbench.client.stream_messages import SseSplitter
 from ebbench.errors import UsageError

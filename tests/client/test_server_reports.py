@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.client.scrape import parse, reported_settings
-from ebbench.client.server_queries import run_to_end
+from ebbench.client.server_queries import parse, reported_settings, run_to_end
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 

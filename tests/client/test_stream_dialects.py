@@ -11,10 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ebbench.client.classify import classify
 from ebbench.client.messages import RequestRecord
 from ebbench.client.progress import requests_table
-from ebbench.client.response import StreamedResponse
+from ebbench.client.response import StreamedResponse, classify
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said
 

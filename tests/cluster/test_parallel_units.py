@@ -12,11 +12,10 @@ import pytest
 
 from ebbench.config.topology import parse_topology
 from ebbench.devices import StepShape, load_device
-from ebbench.devices.base import PassCost
+from ebbench.devices.base import Parallel, PassCost
 from ebbench.devices.collectives import Collectives
 from ebbench.devices.kerneltables import select
 from ebbench.devices.layers import _gemm_tables
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbench.analysis.gate.units import parse_margins
 from ebbench.analysis.metrics import parse_slo
+from ebbench.analysis.units import parse_margins
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.prices import parse_prices
 from ebbench.config.setting_strings import (

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbench.devices import load_device
-from ebbench.devices.base import StepShape
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import EB_VLLM, Parallel, StepShape
+from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
-from ebbench.devices.request import EB_VLLM
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.runs.file import spec_of_file
 
 GOOD = """
 format = 1
@@ -266,3 +267,37 @@ def test_every_profile_loads_with_its_mixed_costs() -> None:
 def test_the_linear_cost_model_is_refused_without_a_calibration() -> None:
     with pytest.raises(UsageError, match="no linear calibration"):
         load_device("l40s", "qwen3-8b", cost="linear")
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "limits"),
+    [
+        ("l40s", "0.32", (256, 2048)), ("a100", "0.32", (256, 2048)), ("rtx-4090", "0.32", (256, 2048)),
+        ("h100", "0.32", (1024, 8192)), ("rtx-pro-6000", "0.32", (1024, 8192)), ("b200", "0.32", (1024, 16_384)),
+        ("b200", "0.25.1", (1024, 8192)), ("gb300", "0.32", (1024, 16_384)),
+    ],
+)  # fmt: skip
+def test_batch_limits_are_those_of_vllm_on_the_gpu(device: str, version: str, limits: tuple[int, int]) -> None:
+    assert batch_limits(find_profile(device), version) == limits
+
+
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [
+        ({}, (256, 2048)),
+        ({"max_num_batched_tokens": 128}, (128, 128)),  # vLLM: no more sequences than tokens
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8192}, (64, 8192)),
+        ({"device": "h200"}, (1024, 8192)),
+    ],
+)
+def test_runs_have_the_limits_of_their_gpu_unless_they_state_others(
+    given: dict[str, Any], limits: tuple[int, int]
+) -> None:
+    server = spec_of_file({"workload": "sharegpt", "device": "l40s", "policy": "v1", **given}).server
+    assert (server.max_num_seqs, server.max_num_batched_tokens) == limits
+
+
+def test_the_kv_cache_of_an_l40s_is_sized_with_its_own_limits() -> None:
+    own = load_device("l40s", "qwen3-8b", vllm_version="0.12")
+    other = load_device("l40s", "qwen3-8b", vllm_version="0.12", max_num_seqs=1024, max_num_batched_tokens=8192)
+    assert own.kv_capacity_tokens > other.kv_capacity_tokens

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ebbench.devices import library, load_device
-from ebbench.devices.base import Device, StepShape
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import Device, Parallel, StepShape
 from ebbench.devices.profiles import find_profile
 from ebbench.devices.table import TableCost
 from tests.devices.test_model_families import DEEPSEEK, DELTA, LLAMA, write

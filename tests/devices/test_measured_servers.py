@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from ebbench.devices import StepShape, load_device
+from ebbench.devices.base import Parallel, quantised
 from ebbench.devices.collectives import Collectives
 from ebbench.devices.kerneltables import select
 from ebbench.devices.layers import nearest, scaled_times, shapes_measured, step_arrays
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
-from ebbench.devices.request import quantised
 from ebbench.devices.surfaces import lower_envelope, without_spikes
 from ebbench.papers.fidelity.case import Case
 from ebbench.papers.fidelity.cases_servers import measured_servers
@@ -127,3 +126,29 @@ def test_runs_on_rtx_pro_6000_stay_as_near_as_they_were(model: str) -> None:
     assert errors["tpot_mean_ms"] < 0.04
     assert errors["ttft_mean_s"] < 0.10
     assert errors["output_tokens_per_s"] < 0.04
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "words"),
+    [
+        ("0.11", {}, ("--no-async-scheduling", "--no-scheduler-reserve-full-isl")),
+        ("0.11", {"async_scheduling": False}, ("--no-scheduler-reserve-full-isl",)),
+        ("0.15.1", {}, ("--no-scheduler-reserve-full-isl",)),
+        ("0.22", {}, ()),
+        (None, {}, ()),
+    ],
+)
+def test_what_a_version_does_not_set_is_said(
+    version: str | None, options: dict[str, bool], words: Sequence[str]
+) -> None:
+    warnings = load_device("h100", "qwen3-8b", vllm_version=version, **options).warnings  # type: ignore[arg-type]
+    said = " ".join(text for text in warnings if "--vllm-version" in text)
+    assert bool(said) is bool(words)
+    assert all(word in said for word in words)
+    assert ("--no-async-scheduling" in said) is ("--no-async-scheduling" in words)
+
+
+@pytest.mark.parametrize(("device", "said"), [("b200", True), ("h200", False)])
+def test_gpt_oss_on_blackwell_says_its_activations(device: str, said: bool) -> None:
+    warnings = load_device(device, "gpt-oss-120b").warnings
+    assert any("activations in MXFP8" in text for text in warnings) is said

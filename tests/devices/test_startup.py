@@ -9,10 +9,9 @@ import pytest
 
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices import load_device
+from ebbench.devices.base import EB_VLLM, STARTS, Parallel, start_up
 from ebbench.devices.capacity import reserve_bytes
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
-from ebbench.devices.request import EB_VLLM, STARTS, start_up
 from ebbench.errors import UsageError
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.cases_kv import STARTS as TABLE

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.cli.main import app
 from ebbench.devices import load_device
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import Parallel
 from ebbench.engines import machine
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
@@ -20,6 +19,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.engines.vllm_command import hub_name, parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.run import RunWriter
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import Calibration, calibration_to_json

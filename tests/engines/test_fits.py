@@ -65,7 +65,7 @@ def test_a_server_that_would_not_start_is_a_caveat(tmp_path: Path, words: tuple[
     args = ["run", "sharegpt", "--source", "profile", "-n", "20", "-c", "4", "--policy", "v1", "-q", "--max-num-seqs"]
     args += ["64", "--device", "h100", "--model", "qwen3-32b", "-o", str(tmp_path / "run"), *words]
     assert CliRunner().invoke(app, args).exit_code == 0
-    warnings = [each.message for each in Run.load(tmp_path / "run").manifest.warnings]
+    warnings = [str(each) for each in Run.load(tmp_path / "run").manifest.warnings]
     found = [text for text in warnings if "would not start" in text]
     assert len(found) == bool(said)
     assert all(said in text for text in found)

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.analysis.conclude import RunContext, begin, conclude
 from ebbench.analysis.rebuild import NOT_RECORDED, cut_off_runs, rebuild
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
@@ -28,8 +27,8 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, RunError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records import files
-from ebbench.records.journal import Journal
-from ebbench.records.run import MANIFEST, NotStoredError, Run, RunWriter, TableName
+from ebbench.records.run import MANIFEST, Journal, NotStoredError, Run, RunWriter, TableName
+from ebbench.runs.conclude import RunContext, begin, conclude
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -176,7 +175,7 @@ def test_12_killed_while_recovering_recovers_again(
 def test_12_the_client_killed_while_measuring(tmp_path: Path) -> None:
     """SIGKILL to a process of `ebbench run` against a server, then `ebbench recover`."""
     with FakeServerProcess(FakeConfig(ttft_ms=0.0, itl_ms=0.0)) as server:
-        code = "import ebbench.records.journal as j; j.Journal.__init__.__kwdefaults__['rows'] = 50; " \
+        code = "import ebbench.records.run as j; j.Journal.__init__.__kwdefaults__['rows'] = 50; " \
                "from ebbench.cli.main import run; run()"  # fmt: skip
         arguments = [
             "run", "balanced", "--source", "profile", "-n", "20000", "-c", "4", "--input-len", "4", "--output-len", "4",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.errors import DataError, UnknownNameError, UsageError
-from ebbench.hazard.trend import analyse_lengths
+from ebbench.hazard import analyse_lengths
 from ebbench.papers import published
 from ebbench.papers.eb.lengths import hazard_panels
 from ebbench.papers.eb.step_times import step_ms

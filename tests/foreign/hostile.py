@@ -399,7 +399,7 @@ def _import_all() -> None:
         load_command(name)
     for name in ("ebbench.runs.execute", "ebbench.engines.sim", "ebbench.workloads", "ebbench.devices",
                  "ebbench.analysis",
-                 "ebbench.cli.run_policies", "ebbench.workloads.trace", "ebbench.render.tables", "rich.table",
+                 "ebbench.run_policies", "ebbench.workloads.trace", "ebbench.render.tables", "rich.table",
                  "ebbench.analysis.compare", "ebbench.capacity.drive", "ebbench.workloads.fit_log"):  # fmt: skip
         importlib.import_module(name)
 

@@ -22,7 +22,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError
 from ebbench.foreign import opening
 from ebbench.foreign.documents import load_toml
-from ebbench.hazard.lengths import read_lengths
+from ebbench.hazard import read_lengths
 from ebbench.records.manifest import decode_manifest
 from ebbench.records.run import Run
 from ebbench.spec.server import EngineOptions

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typer.testing import CliRunner, Result
 
 from ebbench.analysis.environment import ENVIRONMENT
-from ebbench.analysis.gate.units import MEASURED, GateUnit
+from ebbench.analysis.units import MEASURED, GateUnit
 from ebbench.cli.main import app
 
 SMALL = (

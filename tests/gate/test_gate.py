@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.analysis.gate.baselines import save_baseline, stored_units
-from ebbench.analysis.gate.units import GateUnit, parse_margins
-from ebbench.analysis.gate.verdict import Pair, Rules, judge, left_out, pair_units
+from ebbench.analysis.units import GateUnit, parse_margins
+from ebbench.analysis.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.gate.baselines import save_baseline, stored_units
 from ebbench.records import files
 from ebbench.records.warnings import OTHER_MODEL, warning
 from tests.gate.gate_data import side, unit

@@ -12,7 +12,7 @@ from xml.etree import ElementTree as Xml
 import msgspec
 import pytest
 
-from ebbench.analysis.gate.interleave import abba
+from ebbench.gate.interleave import abba
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
 from tests.gate.gate_data import SMALL, invoke

@@ -9,8 +9,8 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
-from ebbench.analysis.gate.units import LABELS, MEASURED, NAMES, GateUnit, load_units, parse_figures
-from ebbench.analysis.gate.verdict import GATED, Rules, judge, pair_units
+from ebbench.analysis.units import LABELS, MEASURED, NAMES, GateUnit, load_units, parse_figures
+from ebbench.analysis.verdict import GATED, Rules, judge, pair_units
 from ebbench.errors import UsageError
 from tests.gate.gate_data import SMALL, invoke, side
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ebbench.analysis.gate.self_test import NOISES
+from ebbench.gate.self_test import NOISES
 
 REPORT = Path(__file__).resolve().parents[2] / "reports" / "gate.md"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.analysis.gate import self_test as gate_trials
-from ebbench.analysis.gate.self_test import Design, Noise, Trial, trial
-from ebbench.analysis.gate.verdict import MAX_PAIRS, Rules
-from ebbench.report.verdicts import wilson
+from ebbench.analysis.verdict import MAX_PAIRS, Rules
+from ebbench.gate import self_test as gate_trials
+from ebbench.gate.self_test import Design, Noise, Trial, trial
+from ebbench.gate.verdicts import wilson
 from tests.gate.gate_data import invoke
 
 REPORT = Path(__file__).resolve().parents[2] / "reports" / "gate.md"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ebbench.analysis.gate.verdict import Rules, pairs_needed
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t, pairs_to_pass, sign_flip_p, sign_flip_ps
+from ebbench.analysis.verdict import Rules, pairs_needed
 
 losses = st.lists(st.floats(-1, 1, allow_nan=False).filter(lambda x: abs(x) > 1e-6 or x == 0), min_size=1, max_size=9)
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbench.analysis.gate.units import load_units
+from ebbench.analysis.units import load_units
 from ebbench.engines.machine import machine_behind, machine_name
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run

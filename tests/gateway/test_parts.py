@@ -13,8 +13,7 @@ import pytest
 from ebbench.dispatch import DispatchRequest, EndForward, UnitReport
 from ebbench.dispatch.base import Order
 from ebbench.gateway.app import SignalSubscriber
-from ebbench.gateway.dispatch_queue import DispatchQueue
-from ebbench.gateway.refusals import RefusedError
+from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError
 from ebbench.gateway.relay import GatewayMetrics, Relay
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport

@@ -12,8 +12,7 @@ from ebbench.analysis.rebuild import rebuild
 from ebbench.engines.base import EngineResult
 from ebbench.errors import RunError
 from ebbench.records import files
-from ebbench.records.journal import Journal
-from ebbench.records.run import NotStoredError, Run, RunWriter
+from ebbench.records.run import Journal, NotStoredError, Run, RunWriter
 from tests.analysis.made_runs import plan_of
 from tests.records.test_run_directory import manifest, result, tables
 

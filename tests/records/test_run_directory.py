@@ -21,7 +21,6 @@ from ebbench.analysis.rebuild import cut_off_runs
 from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.journal import Journal
 from ebbench.records.manifest import (
     LIMITS,
     SCHEMA_VERSION,
@@ -31,7 +30,7 @@ from ebbench.records.manifest import (
     plan_hash,
 )
 from ebbench.records.plan import ClosedPhase, Plan
-from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from ebbench.records.run import Journal, Run, RunWriter, default_run_dir, find_runs, slug, unused
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import EngineOptions
 from ebbench.untrusted import visible
@@ -260,6 +259,19 @@ def test_a_manifest_with_an_added_field_still_reads(tmp_path: Path) -> None:
     content = json.loads(encode_manifest(manifest()))
     content["added_later"] = 1
     assert decode_manifest(json.dumps(content).encode(), tmp_path) == manifest()
+
+
+def test_a_manifest_of_schema_version_1_is_read_and_its_sentences_shown(tmp_path: Path) -> None:
+    content = json.loads(encode_manifest(manifest()))
+    told = {"code": "device", "message": "Never fitted.", "remedy": "Fit it."}
+    content |= {"schema_version": 1, "warnings": [told]}
+    [warning] = decode_manifest(json.dumps(content).encode(), tmp_path).warnings
+    assert (str(warning), warning.sentence, warning.way_out) == ("Never fitted. Fit it.", "Never fitted.", "Fit it.")
+
+
+def test_a_warning_whose_values_are_damaged_is_shown_by_its_code() -> None:
+    assert str(RunWarning("few-requests", {"completed": "x"})).startswith("few-requests {")
+    assert str(RunWarning("of a newer version", {"n": 1})) == "of a newer version {'n': 1}"
 
 
 SHOWN = st.text().map(visible)  # of what a manifest holds, the characters that a terminal would obey are made visible

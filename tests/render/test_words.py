@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.compare.cases import Group, cases_of, group_by_policy
-from ebbench.analysis.conclude import RunContext, conclude
+from ebbench.analysis.cases import Group, cases_of, group_by_policy
 from ebbench.analysis.documents import text
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts, explain
 from ebbench.analysis.metrics import Distribution, Slo, SteadyRates
@@ -22,6 +21,7 @@ from ebbench.render.console import Console
 from ebbench.render.documents import as_csv
 from ebbench.render.report import load_and_limits, print_report, requests
 from ebbench.render.sentences import doubts
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy

@@ -16,12 +16,11 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from ebbench.analysis.gate.units import FIGURES, unit_of
+from ebbench import export
 from ebbench.analysis.summary import summarise
+from ebbench.analysis.units import FIGURES, unit_of
 from ebbench.errors import DataError
-from ebbench.export import files
-from ebbench.export.files import series_of, vllm_result
-from ebbench.export.llm_d import llm_d_report
+from ebbench.export import llm_d_report, series_of, vllm_result
 from ebbench.records.run import Run
 from tests.report.report_data import invoke, rewrite
 
@@ -277,7 +276,7 @@ def test_a_history_keeps_zeros_and_leaves_unknown_cells_empty(runs: Path, monkey
         replace(loaded, manifest=msgspec.structs.replace(loaded.manifest, git_commit=commit))
         for loaded, commit in ((Run.load(runs / "v1"), commit) for commit in "ab")
     ]
-    monkeypatch.setattr(files, "unit_of", lambda run: units["ab".index(run.manifest.git_commit)])
+    monkeypatch.setattr(export, "unit_of", lambda run: units["ab".index(run.manifest.git_commit)])
     (series,) = series_of(runs_of_two_commits)
     rows = list(csv.DictReader(series.csv.splitlines()))
     assert [row["request_goodput"] for row in rows] == ["2", "0"]

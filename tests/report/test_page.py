@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.compare.cases import cases_of
+from ebbench.analysis.cases import cases_of
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
@@ -58,7 +58,7 @@ def test_the_numbers_are_those_of_the_runs(browser_page: BrowserPage, page_file:
         assert "in virtual time" in body
         assert Run.load(runs / "v1").manifest.plan_hash[:16] in body
         for warning in Run.load(runs / "v1").manifest.warnings:
-            assert warning.message in body
+            assert warning.sentence in body
 
 
 def test_runs_with_different_limits_show_each_limit(runs: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.analysis.compare.paired import compare
+from ebbench.analysis.paired import compare
 from ebbench.report.comparison import verdict_sentence
 from tests.gate.gate_data import invoke, side
 

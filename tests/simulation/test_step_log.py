@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.devices import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
 from ebbench.records import files
 from ebbench.records.run import NotStoredError, RunWriter
+from ebbench.runs.conclude import RunContext, conclude
 from ebbench.simulation import step, tables
 from ebbench.simulation.step import FOLD, Step, StepLog
 from ebbench.spec.server import EngineOptions

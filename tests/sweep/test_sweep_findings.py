@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.compare.cases import TIE
+from ebbench.analysis.cases import TIE
 from ebbench.analysis.sensitivity import least_difference
 from ebbench.runs.file import spec_of_file
 from ebbench.runs.store import Measured

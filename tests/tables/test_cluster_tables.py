@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.pools import pool_figures
 from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
 from ebbench.papers.eb.disaggregation import explained
@@ -29,6 +28,7 @@ from ebbench.papers.staggered.prefill import (
 from ebbench.papers.table import PaperOptions
 from ebbench.records.manifest import plan_hash
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
+from ebbench.runs.conclude import pool_figures
 from ebbench.runs.key import key_of
 from ebbench.runs.prepare import plan_of
 from ebbench.runs.store import Measured, RunStore, run_missing

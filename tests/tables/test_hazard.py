@@ -11,8 +11,7 @@ from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UsageError
-from ebbench.hazard.lengths import read_lengths
-from ebbench.hazard.trend import analyse_lengths, trend_tests
+from ebbench.hazard import analyse_lengths, read_lengths, trend_tests
 from ebbench.runs.store import Measured
 
 DATA = Path(__file__).resolve().parents[1] / "data"

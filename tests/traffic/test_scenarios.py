@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
-from ebbench.traffic.schedule import Load, apportion, make_schedule
-from ebbench.traffic.spec import scenario_meant
+from ebbench.traffic.spec import Load, apportion, make_schedule
 from ebbench.workloads import build_plan, list_scenarios, load_scenario
+from ebbench.workloads.options import scenario_meant
 
 
 def arrivals_s(plan: Plan) -> npt.NDArray[np.float64]:

@@ -197,6 +197,15 @@ def test_rounds_that_would_take_too_long_are_not_begun(tmp_path: Path, monkeypat
     assert outcomes.stopped == "--max-time 4000 was reached"
 
 
+def test_a_server_that_was_faster_than_expected_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start of vLLM, which measures the steps, compiles; later ones take half as long."""
+    left_s = iter([900.0, *[300.0] * 20])
+    monkeypatch.setattr(drive, "server_start_s", lambda _question, _steps: 800.0)
+    monkeypatch.setattr(drive._Rounds, "_too_late", lambda _self, needed_s: next(left_s) < needed_s)
+    outcomes = validate(question(), tmp_path, TimeBudget(4000.0), lambda _text: None)
+    assert len(outcomes.observations) == outcomes.planned
+
+
 def test_settings_of_the_measurement_reach_its_runs() -> None:
     asked = replace(
         question(), engine="vllm", device=None, lag_limit_ms=200.0, vllm_options=("--load-format", "dummy"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
-from ebbench.hazard.trend import Hazard, analyse_lengths, trend_tests
+from ebbench.hazard import Hazard, analyse_lengths, trend_tests
 from ebbench.papers.published import EB_PAPER, WORKLOADS, pick
 from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, no_cells
 from ebbench.render.figures import altair, colour, dash, values

@@ -16,8 +16,8 @@ from ebbench.papers.eb.thresholds import (
     FIGURE12_SHAPES,
     FIGURE12_THETAS,
     PUBLISHED_E2,
-    REFILL_NOTE,
     SLOW,
+    SLOW_NOTE,
     best_and_near,
     figure12_cells,
     linear_costs,
@@ -167,7 +167,7 @@ _CORRECTION_NOTES = (
     f"told, N = {CORRECTION_BATCH}, B = {BUDGET}; mean {MEAN_INPUT} in and {MEAN_OUTPUT} out, {WARMUP} requests to "
     "warm up.",
     "theorem 3.2: as published; off: theta0 alone; renewal: ours, with the ages that requests have (docs/theory.md).",
-    REFILL_NOTE.partition("; 'ours'")[0] + ".",
+    f"{SLOW_NOTE}.",
 )
 
 

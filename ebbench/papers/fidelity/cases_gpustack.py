@@ -33,10 +33,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ebbench.config.topology import PoolSpec, parse_topology
+from ebbench.devices.base import Parallel, quantised, start_up
 from ebbench.devices.capacity import kv_capacity_tokens
-from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import find_model, find_profile
-from ebbench.devices.request import quantised, start_up
 from ebbench.errors import UsageError
 from ebbench.papers.fidelity.case import Case, Published, reference_rows
 from ebbench.papers.protocols import Protocol

@@ -22,7 +22,7 @@ import numpy as np
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.devices import Device, load_device
-from ebbench.devices.parallel import Parallel
+from ebbench.devices.base import Parallel
 from ebbench.engines.sim import SimEngine
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.runs import latencies, timed_plan

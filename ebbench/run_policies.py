@@ -8,20 +8,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.analysis.api_server_load import CODE, ApiServerBusyError, runs_again
 from ebbench.analysis.summary import summarise, summarise_phases
 from ebbench.engines.checks import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
-from ebbench.render.live import measured, planned
 from ebbench.runs import prepare
+from ebbench.runs.api_server import CODE, ApiServerBusyError, again_if_busy
 from ebbench.runs.key import stored_form
 from ebbench.runs.prepare import Series, needs_saturation
+from ebbench.runs.progress import measured, planned
 from ebbench.spec.server import AUTO, is_server
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
     ``facts``: those of the plan. ``virtual``: simulated time, in which equal plans give equal figures.
     """
-    from ebbench.analysis.compare.certainty import TESTED, pairs_needed
+    from ebbench.analysis.certainty import TESTED, pairs_needed
 
     if repeats < 2 or policies < 2:
         return ""
@@ -87,8 +88,8 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
 def why_stop(summaries: Sequence[Summary]) -> str:
     """Why more repeats would not help; empty if they may. All policies have run each plan so far."""
-    from ebbench.analysis.compare.cases import group_by_policy
-    from ebbench.analysis.compare.certainty import stop_reason
+    from ebbench.analysis.cases import group_by_policy
+    from ebbench.analysis.certainty import stop_reason
 
     if any(not summary.valid for summary in summaries):
         return "Stopped: a run is INVALID, and more repeats do not change that."
@@ -114,19 +115,19 @@ def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages
     from ebbench.analysis.environment import time_note
     from ebbench.spec.server import VIRTUAL_TIME
 
-    messages.print(sentence, markup=False, soft_wrap=True)
+    messages.say(sentence)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
-        messages.print(note, markup=False, soft_wrap=True)
+        messages.say(note)
     virtual = engine.name in VIRTUAL_TIME
     repeats_note = beforehand(
         plan.facts, series.repeats, policies=len(series.policies), until_clear=series.until_clear, virtual=virtual
     )
     if repeats_note:
-        messages.print(repeats_note, markup=False, soft_wrap=True)
+        messages.say(repeats_note)
     if note := _power_note(engine):
-        messages.print(note, markup=False, soft_wrap=True)
+        messages.say(note)
     if not series.policies_stated and not is_server(series.spec.engine):
-        messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
+        messages.say("No --policy given: running ebplus, and v1 as its baseline.")
 
 
 def _power_note(engine: Engine) -> str:
@@ -221,12 +222,10 @@ def run_policies(series: Series, output: Output) -> None:
     messages = Console(stderr=True, highlight=False)
     series.check()
     output.check(series)
-    try:
-        _run_all(series, output, messages)
-    except ApiServerBusyError as busy:
-        if not output.quiet:
-            messages.print(runs_again(busy.warning), markup=False, soft_wrap=True)
-        _run_all(series.with_api_server(), output, messages, announced=True)
+    again_if_busy(
+        lambda served: _run_all(series.with_api_server() if served else series, output, messages, announced=served),
+        partial(messages.say, quiet=output.quiet),
+    )
 
 
 def _run_all(series: Series, output: Output, messages: Console, *, announced: bool = False) -> None:
@@ -265,8 +264,7 @@ def _repeat(
             if done.interrupted:
                 raise KeyboardInterrupt
         if series.until_clear and (reason := why_stop(done.summaries)):
-            if not output.quiet:
-                messages.print(reason, markup=False, soft_wrap=True)
+            messages.say(reason, quiet=output.quiet)
             break
 
 
@@ -306,7 +304,7 @@ def _take_up(series: Series, output: Output, stored: Executed, done: _Done) -> N
         _refuse_busy(run, done)
     _keep(run, stored.summary, done)
     if output.save_as_vllm is not None:
-        from ebbench.export.files import save_vllm_result
+        from ebbench.export import save_vllm_result
 
         save_vllm_result(run, stored.summary, output.save_as_vllm)
     done.interrupted = run.manifest.interrupted
@@ -334,7 +332,7 @@ def _keep(run: Run, summary: Summary, done: _Done) -> None:
 
 
 def _show(series: Series, output: Output, done: _Done) -> None:
-    from ebbench.analysis.compare.cases import cases_of
+    from ebbench.analysis.cases import cases_of
 
     order = {spec.name: index for index, spec in enumerate(series.policies)}
     measured = list(zip(done.summaries, done.explanations, strict=False))  # an interruption may come between the two

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.analysis.environment import ENVIRONMENT, differences
-from ebbench.analysis.gate.units import FIGURES, MEASURED, GateUnit
+from ebbench.analysis.units import FIGURES, MEASURED, GateUnit
 from ebbench.errors import DataError
 from ebbench.records import files
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Literal, TypeVar
 
-from ebbench.analysis.compare.cases import (
+from ebbench.analysis.cases import (
     TIE,
     Figure,
     Group,
@@ -37,7 +37,7 @@ TESTED: Mapping[str, Figure] = {
     "median_ttft_ms": lambda metrics: metrics.ttft.median,
     "median_tpot_ms": lambda metrics: metrics.tpot.median,
 }
-"""The tested figures, by their names in :mod:`ebbench.analysis.gate`."""
+"""The tested figures, by their names in :mod:`ebbench.gate`."""
 
 Name = TypeVar("Name", bound=Hashable)
 

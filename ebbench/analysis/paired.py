@@ -1,6 +1,6 @@
 """Compares runs paired by plan: how much better or worse each policy is than the baseline, with confidence intervals.
 
-Runs of different load or environment are different cases (:mod:`ebbench.analysis.compare.cases`), each with its own
+Runs of different load or environment are different cases (:mod:`ebbench.analysis.cases`), each with its own
 comparison.
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ebbench.analysis.compare.cases import TIE, alike, partition
-from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
+from ebbench.analysis.cases import TIE, alike, partition
+from ebbench.analysis.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.environment import differences
-from ebbench.analysis.gate.units import FIGURES, GateUnit, load_units
-from ebbench.analysis.gate.verdict import (
+from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
+from ebbench.analysis.units import FIGURES, GateUnit, load_units
+from ebbench.analysis.verdict import (
     GATED,
     Pair,
     left_out,
@@ -27,7 +28,6 @@ from ebbench.analysis.gate.verdict import (
     repeated_until_clear,
     worse_by_gate,
 )
-from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
 
 THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "median_e2el_ms"
@@ -61,7 +61,7 @@ class PolicyContrasts:
     some runs have or that cannot be compared, with the reason.
 
     ``deciding``: the figure that decides which is better, by the rule of ``show``
-    (:func:`ebbench.analysis.compare.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
+    (:func:`ebbench.analysis.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
     finds the policy worse, with its p-value. ``left_out``: notes about runs that are in no pair.
     """
 

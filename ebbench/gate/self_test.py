@@ -23,10 +23,10 @@ from functools import cache
 import numpy as np
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.gate.units import GateUnit, figures_of
-from ebbench.analysis.gate.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.analysis.metrics import measure
 from ebbench.analysis.statistics import evidence
+from ebbench.analysis.units import GateUnit, figures_of
+from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.engines.sim import SimEngine

@@ -22,7 +22,6 @@ from typing import Literal
 
 from ebbench.analysis.caveats import told_once
 from ebbench.analysis.environment import differences
-from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
 from ebbench.analysis.statistics import (
     PairedInterval,
     anytime_p,
@@ -33,6 +32,7 @@ from ebbench.analysis.statistics import (
     pairs_to_pass,
     sign_flip_p,
 )
+from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
 from ebbench.errors import DataError, UsageError
 from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE
 

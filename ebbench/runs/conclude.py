@@ -8,18 +8,22 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.device_caveats import Batches, batches_of, said_of_run, shown_by_servers
 from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
 from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
-from ebbench.devices.base import Device
+from ebbench.config.topology import PoolSpec, TopologySpec
+from ebbench.devices.base import Device, StepShape
+from ebbench.devices.profiles import find_profile, list_devices
+from ebbench.devices.roofline import RooflineCost
+from ebbench.devices.table import TableCost
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
 from ebbench.engines.machine import engine_versions
@@ -35,9 +39,227 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
-from ebbench.records.warnings import RunWarning, warning
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions
+from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, RunWarning, caveat, warning
+from ebbench.runs.api_server import api_server_warning
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
+
+MATTERS = 0.02
+"""Smallest share of a run's time that a caveat must concern, or could change."""
+MATTERS_TO_FIRST_TOKENS = 0.1
+"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The mean step of each phase (prefill, decode, mixed) with the phase's share of all step time.
+
+    ``longest_tokens``: prompt and answer of the longest request; ``kv_peak``: highest share of KV blocks in use;
+    ``ttft_ms``: mean time to first token, 0 without any.
+    """
+
+    steps: Mapping[str, tuple[float, StepShape]]
+    longest_tokens: int
+    mean_tokens: float
+    kv_peak: float
+    ttft_ms: float = 0.0
+
+
+def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
+    """The batches of a run, from the columns of its steps that are no lists."""
+    inputs, outputs = np.asarray(requests.input_tokens, float), np.asarray(requests.output_tokens, float)
+    mean = float((inputs + outputs).mean()) if len(inputs) else 0.0
+    context = float((inputs + outputs / 2).mean()) if len(inputs) else 0.0
+    spent = pc.subtract(steps["end_ns"], steps["start_ns"]).to_numpy().astype(float)
+    prompts, decodes = (steps[name].to_numpy().astype(float) for name in ("prefill_tokens", "decode_seqs"))
+    whole = float(spent.sum()) or 1.0
+    kinds = {}
+    for phase in ("prefill", "decode", "mixed"):
+        rows = pc.equal(steps["phase"], phase).to_numpy()
+        if rows.any():
+            shape = _shape(float(prompts[rows].mean()), float(decodes[rows].mean()), context)
+            kinds[phase] = float(spent[rows].sum()) / whole, shape
+    used = steps["kv_blocks_used"].to_numpy() / np.maximum(steps["kv_blocks_total"].to_numpy(), 1)
+    longest = int((inputs + outputs).max()) if len(inputs) else 0
+    waited = (requests.first_token - requests.intended)[requests.ok]
+    ttft_ns = float(waited.mean()) if len(waited) else 0.0
+    return Batches(kinds, longest, mean, float(used.max(initial=0.0)), ttft_ns / 1e6)
+
+
+def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
+    tokens, seqs = round(prompt_tokens), round(decodes)
+    return StepShape(((tokens, 0),) if tokens else (), seqs, round(seqs * context), seqs + (tokens > 0))
+
+
+def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> list[str]:
+    """The warnings as far as they matter to a run of such batches, with their direction and size there."""
+    if device.profile is None or device.request is None or device.geometry is None or not batches.steps:
+        return list(warnings)
+    found = (_sized(each, device, batches) if isinstance(each, Caveat) else each for each in warnings)
+    return [each for each in found if each is not None]
+
+
+def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
+    """A caveat with its size in such a run; None if it does not matter to it."""
+    profile, request, cost = device.profile, device.request, device.cost
+    assert profile is not None
+    assert request is not None
+    if said.code == HOST_UNFITTED and isinstance(cost, TableCost | RooflineCost):
+        # What the constants that were fitted on other GPUs would change in the run's time.
+        changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(request.parallel.tp)]
+        least, most = min(changes), max(changes)
+        matters = max(-least, most) >= MATTERS
+        return caveat(said.code, **said.values, change_low=least, change_high=most) if matters else None
+    if said.code == MIXING_UNMEASURED:
+        share = batches.steps.get("mixed", (0.0, None))[0]
+        leaning = profile.mixed_leaning
+        return caveat(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
+    if said.code == HOST_DOUBTED and isinstance(cost, TableCost):
+        return said if _host_decides(cost, batches) else None
+    return said
+
+
+def shown_by_servers(device: Device, batches: Batches) -> list[str]:
+    """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
+    profile = device.profile
+    if profile is None or not profile.front_end_ms:
+        return []
+    said: list[str] = []
+    share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
+    if share > MATTERS_TO_FIRST_TOKENS:
+        said.append(caveat("front-end-unmodelled", front_end_ms=profile.front_end_ms, share=share))
+    spent, decodes = batches.steps.get("decode", (0.0, None))
+    mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
+    if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
+        said.append(caveat("experts-few-sequences"))
+    return said
+
+
+FEW_SEQUENCES = 8
+"""Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
+GPUs, MiniMax)."""
+
+
+def _fitted_hosts(tp: int) -> list[HostCosts]:
+    hosts = [find_profile(name).host.get("default") for name in list_devices()]
+    found = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
+    return [host for host in found if not host.doubt]
+
+
+def _change(cost: TableCost | RooflineCost, other: TableCost | RooflineCost, batches: Batches) -> float:
+    return sum(share * (other.step_s(shape) / cost.step_s(shape) - 1.0) for share, shape in batches.steps.values())
+
+
+def _host_decides(cost: TableCost, batches: Batches) -> bool:
+    """Whether the host takes longer than the GPU in steps that take more than ``MATTERS`` of the time."""
+    free = replace(cost, host=replace(cost.host, step_s=0.0, sequence_s=0.0))
+    return sum(s for s, shape in batches.steps.values() if cost.step_s(shape) > free.step_s(shape)) > MATTERS
+
+
+_BEGIN = 1 / 3  # figures per pass exclude this first share of the time in which requests are sent
+
+
+class _Passes:
+    """Steps of one pool. Steps that the units of an instance begin at the same time are one pass."""
+
+    def __init__(self, result: EngineResult, first: int, pool: PoolSpec) -> None:
+        self.window_s = _window_s(result)
+        steps = result.steps
+        unit = steps["instance"].to_numpy() - first
+        mine = (unit >= 0) & (unit < pool.units)
+        start = steps["start_ns"].to_numpy()[mine]
+        self.unit, self.pool = unit[mine], pool
+        self.seconds = (steps["end_ns"].to_numpy()[mine] - start) / 1e9
+        self.tokens = steps["prefill_tokens"].to_numpy()[mine]
+        self.decodes = steps["decode_seqs"].to_numpy()[mine]
+        self.kv_tokens = steps["kv_blocks_used"].to_numpy()[mine].astype(float) * 16
+        self.start_s = start / 1e9
+        node = self.unit // pool.dp
+        _, self.first_of, self.number = np.unique(
+            np.stack([node, start]), axis=1, return_index=True, return_inverse=True
+        )
+        self.number = self.number.reshape(-1)
+
+    @property
+    def steady(self) -> npt.NDArray[np.bool_]:
+        """Mask of steps while requests are sent, without the initial part."""
+        begin_s, end_s = self.window_s
+        inside: npt.NDArray[np.bool_] = (self.start_s >= begin_s) & (self.start_s <= end_s)
+        return inside
+
+    @property
+    def _span_s(self) -> float:
+        return self.window_s[1] - self.window_s[0]
+
+    def busy(self) -> float:
+        """Share of the time in which an instance computes."""
+        spent = float(self.seconds[self.first_of][self.steady[self.first_of]].sum())
+        return spent / (self.pool.instances * self._span_s)
+
+    def chunk_utilisation(self, chunk: int) -> float | None:
+        """Prompt tokens over the capacity of the units' chunks, per pass that computed prompts."""
+        steady = self.steady
+        tokens = np.bincount(self.number[steady], self.tokens[steady])
+        passes = int((tokens > 0).sum())
+        return float(tokens.sum()) / (passes * self.pool.dp * chunk) if passes else None
+
+    def kv_spread(self) -> dict[str, float]:
+        """KV tokens over the units of an instance: time averages of mean and deviation, and the peak."""
+        steady = self.steady
+        passes = np.unique(self.number[steady], return_inverse=True)[1]
+        if not len(passes):
+            return {}
+        table = np.zeros((passes.max() + 1, self.pool.dp))
+        table[passes, self.unit[steady] % self.pool.dp] = self.kv_tokens[steady]
+        return {
+            "kv_mean_tokens": float(table.mean()),
+            "kv_std_tokens": float(table.std(axis=1).mean()),
+            "kv_peak_tokens": float(table.max()),
+        }
+
+    def decode_rate(self) -> float:
+        """Generated tokens per second."""
+        return float(self.decodes[self.steady].sum()) / self._span_s
+
+    def decode_batch(self) -> float | None:
+        """Sequences that a unit decodes per pass."""
+        passes = len(np.unique(self.number[self.steady]))
+        return float(self.decodes[self.steady].sum()) / (passes * self.pool.dp) if passes else None
+
+
+def _window_s(result: EngineResult) -> tuple[float, float]:
+    """Start and end (s): the last two thirds of the time in which requests are sent; the whole run if all are sent at
+    once."""
+    sent = np.asarray(result.requests["sent_ns"].drop_null())
+    steps_end = float(np.asarray(result.steps["end_ns"]).max())
+    last = float(sent.max()) if len(sent) else 0.0
+    end = last if last > steps_end / 10 else steps_end
+    return _BEGIN * end / 1e9, end / 1e9
+
+
+def pool_figures(result: EngineResult, spec: TopologySpec, max_num_batched_tokens: int) -> dict[str, Any]:
+    """Figures of a cluster run by name; None if undefined. ``dead``: why a decode unit ended the run.
+
+    ``max_num_batched_tokens``: token budget of instances for which the topology sets none.
+    """
+    figures: dict[str, Any] = {name: result.facts.get(name) for name in ("dispatch_wait_ms", "device_wait_ms")}
+    figures["dead"] = result.invalid[0] if result.invalid else None
+    figures["receive_store_peak_gb"] = result.facts.get("receive_store_peak_gb")
+    if not result.steps.num_rows:
+        return figures
+    first = 0
+    for name, pool in (("front", spec.pools[0]), ("decode", spec.decode)):
+        if pool is None:
+            continue
+        passes = _Passes(result, first, pool)
+        chunk = pool.max_num_batched_tokens or max_num_batched_tokens
+        figures[f"{name}_busy"] = passes.busy()
+        figures[f"{name}_chunk_utilisation"] = passes.chunk_utilisation(chunk)
+        figures |= {f"{name}_{key}": value for key, value in passes.kv_spread().items()}
+        figures[f"{name}_decode_rate"] = passes.decode_rate()
+        figures[f"{name}_decode_batch"] = passes.decode_batch()
+        first += pool.units
+    return figures
 
 
 @dataclass(frozen=True)
@@ -228,8 +450,11 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
-    return [RunWarning(code, message=message) for message in messages]
+def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
+    return [
+        RunWarning(each.code, each.values, about) if isinstance(each, Caveat) else RunWarning(about, message=each)
+        for each in said
+    ]
 
 
 _LONGER = 3.0

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench import __version__
-from ebbench.analysis.gate import self_test as gate_trials
-from ebbench.analysis.gate.self_test import SelfTest, TrialTally
-from ebbench.analysis.gate.units import LABELS
-from ebbench.analysis.gate.verdict import Judged, Outcome, Verdict
+from ebbench.analysis.units import LABELS
+from ebbench.analysis.verdict import Judged, Outcome, Verdict
+from ebbench.gate import self_test as gate_trials
+from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.render import numbers
 from ebbench.untrusted import markdown
 

@@ -78,7 +78,7 @@ class Gain:
 def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explanation] = ()) -> tuple[Group, ...]:
     """Groups in the order in which policies first appear. ``explanations`` is empty or has one entry per summary.
 
-    Does not check that the runs have equal conditions; :func:`ebbench.analysis.compare.cases.cases_of` does.
+    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.cases_of` does.
     """
     policies = dict.fromkeys(summary.policy for summary in summaries)
     return tuple(_group(policy, summaries, explanations) for policy in policies)

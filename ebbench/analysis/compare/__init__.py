@@ -1,1 +1,0 @@
-"""Compares runs: grouped by policy, and paired by plan."""

@@ -1,1 +1,0 @@
-"""Regression gate: paired units, verdict, stored baselines, self-test."""

@@ -1,1 +1,0 @@
-"""Exports runs and documents to the formats of other tools."""
