@@ -320,7 +320,7 @@ def _long_section(options: PaperOptions, store: RunStore, device: str) -> Sectio
         cells = {kind: _long_cell(options, device, model, kind) for kind in _LONG_KINDS}
         row: list[Value] = [model_title(model), concurrency(device, model)]
         for key, scale in _LONG_METRICS.values():
-            found = {k: cell and store.get(cell) for k, cell in cells.items()}
+            found = {k: None if cell is None else store.get(cell) for k, cell in cells.items()}
             row += ["does not fit" if cells[k] is None else value_or_oom(found[k], key, scale) for k in cells]
         rates = dict(zip(cells, row[2:], strict=False))
         lines.append((*row, _change(rates["eb"], rates["v1"]), _change(rates["ebplus"], rates["v1"])))
