@@ -23,7 +23,7 @@ from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.nodes import ClientNode, client_nodes, node_senders, wants_nodes
 from ebbench.client.power import PowerSampler, open_power
-from ebbench.client.prefix_cache import hit_rate, met_before, note_prompts, unplanned_hits
+from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
@@ -263,6 +263,7 @@ async def _drive(
         **findings.facts,
         "request_id_prefix": id_prefix,
         **_cache_facts(requests, server_metrics, ready.cache_reset),
+        **drafts(server_metrics),
         "server_reports": _reported(server_metrics),
         **({"server_version": ready.version} if ready.version else {}),
         **({"other_models": dict(tally.other_models)} if tally.other_models else {}),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -102,6 +102,9 @@ def _decoded(line: bytes) -> SentPrompts | None:
 
 
 _QUERIES, _HITS = re.compile(r"prefix_cache_queries(_total)?$"), re.compile(r"prefix_cache_hits(_total)?$")
+_DRAFTS = re.compile(r"spec_decode_num_drafts(_total)?$")
+_DRAFTED = re.compile(r"spec_decode_num_draft_tokens(_total)?$")
+_ACCEPTED = re.compile(r"spec_decode_num_accepted_tokens_per_pos(_total)?$")
 _TOLERANCE = 0.02
 """Share of the prompt tokens by which hits may exceed what the plan repeats: system prompts, chat templates."""
 
@@ -123,13 +126,35 @@ def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None
     return (hits / queries, "metrics") if queries > 0 and 0 <= hits <= queries else (None, "")
 
 
+def drafts(server_metrics: pa.Table) -> dict[str, Any]:
+    """The tokens that a server drafted and accepted during a run, by its own counters, as facts of the run
+    (:mod:`ebbench.analysis.drafting`); empty if it reports none."""
+    steps, drafted = (sum(_growths(server_metrics, name).values()) for name in (_DRAFTS, _DRAFTED))
+    accepted: dict[int, float] = {}
+    for labels, growth in _growths(server_metrics, _ACCEPTED).items():
+        if (position := str(msgspec.json.decode(labels).get("position", ""))).isdigit():
+            accepted[int(position)] = accepted.get(int(position), 0.0) + growth
+    counts = [accepted[position] for position in sorted(accepted)]
+    if steps <= 0 or not counts or min(counts) < 0:  # a server that restarted counts from zero again
+        return {}
+    return {"speculative": {"steps": int(steps), "drafted": [int(drafted)], "accepted": [int(one) for one in counts]}}
+
+
 def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:
     """Growth of the counters of this name from first to last sample, summed over all labels."""
+    return sum(_growths(metrics, name).values())
+
+
+def _growths(metrics: pa.Table, name: re.Pattern[str]) -> dict[str, float]:
+    """Growth of the counters of this name from first to last sample, by labels."""
     series: dict[tuple[str, str], list[float]] = {}
     for row in metrics.to_pylist():
         if name.search(row["name"]):
             series.setdefault((row["name"], row["labels"]), []).append(row["value"])
-    return sum(values[-1] - values[0] for values in series.values())
+    found: dict[str, float] = {}
+    for (_, labels), values in series.items():
+        found[labels] = found.get(labels, 0.0) + values[-1] - values[0]
+    return found
 
 
 def repeated_share(plan: pa.Table) -> float:

@@ -17,6 +17,7 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import (
     GIVEN,
+    LEAST_FIXED_S,
     SOURCE,
     LinearCost,
     cost_grid,
@@ -135,15 +136,16 @@ def load(request: DeviceRequest) -> Device:
         if measured is not None and request.cost == "auto"
         else _build(request, profile, geometry, published, constants)
     )
-    if drafts is not None:
-        built = _drafting(built, drafts, geometry)
     calibration = measured or _calibration(built, published, profile.margin_s_per_token)
+    if drafts is not None:
+        plain, built = built, _drafting(built, drafts, geometry)
+        calibration = _with_drafts(calibration, plain, built, drafts.tokens)
     return Device(
         name=profile.name,
         model=geometry.name,
         cost=built.cost,
         kv_capacity_tokens=capacity,
-        calibration=calibration if drafts is None else _refitted(built, calibration, drafts.tokens),
+        calibration=calibration,
         provenance=built.provenance,
         warnings=(*built.warnings, *caveats(request, profile, geometry, built.cost, constants)),
         profile=profile,
@@ -183,11 +185,25 @@ def _drafting(built: Built, drafts: Speculative, model: ModelGeometry) -> Built:
     return Built(cost, built.provenance, (*built.warnings, note))
 
 
-def _refitted(built: Built, calibration: Calibration, tokens: int) -> Calibration:
-    """The controller's calibration of steps with drafts; what is published or measured has none."""
-    source = f"fitted with {tokens} drafted tokens per decode to the {built.provenance}"
-    fitted = fit_calibration(built.cost, source, calibration.margin, tokens)
-    return replace(fitted, grid=cost_grid(built.cost, tokens))
+def _with_drafts(calibration: Calibration, plain: Built, drafting: Built, tokens: int) -> Calibration:
+    """The controller's calibration, changed by as much as drafts change a fit to the cost model; costs of decodes are
+    per computed token. What is published or measured knows no drafts."""
+    before = fit_calibration(plain.cost, "", calibration.margin)
+    after = fit_calibration(drafting.cost, "", calibration.margin, tokens)
+
+    def changed(name: str) -> float:
+        return max(float(getattr(calibration, name) + getattr(after, name) - getattr(before, name)), 0.0)
+
+    return replace(
+        calibration,
+        alpha_p=changed("alpha_p"),
+        beta_p=changed("beta_p"),
+        alpha_d=max(changed("alpha_d"), LEAST_FIXED_S),
+        beta_d=changed("beta_d"),
+        mixed=after.mixed,
+        source=f"{calibration.source}; {tokens} drafted tokens per decode from the {drafting.provenance}",
+        grid=cost_grid(drafting.cost, tokens),
+    )
 
 
 def resized(device: Device, request: DeviceRequest) -> Device:

@@ -80,6 +80,10 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
     return f"Prefix cache: hits among the prompt tokens {shares}."
 
 
+ACCEPTED_ALIKE = 0.02
+"""Share by which tokens per step may differ between runs before their speeds are doubted: gains of less are noise."""
+
+
 def _drafted(summaries: Sequence[Summary]) -> str:
     """How many drafted tokens were accepted, per policy if it differs."""
     shown: dict[str, list[str]] = {}
@@ -93,7 +97,10 @@ def _drafted(summaries: Sequence[Summary]) -> str:
     if len(shown) == 1:
         return f"Drafts: {next(iter(shown))}."
     by_policy = [f"{text} with {', '.join(dict.fromkeys(names))}" for text, names in shown.items()]
-    return f"Drafts: {'; '.join(by_policy)}."
+    lengths = [one.drafted.mean_acceptance_length for one in summaries if one.drafted is not None]
+    unlike = max(lengths) > (1.0 + ACCEPTED_ALIKE) * min(lengths)
+    doubt = " A difference in speed may come from what was accepted, not from the policy." if unlike else ""
+    return f"Drafts: {'; '.join(by_policy)}.{doubt}"
 
 
 def _clients(summaries: Sequence[Summary]) -> str:

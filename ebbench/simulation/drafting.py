@@ -91,6 +91,7 @@ class Drafting:
 class DraftingScheduler(Scheduler):
     """A Scheduler whose decodes carry drafts.
 
+    ``on_verified`` is called with how many sequences of a step had 0, 1, 2, ... of all their drafted tokens accepted.
     ``state.target`` includes pending drafts. ``known``: tokens that exist, or are certain or hoped for after the steps
     in flight. ``generated``: output tokens that the steps scheduled so far do yield.
     """
@@ -231,6 +232,9 @@ class DraftingScheduler(Scheduler):
         rows = step.sampled[still_open]
         drafts, accepted, yields = (counts[still_open] for counts in step.verified)
         drafting.counts.count(drafts, accepted)
+        if self.on_verified is not None and len(drafts):
+            whole = accepted[drafts == drafting.tokens]
+            self.on_verified(np.bincount(whole, minlength=drafting.tokens + 1).tolist())
         firsts = state.next_slot.take(rows)
         state.token_ns[token_slots(firsts, yields)] = step.end_ns
         if self.api_servers is not None:

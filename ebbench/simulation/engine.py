@@ -101,6 +101,7 @@ class PolicyGate:
         self._decided: Decision | None = None  # the decision for the next step, if already made
         scheduler.listeners.append(self)
         controller.follow_ages(scheduler.running_ages)
+        scheduler.on_verified = controller.on_verified
 
     @property
     def mode(self) -> str:

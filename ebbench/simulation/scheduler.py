@@ -11,7 +11,7 @@ the methods ``any``, ``all`` and ``sum`` cost several times as much. ``a.take(ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -315,6 +315,7 @@ class Scheduler:
         self.api_servers: ApiServers | None = None  # stream the tokens to the clients, if simulated
         self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
         self.layout = kv.layout if isinstance(kv, LaidOutKv) else None  # where blocks are not by tokens alone
+        self.on_verified: Callable[[list[int]], None] | None = None  # see DraftingScheduler
         self.delivered: dict[int, int] = {}
         self.seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()

@@ -196,6 +196,24 @@ def drafting_method(vllm_config: Any) -> str | None:
     return None if speculative is None else str(speculative.method)
 
 
+def accepted_drafts(scheduler: Any, step: Any, output: Any) -> list[int]:
+    """How many sequences of a step had 0, 1, 2, ... of all their drafted tokens accepted.
+
+    Where the token budget cut drafts short, or the request is gone, nothing counts.
+    """
+    most, sampled, index, requests = (
+        scheduler.num_spec_tokens,
+        output.sampled_token_ids,
+        output.req_id_to_index,
+        scheduler.requests,
+    )
+    found = [0] * (1 + most)
+    for request_id, drafts in step.scheduled_spec_decode_tokens.items():
+        if len(drafts) == most and request_id in requests and (tokens := sampled[index[request_id]]):
+            found[len(tokens) - 1] += 1
+    return found
+
+
 def _drafts_supported(method: str) -> bool:
     return method in ("ngram", "ngram_gpu", "eagle", "eagle3") or method.endswith("mtp")
 

@@ -32,6 +32,7 @@ from vllm_eb.strategy import (
     Values,
     View,
 )
+from vllm_eb.theory import NO_DRAFTS, Drafts
 
 GATE_MARGIN, GATE_MIN, GATE_MAX = 0.5, 0.05, 0.6  # appendix D.6, whose reserve is 0
 
@@ -175,7 +176,8 @@ def _no_ages() -> Sequence[int]:
 class Controller:
     """Controls one engine instance. ``keep_records``: keep records for :meth:`drain_records`.
 
-    ``ranks`` and ``pass_interval``: see :class:`~vllm_eb.strategy.EngineFacts`.
+    ``ranks`` and ``pass_interval``: see :class:`~vllm_eb.strategy.EngineFacts`. ``drafts``: how many tokens the engine
+    drafts; how many are accepted is learnt.
     """
 
     def __init__(
@@ -190,12 +192,13 @@ class Controller:
         keep_records: bool = False,
         ranks: int = 1,
         pass_interval: int = 1,
+        drafts: Drafts = NO_DRAFTS,
     ) -> None:
         engine = EngineFacts(
             calibration, max_num_seqs, block_size, num_blocks, max_num_batched_tokens, ranks, pass_interval
         )
         self._num_blocks = num_blocks
-        self._lengths = Lengths(spec.completions_per_update)
+        self._lengths = Lengths(spec.completions_per_update, drafts)
         self._strategy = spec.strategy(engine, self._lengths)
         self._queue = ShortestFirst() if spec.order == "shortest" else self._strategy.queue
         self._phases = Phases(engine, self._strategy, self._lengths, self._entered)
@@ -232,6 +235,10 @@ class Controller:
         """Record that a preempted request was admitted again."""
         self._phases.on_admission()
         self._strategy.on_resume()
+
+    def on_verified(self, sequences: Sequence[int]) -> None:
+        """Record how many sequences of a step had 0, 1, 2, ... of all their drafted tokens accepted."""
+        self._lengths.on_verified(sequences)
 
     def on_finish(self, output_tokens: int) -> None:
         """Record that a request left its slot after ``output_tokens`` >= 1 tokens, finished or aborted."""

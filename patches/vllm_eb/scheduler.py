@@ -33,6 +33,7 @@ from vllm_eb.controller import Controller, WaitingOrder
 from vllm_eb.refills import LONGEST_PERIOD, PassCount, longest_period
 from vllm_eb.reports import StepReports
 from vllm_eb.strategy import Decision, View
+from vllm_eb.theory import Drafts
 
 # vLLM's front end finds stop strings and then aborts the request; a client that disconnects frees its slot too.
 _ENDS = (
@@ -123,6 +124,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             keep_records=config.record is not None,
             ranks=ranks,
             pass_interval=pass_interval,
+            drafts=Drafts((0.0,) * self.num_spec_tokens, lookahead_tokens=self.num_lookahead_tokens),
         )
         controller.follow_ages(lambda: [request.num_output_tokens for request in self.running])
         return controller
@@ -357,6 +359,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         """vLLM's method; also reports the step."""
         if self._reports is not None:
             self._reports.ended(scheduler_output, self.last_decision, self._prefilling)
+        if self.controller is not None and scheduler_output.scheduled_spec_decode_tokens:
+            output = kwargs["model_runner_output"] if "model_runner_output" in kwargs else args[0]
+            self.controller.on_verified(compat.accepted_drafts(self, scheduler_output, output))
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def shutdown(self) -> None:

@@ -120,19 +120,20 @@ class ServiceLevel:
         return self.ttft_s is not None or self.tpot_s is not None
 
     def seqs_allowed(
-        self, costs: StepCosts, per_token_s: float, *, mu_l: float, mu_new: float, mu_o: float, at_most: int
-    ) -> int:
+        self, costs: StepCosts, per_token_s: float, *, mu_l: float, mu_new: float, mu_o: float, at_most: int,
+        per_step: float = 1.0,
+    ) -> int:  # fmt: skip
         """Largest batch whose time per output token, with its share of prefills, stays within the target.
 
-        Mean tokens: ``mu_l`` per prompt, ``mu_new`` of it to compute, ``mu_o`` per response. ``at_most`` without a
-        target; 0 if not even one sequence could meet it.
+        Mean tokens: ``mu_l`` per prompt, ``mu_new`` of it to compute, ``mu_o`` per response, ``per_step`` of a sequence
+        in a decode step. ``at_most`` without a target; 0 if not even one sequence could meet it.
         """
         if self.tpot_s is None:
             return at_most
         most_s, decode_s = TPOT_SHARE * self.tpot_s, costs.decode_at(mu_l + mu_o / 2)
 
         def meets(seqs: int) -> bool:
-            return decode_s(seqs) + seqs * mu_new * per_token_s / mu_o <= most_s
+            return decode_s(seqs) / per_step + seqs * mu_new * per_token_s / mu_o <= most_s
 
         if meets(at_most):
             return at_most
@@ -143,15 +144,17 @@ class ServiceLevel:
         return low
 
     def may_pause(
-        self, costs: StepCosts, per_token_s: float, seqs: float, *, mu_l: float, mu_new: float, mu_o: float
-    ) -> float:
+        self, costs: StepCosts, per_token_s: float, seqs: float, *, mu_l: float, mu_new: float, mu_o: float,
+        per_step: float = 1.0,
+    ) -> float:  # fmt: skip
         """Number of sequences per ``seqs`` that may be preempted and still meet the TPOT target; lengths as above.
 
         While the n others end and grow at the same rate, their prompts free n mu_l tokens in the time of a mean
         response. p preempted sequences, each half a response old, are then all back after p (mu_l + mu_o / 2) / (n
         mu_l) of that time, which must equal the part of the target not used by their tokens. Infinite without a target.
         """
-        token_s = _token_s(costs, per_token_s, seqs, mu_l=mu_l, mu_new=mu_new, mu_o=mu_o)
+        # Time (s) per output token, with its share of prefills.
+        token_s = costs.decode_s(seqs, mu_l + mu_o / 2) / per_step + seqs * mu_new * per_token_s / mu_o
         if self.tpot_s is None or token_s == 0.0:
             return math.inf
         return max(PAUSE_SHARE * self.tpot_s / token_s - 1.0, 0.0) * mu_l / (mu_l + mu_o / 2)
@@ -159,11 +162,6 @@ class ServiceLevel:
     def refill_due(self, oldest_wait_s: float) -> bool:
         """Whether the oldest request that can still meet its target should not wait longer."""
         return self.ttft_s is not None and oldest_wait_s >= TTFT_SHARE * self.ttft_s
-
-
-def _token_s(costs: StepCosts, per_token_s: float, seqs: float, *, mu_l: float, mu_new: float, mu_o: float) -> float:
-    """Time (s) per output token of ``seqs`` sequences, with their share of prefills."""
-    return costs.decode_s(seqs, mu_l + mu_o / 2) + seqs * mu_new * per_token_s / mu_o
 
 
 class TokenDebt:

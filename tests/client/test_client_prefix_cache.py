@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.client.prefix_cache import hit_rate, repeated_share, unplanned_hits
+from ebbench.analysis.drafting import Drafted
+from ebbench.client.prefix_cache import drafts, hit_rate, repeated_share, unplanned_hits
 from ebbench.engines.endpoint import drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
 from ebbench.records.plan import Plan
@@ -53,6 +54,30 @@ def test_without_usage_the_growth_of_the_servers_counters_is_taken() -> None:
 
 def test_a_server_that_reports_nothing_has_no_rate() -> None:
     assert hit_rate(requests_table([request(0)]), NO_METRICS) == (None, "")
+
+
+def test_drafts_are_the_growth_of_the_servers_counters_over_all_engines() -> None:
+    name = "vllm:spec_decode_num_"
+    engines = ['{"engine":"0"}', '{"engine":"1"}']
+    places = [f'{{"engine":"{engine}","position":"{place}"}}' for engine in (0, 1) for place in (0, 1)]
+
+    def page(steps: float, drafted: float, *accepted: float) -> list[tuple[str, str, float]]:
+        rows = [(f"{name}drafts_total", labels, steps) for labels in engines]
+        rows += [(f"{name}draft_tokens_total", labels, drafted) for labels in engines]
+        positions = zip(places, accepted * 2, strict=True)
+        return rows + [(f"{name}accepted_tokens_per_pos_total", labels, value) for labels, value in positions]
+
+    found = Drafted.of(drafts(metrics(*page(100, 200, 90, 50), *page(200, 400, 170, 100))))
+    assert found is not None
+    assert found.figures() == {
+        "mean_acceptance_length": pytest.approx(2.3),
+        "acceptance": pytest.approx([0.8, 0.5]),
+        "drafted_tokens": 400,
+        "accepted_tokens": 260,
+    }
+    assert drafts(metrics(*page(100, 200, 90, 50))) == {}
+    assert drafts(metrics(*page(100, 200, 90, 50), *page(10, 20, 9, 5))) == {}
+    assert drafts(NO_METRICS) == {}
 
 
 def test_the_repeated_share_counts_earlier_turns_and_shared_blocks() -> None:

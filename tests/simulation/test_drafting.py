@@ -18,6 +18,7 @@ from ebbench.spec.server import EngineOptions
 from ebbench.spec.speculative import speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
+from vllm_eb.theory import Drafts, optimal_threshold
 
 DEVICE = load_device("h200", "qwen3-8b")
 
@@ -124,3 +125,34 @@ def test_a_step_with_drafts_costs_less_than_a_step_per_token() -> None:
     for seqs in (1, 64, 256):
         plain_s = DEVICE.cost.step_s(decode_shape(seqs, 512))
         assert plain_s < drafting.cost.step_s(decode_shape(seqs, 512, drafts=3)) < 4 * plain_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200", "rtx-pro-6000"])
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+@pytest.mark.parametrize("rate", [0.3, 0.9])
+def test_the_threshold_of_the_theory_is_within_two_per_cent_of_the_best(gpu: str, tokens: int, rate: float) -> None:
+    speculative = speculative_of(f"method=eagle3,tokens={tokens},acceptance={rate}")
+    device = load_device(gpu, "qwen3-8b", speculative=speculative)
+    load = build_plan(
+        "balanced",
+        num_prompts=1500,
+        max_concurrency=384,
+        input_len=128,
+        output_len=256,
+        length_distribution="geometric",
+    )
+    settings = EngineOptions(max_num_seqs=192, speculative=speculative.text)
+    mean = float(np.mean(load.table["output_tokens"]))
+    costs = device.calibration
+    theta = optimal_threshold(1 / mean, costs.alpha_p, costs.alpha_d, drafts=Drafts(speculative.acceptance)).theta0
+
+    def requests_per_s(theta: float) -> float:
+        """While requests are waiting."""
+        result = SimEngine(figures_only=True).run(load, parse_policy(f"eb:theta={theta:.4f}"), device, settings)
+        ends_ns = np.sort(result.requests["end_ns"].to_numpy())
+        first, last = int(0.15 * len(ends_ns)), int(0.7 * len(ends_ns))
+        return float((last - first) / (ends_ns[last] - ends_ns[first]) * 1e9)
+
+    best = max(map(requests_per_s, (0.03, 0.06, 0.09, 0.13, 0.2, 0.35)))
+    assert requests_per_s(theta) >= 0.98 * best

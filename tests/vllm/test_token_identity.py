@@ -19,6 +19,7 @@ from vllm_eb.policy import parse_policy
 pytestmark = pytest.mark.vllm
 
 REQUESTS, ABORTED, CONCURRENCY, BLOCKS, BLOCK = 50, 5, 36, 44, 32
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 POLICIES = (
     "v1",
     "v0",
@@ -52,10 +53,11 @@ def prompts() -> list[tuple[list[int], int]]:
     return found
 
 
-def serve(folder: Path, policy: str, sent_again: list[str] | None = None) -> Served:
+def serve(folder: Path, policy: str, sent_again: list[str] | None = None, drafts: Counter[str] | None = None) -> Served:
     """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway.
 
-    ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens.
+    ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens. With ``drafts``
+    tokens are drafted from n-grams, and those scheduled are counted by the id of their request.
     """
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
@@ -69,9 +71,12 @@ def serve(folder: Path, policy: str, sent_again: list[str] | None = None) -> Ser
             max_model_len=BLOCKS * BLOCK, max_num_seqs=32, max_num_batched_tokens=96, disable_log_stats=True,
             scheduler_cls=None if plain else SCHEDULER,
             additional_config={} if plain else additional_config(parse_policy(policy), CALIBRATION),
+            speculative_config=None if drafts is None else N_GRAMS,
         )
     )  # fmt: skip
     scheduler = engine.engine_core.engine_core.scheduler
+    if drafts is not None:
+        _count_drafts(scheduler, drafts)
     counted = _count(scheduler)
     if sent_again is not None:
         _note_sent_again(scheduler, sent_again)
@@ -105,6 +110,16 @@ def serve(folder: Path, policy: str, sent_again: list[str] | None = None) -> Ser
         tuple(r.phase for r in records),
         tuple(r.mode for r in records if r.kind == "mode"),
     )
+
+
+def _count_drafts(scheduler: Any, drafts: Counter[str]) -> None:
+    update = scheduler.update_from_output
+
+    def updating(scheduled: Any, *args: Any) -> Any:
+        drafts.update({name: len(tokens) for name, tokens in scheduled.scheduled_spec_decode_tokens.items()})
+        return update(scheduled, *args)
+
+    scheduler.update_from_output = updating
 
 
 def _note_sent_again(scheduler: Any, sent_again: list[str]) -> None:
@@ -178,6 +193,30 @@ def test_answers_are_those_of_v1_with_asynchronous_scheduling(
     sent_again: list[str] = []
     ours = serve(small_model_folder, policy, sent_again).answers
     assert len(sent_again) > 50
+    for name, tokens in served["v1"].answers.items():
+        shorter = min(len(tokens), len(ours[name]))
+        assert ours[name][:shorter] == tokens[:shorter], name
+        assert shorter >= 4
+
+
+@pytest.mark.parametrize("policy", ["v1", *POLICIES[1:5]])
+def test_answers_are_those_of_v1_with_drafts_from_n_grams(
+    served: dict[str, Served], small_model_folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU build reads ``vars`` of all objects of all modules; llvmlite's library has none and says otherwise."""
+    from llvmlite.binding import ffi
+
+    attribute = ffi._lib_wrapper.__getattr__
+
+    def without_vars(library: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return attribute(library, name)
+
+    monkeypatch.setattr(ffi._lib_wrapper, "__getattr__", without_vars)
+    drafts: Counter[str] = Counter()
+    ours = serve(small_model_folder, policy, drafts=drafts).answers
+    assert drafts.total() > 50
     for name, tokens in served["v1"].answers.items():
         shorter = min(len(tokens), len(ours[name]))
         assert ours[name][:shorter] == tokens[:shorter], name

@@ -128,8 +128,9 @@ class AdaptiveThreshold:
     def _apply(self, estimate: HazardEstimate, now_s: float) -> Update:
         cal = self._calibration
         found = optimal_threshold(
-            estimate.p0, cal.alpha_p, cal.alpha_d, eta=estimate.eta, beta_d=cal.beta_d, n=self.n_limit
-        )
+            estimate.p0, cal.alpha_p, cal.alpha_d, eta=estimate.eta, beta_d=cal.beta_d, n=self.n_limit,
+            drafts=self._lengths.drafts,
+        )  # fmt: skip
         clipped = min(max(self._target(found, estimate), self._spec.theta_min), THETA_MAX)
         weight = THETA_WEIGHT if self._updates else 1.0
         self.theta += weight * (clipped - self.theta)
@@ -144,16 +145,17 @@ class AdaptiveThreshold:
     def _target(self, found: Threshold, estimate: HazardEstimate) -> float:
         """The threshold to move to, before its bounds."""
         if self._spec.correction == "renewal":
-            return renewal_threshold(estimate.survival, self._calibration.alpha_p, self._calibration.alpha_d)
+            costs, per_step = self._calibration, self._lengths.drafts.tokens_per_step
+            return renewal_threshold(estimate.survival, costs.alpha_p, costs.alpha_d / per_step)
         return found.theta0 if self._spec.correction == "off" else found.theta_star
 
     def _memory_safe(self, estimate: HazardEstimate) -> int:
         """Number of sequences that fit into the KV cache while they grow."""
         if estimate.mean <= 1.0:  # responses of one token do not grow, and prompts that do not fit are not admitted
             return self._max_num_seqs
-        spec = self._spec
+        spec, slot_tokens = self._spec, self._lengths.mu_l + self._lengths.drafts.kv_tokens
         return memory_safe_batch(
-            self._capacity_tokens, self._lengths.mu_l, estimate.p0, self.theta, spec.epsilon, form=spec.memory_form
+            self._capacity_tokens, slot_tokens, estimate.p0, self.theta, spec.epsilon, form=spec.memory_form
         )
 
 

@@ -10,7 +10,7 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.policies.eb import EstimatingSpec, OnlineThreshold
 from vllm_eb.policy import setting
 from vllm_eb.strategy import Change, EngineFacts, Lengths, Mode, Strategy, Values, View
-from vllm_eb.theory import Crossover, crossover
+from vllm_eb.theory import NO_DRAFTS, Crossover, Drafts, crossover
 
 # The paper smooths N_obs and names no weight. Ours: a filling batch counts quickly and a draining one slowly, so that
 # the dip at the end of each decode phase does not look like light traffic.
@@ -60,11 +60,11 @@ class ModeSelector:
         weight = RISE_WEIGHT if active_seqs > self.n_obs else FALL_WEIGHT
         self.n_obs += weight * (active_seqs - self.n_obs)
 
-    def evaluate(self, *, mu_l: float, mu_o: float, theta0: float) -> Evaluation:
+    def evaluate(self, *, mu_l: float, mu_o: float, theta0: float, drafts: Drafts = NO_DRAFTS) -> Evaluation:
         """Decide the mode from the current estimates (tokens; share of N)."""
         if self.n_obs < self._min_active:
             return self._stay(None, "too_few_active")
-        sides = crossover(self._calibration, mu_l=mu_l, mu_o=mu_o, n_obs=self.n_obs, theta0=theta0)
+        sides = crossover(self._calibration, mu_l=mu_l, mu_o=mu_o, n_obs=self.n_obs, theta0=theta0, drafts=drafts)
         if self._cooldown > 0:
             self._cooldown -= 1
             return self._stay(sides, "cooldown")
@@ -151,7 +151,7 @@ class Switching(OnlineThreshold):
         changes = super().update(view, running_ages)
         lengths = self.lengths
         theta = self._adaptive.theta0 if self._crossover_theta == "base" else self._adaptive.theta
-        found = self._selector.evaluate(mu_l=lengths.mu_l, mu_o=lengths.mu_o, theta0=theta)
+        found = self._selector.evaluate(mu_l=lengths.mu_l, mu_o=lengths.mu_o, theta0=theta, drafts=lengths.drafts)
         values: dict[str, float | int | None] = {"margin": found.margin}
         if found.crossover is not None:
             sides = found.crossover

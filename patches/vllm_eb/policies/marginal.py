@@ -281,7 +281,7 @@ class MarginalPolicy(Strategy):
             prompt_tokens=max(self.lengths.mu_new, 1.0),
             half_computed=view.prefilling,
             queued=view.waiting > slots,
-            hazard=1.0 / self._answers.mean,
+            hazard=self.lengths.drafts.per_step(min(1.0 / self._answers.mean, 1.0)),
         )
 
     @property
@@ -298,6 +298,7 @@ class MarginalPolicy(Strategy):
             mu_new=self.lengths.mu_new,
             mu_o=self._answers.mean,
             at_most=self._max_num_seqs,
+            per_step=self.lengths.drafts.tokens_per_step,
         )
         if self._one_token:
             allowed = self._max_num_seqs
@@ -359,6 +360,7 @@ class MarginalPolicy(Strategy):
             mu_l=self.lengths.mu_l,
             mu_new=self.lengths.mu_new,
             mu_o=self._answers.mean,
+            per_step=self.lengths.drafts.tokens_per_step,
         )
 
     def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
@@ -378,7 +380,9 @@ class MarginalPolicy(Strategy):
         mu_l, mu_o, batch = self.lengths.mu_l, self._answers.mean, self._batch
         return Work(
             prompt_token_s=self._refills.per_token_s * self.lengths.mu_new / mu_l,
-            answer_s=mu_o * self._costs.decode_s(batch, mu_l + mu_o / 2) / batch,
+            answer_s=mu_o
+            * self._costs.decode_s(batch, mu_l + mu_o / 2)
+            / (batch * self.lengths.drafts.tokens_per_step),
             lead_s=self._largest_prefill_s,
         )
 
