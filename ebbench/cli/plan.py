@@ -163,7 +163,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
     from ebbench.capacity.limits import parse_limits
     from ebbench.cli.run_settings import each_once, parse_policies
     from ebbench.config.setting_strings import option_name
-    from ebbench.devices.profiles import list_devices
+    from ebbench.devices.table import measured_devices
     from ebbench.spec.run import spec_of
     from ebbench.workloads.options import is_recorded
 
@@ -177,7 +177,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
     spec = spec_of({**settings, **of_workload, **checked_server(choice.model, settings)}).changed(redraw=True)
     return with_candidates(
         PlanTask(spec, limits, target.request_rate, SESSIONS, target.headroom, target.spare),
-        choice.device or list_devices(),
+        choice.device or measured_devices(),
         instance_shapes(choice.tp or (), choice.instance or ()),
         [policy.name for policy in parse_policies(choice.policy or DEFAULT_POLICIES)],
         choice.max_num_batched_tokens or (),

@@ -205,10 +205,11 @@ def without_spikes(times: Array) -> Array:
     """Times along the first axis, with single ones above ``SPIKE`` times their neighbours at those neighbours' mean.
 
     Smaller humps stay: kernels are chosen by size, and a larger call can be the faster one. None is longer than
-    ``SPIKE`` times a larger call.
+    ``SPIKE`` times a larger call, and the first not than the second: kernels pad the smallest batches to one tile.
     """
     before, after = np.concatenate((times[1:2], times[:-1])), np.concatenate((times[1:], times[-1:]))
     single = np.where(times > SPIKE * np.maximum(before, after), np.sqrt(before * after), times)
+    single[0] = np.minimum(single[0], single[1])
     return np.asarray(np.minimum(single, SPIKE * lower_envelope(single, 0)))
 
 

@@ -12,7 +12,7 @@ from ebbench.devices.collectives import GRAPH_TOKENS
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import select, source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
-from ebbench.devices.profiles import DeviceProfile
+from ebbench.devices.profiles import DeviceProfile, list_devices
 from ebbench.devices.surfaces import (
     KINDS_IN_WORDS,
     AttentionTables,
@@ -119,6 +119,13 @@ class TableCost:
 
 def _tokens(shape: StepShape) -> int:
     return shape.decode_seqs + shape.draft_tokens + sum(chunk for chunk, _ in shape.prefill)
+
+
+def measured_devices() -> tuple[str, ...]:
+    """Names of the bundled devices with measured kernels: in the packaged tables, or in the library if installed."""
+    packaged = {name for kind in ("decode", "mixed") for name in select(kind)["device"].unique().to_pylist()}
+    of_library = library.SYSTEMS.keys() if library.installed() else ()
+    return tuple(name for name in list_devices() if name in packaged or name in of_library)
 
 
 class TableBuilt(NamedTuple):

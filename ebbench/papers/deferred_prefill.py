@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 
-from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.linear import GIVEN, decode_shape
 from ebbench.papers.published import DEFERRED_PAPER, rows
-from ebbench.papers.table import PaperOptions, PaperTable, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, no_cells, ours
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec, simulated
 from vllm_eb.policies.deferred import DeferredChain, DeferredModel, approximate_chain, exact_chain
@@ -144,7 +144,7 @@ def _percent(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else 100 * (value / base - 1)
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+def _table1_document(options: PaperOptions, store: RunStore) -> Content:
     columns = (*labels("model", "metric"), Column("published"), Column("ours", ours=True), Column("diff", "change"))
     sections = []
     for distribution, title in DISTRIBUTIONS.items():
@@ -158,9 +158,8 @@ def _table1_document(options: PaperOptions, store: RunStore) -> Document:
         f"of the simulation, the flatness around it and the times per token are predictions. Implied: {facts}.",
         "LLaMA3's printed numeric rate is 22 % above its experiment; the text puts that down to one c_d for two "
         "regimes. Our constants follow from the experiment, so our numeric rate is 18 % below the printed one.",
-        *pending(store, _table1_cells(options)),
     )
-    return Document("deferred-1", "Deferred prefill, table 1: the best departure threshold", tuple(sections), notes)
+    return sections, notes
 
 
 def _constants_text(row: Mapping[str, str]) -> str:
@@ -171,8 +170,8 @@ def _constants_text(row: Mapping[str, str]) -> str:
 
 
 DEFERRED = PaperTable(
-    "deferred-1", "the deferred-prefill paper's table 1", _table1_cells, _table1_document, ("num_prompts",),
-    aliases=("deferred", "table1", "1"),
+    "deferred-1", "the deferred-prefill paper's table 1", "Deferred prefill, table 1: the best departure threshold",
+    _table1_cells, _table1_document, ("num_prompts",), aliases=("deferred", "table1", "1"),
 )  # fmt: skip
 
 
@@ -243,9 +242,8 @@ def _times(row: Row, batches: Sequence[int], *, prefill: bool) -> list[tuple[str
 def _costs_section(title: str, batches: Sequence[int], *, prefill: bool) -> Section:
     columns = (
         *labels("model", "costs"),
-        *(Column(f"batch {batch}", group="s", ours=True) for batch in batches),
-        Column("at batch 0, ms", group="line", ours=True),
-        Column("per request, ms", group="line", ours=True),
+        *ours(*(f"batch {batch}" for batch in batches), group="s"),
+        *ours("at batch 0, ms", "per request, ms", group="line"),
         Column("R²", group="line", ours=True, show=lambda share: f"{share:.4f}"),
     )
     lines: list[tuple[Value, ...]] = []
@@ -256,11 +254,7 @@ def _costs_section(title: str, batches: Sequence[int], *, prefill: bool) -> Sect
     return Section(title, columns, tuple(lines))
 
 
-def _no_cells(_options: PaperOptions) -> list[RunSpec]:
-    return []
-
-
-def _costs(options: PaperOptions, store: RunStore) -> Document:
+def _costs(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {DEFERRED_PAPER}, figures 2 and 3: {_PICTURE}; the text says that both times are affine in the "
         "batch, and that the time between tokens jumps at some batch sizes.",
@@ -277,7 +271,7 @@ def _costs(options: PaperOptions, store: RunStore) -> Document:
         _costs_section("Figure 2: prefill time over the prefill batch", PREFILL_BATCHES, prefill=True),
         _costs_section("Figure 3: time between tokens over the decode batch", DECODE_BATCHES, prefill=False),
     )
-    return Document("deferred-figure2", "Deferred prefill, figures 2 and 3: affine step times", sections, notes)
+    return sections, notes
 
 
 def _limits(row: Row) -> list[int]:
@@ -294,19 +288,15 @@ def _limit_cell(options: PaperOptions, row: Row, limit: int, k: int) -> RunSpec:
 
 
 def _limit_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _limit_cell(options, row, limit, k)
-        for row in _models()
-        for limit in _limits(row)
-        for k in (1, _best_k(row, limit))
-    ]
+    limits = [(row, limit) for row in _models() for limit in _limits(row)]
+    return [_limit_cell(options, row, limit, k) for row, limit in limits for k in (1, _best_k(row, limit))]
 
 
-def _limits_document(options: PaperOptions, store: RunStore) -> Document:
+def _limits_document(options: PaperOptions, store: RunStore) -> Content:
     columns = (
         *labels("model", "C"), Column("best K", ours=True),
-        *(Column(name, group="requests/s at the best K", ours=True) for name in _CHAINS),
-        *(Column(name, group="requests/s at K = 1", ours=True) for name in ("exact chain", "simulated")),
+        *ours(*_CHAINS, group="requests/s at the best K"),
+        *ours("exact chain", "simulated", group="requests/s at K = 1"),
     )  # fmt: skip
     lines: list[tuple[Value, ...]] = []
     for row in _models():
@@ -321,10 +311,8 @@ def _limits_document(options: PaperOptions, store: RunStore) -> Document:
         "said: each C has its best here, and K = 1 for comparison.",
         f"Ours: constants implied by table 1, prompts of {MEAN_INPUT} tokens, geometric answers, {_BATCHES} C "
         "requests.",
-        *pending(store, _limit_cells(options)),
     )
-    title = "Deferred prefill, figure 4: throughput over the batch limit C"
-    return Document("deferred-figure4", title, (Section("", columns, tuple(lines)),), notes)
+    return [Section("", columns, tuple(lines))], notes
 
 
 def _at(chain: DeferredChain, k: int) -> float:
@@ -342,15 +330,6 @@ def completion_s(found: Measured) -> float:
     return float((done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()).mean() / 1e9)
 
 
-def _k_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        deferred_cell(options, row, distribution, k)
-        for row in _models()
-        for distribution in DISTRIBUTIONS
-        for k in k_values(int(row["batch_limit"]))
-    ]
-
-
 def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -> dict[int, Measured]:
     """The finished runs by K."""
     found = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(int(row["batch_limit"]))}
@@ -358,12 +337,9 @@ def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -
 
 
 def _k_section(options: PaperOptions, store: RunStore, row: Row) -> Section:
-    columns: tuple[Column, ...] = (
-        *labels("K"), *(Column(name, group="requests/s", ours=True) for name in ("Prop. 1", "exact chain")),
-    )  # fmt: skip
+    columns = labels("K") + ours("Prop. 1", "exact chain", group="requests/s")
     for distribution in DISTRIBUTIONS:
-        names = ("requests/s", "completion s", "s/token", "s/token p95")
-        columns += tuple(Column(name, group=_short(distribution), ours=True) for name in names)
+        columns += ours("requests/s", "completion s", "s/token", "s/token p95", group=_short(distribution))
     exact, rough = exact_chain(_model(row)), approximate_chain(_model(row))
     runs = {distribution: _runs(options, store, row, distribution) for distribution in DISTRIBUTIONS}
     lines = []
@@ -406,7 +382,7 @@ def littles_law(row: Row) -> float:
 def _claims(options: PaperOptions, store: RunStore) -> Section:
     columns = (
         *labels("model", "answers", "K"),
-        Column("published", "change", "requests/s"), Column("ours", "change", "requests/s", True),
+        *changes("requests/s"),
         Column("published", "change", "completion time"), Column("by Little's law", "change", "completion time", True),
         Column("ours", "change", "completion time", True),
     )  # fmt: skip
@@ -424,7 +400,7 @@ def _claims(options: PaperOptions, store: RunStore) -> Section:
     return Section("The best K against K = 1", columns, tuple(lines))
 
 
-def _k_document(options: PaperOptions, store: RunStore) -> Document:
+def _k_document(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {DEFERRED_PAPER}, figures 5 to 7: {_PICTURE}, for ShareGPT. Its text: 13.5 and 13.7 % more "
         "requests/s, 14 and 17 % less mean completion time at the best K than at K = 1 (Granite, LLaMA3), and p95 of "
@@ -434,22 +410,22 @@ def _k_document(options: PaperOptions, store: RunStore) -> Document:
         "By Little's law the published rates imply about the published completion times: the batch holds C requests "
         "under K = 1 and C - K/2 on average under K. Our optimum is flat for LLaMA3 (94 to 205 within 1 %), so that "
         "'our best' K is chance, and with it the completion time there.",
-        *pending(store, _k_cells(options)),
     )
     sections = (_claims(options, store), *(_k_section(options, store, row) for row in _models()))
-    title = "Deferred prefill, figures 5 to 7: throughput and completion time over K"
-    return Document("deferred-figure5", title, sections, notes)
+    return sections, notes
 
 
 DEFERRED_COSTS = PaperTable(
-    "deferred-figure2", "the deferred-prefill paper's figures 2 and 3: affine step times", _no_cells, _costs, (),
-    aliases=("deferred-figure3",),
+    "deferred-figure2", "the deferred-prefill paper's figures 2 and 3: affine step times",
+    "Deferred prefill, figures 2 and 3: affine step times", no_cells, _costs, (), aliases=("deferred-figure3",),
 )  # fmt: skip
 DEFERRED_LIMITS = PaperTable(
-    "deferred-figure4", "its figure 4: throughput over the batch limit", _limit_cells, _limits_document,
-    ("num_prompts",), whole=False,
+    "deferred-figure4", "its figure 4: throughput over the batch limit",
+    "Deferred prefill, figure 4: throughput over the batch limit C", _limit_cells, _limits_document, ("num_prompts",),
+    whole=False,
 )  # fmt: skip
 DEFERRED_OVER_K = PaperTable(
-    "deferred-figure5", "its figures 5 to 7: throughput and completion time over K", _k_cells, _k_document,
+    "deferred-figure5", "its figures 5 to 7: throughput and completion time over K",
+    "Deferred prefill, figures 5 to 7: throughput and completion time over K", _table1_cells, _k_document,
     ("num_prompts",), aliases=("deferred-figure6", "deferred-figure7"),
 )  # fmt: skip

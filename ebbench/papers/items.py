@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels
+from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.papers.published import DEFERRED_PAPER, EB_PAPER
 from ebbench.papers.staggered.prefill import STAGGERED_PAPER
-from ebbench.papers.table import PaperOptions, PaperTable
+from ebbench.papers.table import Content, PaperOptions, PaperTable, no_cells
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
 
 Paper = Literal["eb", "deferred", "staggered"]
 Agreement = Literal["same", "same direction", "in part", "differs", "no numbers in print"]
@@ -229,10 +228,6 @@ ITEMS: tuple[PaperItem, ...] = (
 )
 
 
-def _no_cells(_options: PaperOptions) -> list[RunSpec]:
-    return []
-
-
 def _section(paper: Paper) -> Section:
     columns = (*labels("item"), *(Column(name, "label", fold=True) for name in ("shows", "command")),
                *labels("agreement"), Column("what we saw", "label", fold=True), *labels("checked"))  # fmt: skip
@@ -245,14 +240,17 @@ def _section(paper: Paper) -> Section:
     return Section(PAPERS[paper], columns, tuple(lines))
 
 
-def _document(options: PaperOptions, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         *(f"{word}: {meaning}." for word, meaning in AGREEMENTS.items()),
         "What we saw is written by hand from the committed reports (reports/tables, cluster, figures, fidelity); "
         "nothing is run for this page. Checked: the day on which ours was last made or compared.",
     )
     sections = tuple(_section(paper) for paper in PAPERS)
-    return Document("papers", "Every table and figure of the three papers", sections, notes)
+    return sections, notes
 
 
-INDEX = PaperTable("papers", "all items of the three papers, and whether ours agree", _no_cells, _document, ())
+INDEX = PaperTable(
+    "papers", "all items of the three papers, and whether ours agree", "Every table and figure of the three papers",
+    no_cells, _document, (),
+)  # fmt: skip

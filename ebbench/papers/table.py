@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ebbench.analysis.documents import Column, Document, Section
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, relative
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.runs.progress import with_progress
-from ebbench.runs.store import Measured, RunStore
+from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
 Outputs = Literal["forced", "profile"]
+Content = tuple[Sequence[Section], Sequence[str]]
+"""Sections and notes of a document."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class PaperOptions:
     def model(self, default: str = DEFAULT_MODEL) -> str:
         """The model of an experiment for one model. Raises UsageError if several were given."""
         return _one("--model", self.models, default)
+
+    def further(self, *own: str) -> tuple[str, ...]:
+        """The policies asked for in addition to a table's own, each once."""
+        return tuple(dict.fromkeys(policy for policy in self.policies if policy not in own))
 
     def seed_range(self, least: int = 1) -> range:
         """Seeds of an experiment that repeats its runs at least ``least`` times. Raises UsageError for fewer."""
@@ -114,7 +120,9 @@ def setting_of(options: PaperOptions, reads: Collection[str], published: Publish
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One published table. ``whole``: keep the run directories of its cells, not only their figures.
+    """One published table. ``title`` stands in the list, ``heading`` above ``content``, its sections and notes.
+
+    ``whole``: keep the run directories of its cells, not only their figures.
 
     ``reads``: the options of ``ebbench tables`` that its cells or its document depend on, by parameter name.
     ``workloads``: the only supported ones; empty: any. ``published_on``: what its values are of by default or in print,
@@ -123,13 +131,19 @@ class PaperTable:
 
     name: str
     title: str
+    heading: str
     cells: Callable[[PaperOptions], list[RunSpec]]
-    document: Callable[[PaperOptions, RunStore], Document]
+    content: Callable[[PaperOptions, RunStore], Content]
     reads: tuple[str, ...]
     whole: bool = True
     aliases: tuple[str, ...] = field(default=())
     workloads: tuple[str, ...] = ()
     published_on: Published | None = None
+
+    def document(self, options: PaperOptions, store: RunStore) -> Document:
+        """Sections and notes, of which the last says how many runs are still to be made."""
+        sections, notes = self.content(options, store)
+        return Document(self.name, self.heading, tuple(sections), (*notes, *_pending(store, self.cells(options))))
 
     def filled(self, options: PaperOptions, store: RunStore) -> Document:
         """The document, which says where the runs are not in the published setting and then leaves that out.
@@ -188,19 +202,67 @@ def figure(store: RunStore, cell: RunSpec, key: str, scale: float = 1.0) -> floa
     return None if found is None else found.get(key, scale)
 
 
-def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str) -> float | None:
+def of_all(reduce: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """``reduce`` of the values; None if there is none or one is unknown."""
+    known = list(values)
+    complete = [value for value in known if value is not None]
+    return reduce(complete) if known and len(complete) == len(known) else None
+
+
+def average(values: Sequence[float]) -> float:
+    """The mean."""
+    return sum(values) / len(values)
+
+
+def mean_figure(store: RunStore, cells: Sequence[RunSpec], key: str, scale: float = 1.0) -> float | None:
     """Mean over cells that differ in their seed; None unless all have been run."""
-    values = [figure(store, cell, key) for cell in cells]
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
+    mean = of_all(average, (figure(store, cell, key) for cell in cells))
+    return None if mean is None else mean * scale
 
 
-def measured(store: RunStore, cell: RunSpec) -> Measured | None:
-    """The cell's result; None if it has not been run."""
-    return store.get(cell)
+def ours(*names: str, group: str = "") -> tuple[Column, ...]:
+    """Columns of ours, all in one group."""
+    return tuple(Column(name, group=group, ours=True) for name in names)
 
 
-def pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
+def beside(group: str, *further: str, show: Callable[[float], str] | None = None) -> tuple[Column, ...]:
+    """Columns for published and ours without their difference, then further ones of ours."""
+    names = ("ours", *further)
+    return (
+        Column("published", group=group, show=show),
+        *(Column(name, group=group, ours=True, show=show) for name in names),
+    )
+
+
+def changes(group: str) -> tuple[Column, Column]:
+    """Columns for a change as published and in ours."""
+    return Column("published", "change", group), Column("ours", "change", group, True)
+
+
+def policy_columns(
+    policies: Iterable[str], further: Iterable[str] = (), gain: str = "eb vs v1", *, vs_v1: bool = False
+) -> tuple[Column, ...]:
+    """Published, ours and their difference by policy; ours of further ones, with ``vs_v1`` also against v1;
+    and unless ``gain`` is empty that of EB over v1."""
+    columns = [column for policy in policies for column in compared(policy)]
+    for policy in further:
+        columns += [Column("ours", group=policy, ours=True), *([Column("vs v1", "change", policy)] if vs_v1 else [])]
+    return (*columns, *(changes(gain) if gain else ()))
+
+
+def policy_row(
+    published: Mapping[str, float | None], ours: Mapping[str, float | None], *, vs_v1: bool = False, gain: bool = True
+) -> tuple[Value, ...]:
+    """The values of the columns of :func:`policy_columns`; policies that are not published are further ones."""
+    row: list[Value] = [value for policy in published for value in comparison(published[policy], ours[policy])]
+    for policy, rate in ours.items():
+        if policy not in published:
+            row += [rate, *([relative(rate, ours["v1"])] if vs_v1 else [])]
+    gains = [relative(rates["eb"], rates["v1"]) for rates in (published, ours)] if gain else []
+    return (*row, *gains)
+
+
+def _pending(store: RunStore, cells: Sequence[RunSpec]) -> tuple[str, ...]:
     """A note with the number of cells still to be run; empty if there are none."""
     absent = len(store.missing(cells))
     if not absent:

@@ -30,7 +30,7 @@ def test_completion_offers_every_workload_scenario_device_model_and_policy() -> 
         ("ebbench run sha", {"sharegpt"}),
         ("ebbench run sharegpt --policy eb", {"eb", "ebplus"}),
         ("ebbench run sharegpt --scenario sat", {"saturated", "saturation-steps"}),
-        ("ebbench run sharegpt --device h1", {"h100"}),
+        ("ebbench run sharegpt --device h1", {"h100", "h100-pcie"}),
         ("ebbench advise sharegpt --model qwen3-8", {"qwen3-8b"}),
         ("ebbench workloads show bal", {"balanced"}),
         ("ebbench devices show h2", {"h200"}),

@@ -10,7 +10,7 @@ import pytest
 from ebbench.devices import library, load_device
 from ebbench.devices.base import Device, Parallel, StepShape
 from ebbench.devices.profiles import find_profile
-from ebbench.devices.table import TableCost
+from ebbench.devices.table import TableCost, measured_devices
 from tests.devices.test_model_families import DEEPSEEK, DELTA, LLAMA, write
 
 pytest.importorskip("aiconfigurator_core")
@@ -130,3 +130,10 @@ def test_runs_with_and_without_the_library_are_told_apart(tmp_path: Path, monkey
     assert ("kernel_library", "aiconfigurator-core 0.12.0") in device.identity
     monkeypatch.setattr(library, "installed", lambda: False)
     assert "kernel_library" not in dict(load_device("h200", path, parallel=Parallel(tp=8)).identity)
+
+
+def test_devices_that_only_the_library_measured_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"gb200", "gb300", "h200", "rtx-4090"} <= {*measured_devices()}
+    monkeypatch.setattr(library, "installed", lambda: False)
+    assert {"h200", "rtx-4090"} <= {*measured_devices()}
+    assert not {"gb200", "gb300"} & {*measured_devices()}

@@ -37,7 +37,7 @@ class Engine:
     ended: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        from ebbench.engines.emulated_core import VirtualClock, build_core
+        from ebbench.engines.emulated_core import StepReader, VirtualClock, build_core
 
         options = EngineOptions(
             max_num_seqs=self.seqs, max_num_batched_tokens=self.budget, block_size=self.block_size,
@@ -49,7 +49,7 @@ class Engine:
         self.core: Any = build_core(self.blocks, options, SCHEDULER if plugin else None, config, **self.further)
         self.scheduler = self.core.scheduler
         self.clock, self.streams = VirtualClock(), dict[str, list[int]]()
-        self.core.model_executor.attach(self.clock, TestCost(), self.streams)
+        self.core.model_executor.attach(self.clock, TestCost(), StepReader(self.streams))
         self.core.model_executor.on_step = self.core.model_executor.on_preempted = lambda *_: None
         if plugin:
             self.scheduler.use_clock(self.clock.now_s)

@@ -87,7 +87,7 @@ def play(scene: Scene) -> tuple[Any, Ledger]:
     """Run a scene to its end; fails if the engine needs far more turns than its requests have tokens."""
     from vllm.v1.core.sched.interface import PauseState
 
-    from ebbench.engines.emulated_core import VirtualClock, build_core, make_request
+    from ebbench.engines.emulated_core import StepReader, VirtualClock, build_core, make_request
 
     longest = max(prompt + output for prompt, output, _ in scene.requests)
     options = EngineOptions(
@@ -106,7 +106,7 @@ def play(scene: Scene) -> tuple[Any, Ledger]:
     )
     streams: dict[str, list[int]] = {}
     clock = VirtualClock()
-    core.model_executor.attach(clock, TestCost(), streams)
+    core.model_executor.attach(clock, TestCost(), StepReader(streams))
     core.model_executor.on_step = core.model_executor.on_preempted = lambda *_: None
     core.scheduler.use_clock(clock.now_s)
     ledger, resume_at = Ledger(), -1

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.papers.protocols import FIXED_THETA, SERVER_BUDGET, SERVER_SEQS, Protocol, ebplus_as_run, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, SYNTHETIC, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, Published, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published
 from ebbench.resources import REFERENCE
 from ebbench.runs.store import Measured, RunStore
 from ebbench.spec.run import RunSpec
@@ -149,27 +150,17 @@ def _cell(options: PaperOptions, device: str, protocol: Protocol) -> RunSpec:
     return protocol_cells(protocol, device, options.model(), options.num_prompts, weight)[0]
 
 
-def _devices(options: PaperOptions) -> tuple[str, ...]:
-    return options.devices or tuple(GPUS)
-
-
 def _further(options: PaperOptions, ranks: int) -> dict[str, PolicyOnTopology]:
     """The policies that were asked for in addition to v1 and EB+, on data-parallel ranks like those."""
-    return {
-        policy: replicas(f"{policy}, DP={ranks}", ranks, policy)
-        for policy in options.policies
-        if policy not in ("v1", "ebplus")
-    }
+    return {p: replicas(f"{p}, DP={ranks}", ranks, p) for p in options.further("v1", "ebplus")}
 
 
 def _columns(choices: Mapping[str, PolicyOnTopology], further: Mapping[str, PolicyOnTopology]) -> tuple[Column, ...]:
     """Columns of the published settings, then those of further policies, which are held against v1."""
-    columns: tuple[Column, ...] = ()
-    for choice in choices.values():
-        columns += compared(choice.title)
+    columns = [column for choice in choices.values() for column in compared(choice.title)]
     for choice in further.values():
-        columns += (Column("ours", group=choice.title, ours=True), Column("vs v1", "change", choice.title))
-    return columns
+        columns += [Column("ours", group=choice.title, ours=True), Column("vs v1", "change", choice.title)]
+    return tuple(columns)
 
 
 def _against(base: Value, ours: Value) -> tuple[Value, Value]:
@@ -196,12 +187,8 @@ def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concur
 
 
 def _cells19(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _cell19(options, device, choice, c)
-        for device in _devices(options)
-        for choice in (_ALL_TWO | _further(options, 2)).values()
-        for c in REQUESTS19
-    ]
+    settings = product(options.devices or GPUS, (_ALL_TWO | _further(options, 2)).values(), REQUESTS19)
+    return [_cell19(options, *setting) for setting in settings]
 
 
 def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
@@ -226,13 +213,12 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
     return Section(gpu_title(device), labels("c", "metric") + _columns(_ALL_TWO, further), tuple(rows))
 
 
-def _document19(options: PaperOptions, store: RunStore) -> Document:
+def _content19(options: PaperOptions, store: RunStore) -> Content:
     deaths = []
-    for device in _devices(options):
-        for concurrency in REQUESTS19:
-            found = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
-            if found is not None and found.figures.get("dead"):
-                deaths.append(f"{gpu_title(device)}, c = {concurrency}: {found.figures['dead']}.")
+    for device, concurrency in product(options.devices or GPUS, REQUESTS19):
+        found = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
+        if found is not None and found.figures.get("dead"):
+            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {found.figures['dead']}.")
     notes = (
         f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers. 1,000 "
         "requests of 512 tokens, outputs of 256 on average; 4,000 with 2,048 open, which is inferred.",
@@ -244,10 +230,9 @@ def _document19(options: PaperOptions, store: RunStore) -> Document:
         "once its request runs, so that only what waits for a place is held. (The connector can also move copies to "
         "the host's memory, which is not modelled.)",
         *deaths,
-        *pending(store, _cells19(options)),
     )
-    sections = tuple(_section19(options, store, device) for device in _devices(options))
-    return Document("table19", "Table 19: two GPUs, DP=2 against 1P+1D", sections, notes)
+    sections = tuple(_section19(options, store, device) for device in (options.devices or GPUS))
+    return sections, notes
 
 
 # Table 20: four GPUs.
@@ -263,7 +248,7 @@ def _cell20(options: PaperOptions, device: str, choice: PolicyOnTopology, mix: s
 def _cells20(options: PaperOptions) -> list[RunSpec]:
     return [
         _cell20(options, device, choice, mix, c)
-        for device in _devices(options)
+        for device in (options.devices or GPUS)
         for mix in MIXES
         for c in CONCURRENCY20
         for choice in (FOUR | _further(options, 4)).values()
@@ -271,12 +256,7 @@ def _cells20(options: PaperOptions) -> list[RunSpec]:
 
 
 def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
-    rows = [
-        row
-        for mix in MIXES
-        for concurrency in CONCURRENCY20
-        for row in _rows20(options, store, device, mix, concurrency)
-    ]
+    rows = [row for setting in product(MIXES, CONCURRENCY20) for row in _rows20(options, store, device, *setting)]
     columns = labels("mix", "c", "metric") + _columns(FOUR, _further(options, 4))
     return Section(gpu_title(device), columns, tuple(rows))
 
@@ -366,7 +346,7 @@ def _ttft(measured: Measured) -> float:
     return measured.get("mean_ttft_ms", 1e-3) or 0.0
 
 
-def _document20(options: PaperOptions, store: RunStore) -> Document:
+def _content20(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {EB_PAPER}, table 20 (F.4), Qwen3-8B on four GPUs; where nothing is printed, the decode GPU ran "
         "out of memory or time. 2,000 requests per setting.",
@@ -374,28 +354,26 @@ def _document20(options: PaperOptions, store: RunStore) -> Document:
         _RANKS_NOTE,
         _POOLS_NOTE,
         *_verdicts(options, store),
-        *pending(store, _cells20(options)),
     )
-    sections = tuple(_section20(options, store, device) for device in _devices(options))
-    return Document("table20", "Table 20: four GPUs, DP=4 against three splits", sections, notes)
+    sections = tuple(_section20(options, store, device) for device in (options.devices or GPUS))
+    return sections, notes
 
 
 def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
     remarks = []
-    for device in _devices(options):
+    for device in options.devices or GPUS:
         near = total = 0
-        for mix in MIXES:
-            for concurrency in CONCURRENCY20:
-                found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
-                known = {title: measured for title, measured in found.items() if measured is not None}
-                if len(known) < len(FOUR):
-                    continue
-                total += 1
-                ranked = _ranked(known)
-                near += bool(ranked) and dict(ranked).get("EB+, DP=4", 0.0) >= NEAR * ranked[0][1]
-                setting = f"{gpu_title(device)}, {SYNTHETIC[mix]}, c = {concurrency}"
-                remarks.append(f"{setting}: {explained(known)}")
-                remarks += [f"{setting}: {best}." for best in _best_policy(options, store, device, mix, concurrency)]
+        for mix, concurrency in product(MIXES, CONCURRENCY20):
+            found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
+            known = {title: measured for title, measured in found.items() if measured is not None}
+            if len(known) < len(FOUR):
+                continue
+            total += 1
+            ranked = _ranked(known)
+            near += bool(ranked) and dict(ranked).get("EB+, DP=4", 0.0) >= NEAR * ranked[0][1]
+            setting = f"{gpu_title(device)}, {SYNTHETIC[mix]}, c = {concurrency}"
+            remarks.append(f"{setting}: {explained(known)}")
+            remarks += [f"{setting}: {best}." for best in _best_policy(options, store, device, mix, concurrency)]
         if total:
             remarks.append(
                 f"{gpu_title(device)}: EB+ is best or within {100 * (1 - NEAR):.0f} % of it in {near} of {total}."
@@ -421,10 +399,10 @@ def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, 
 _READS = ("device", "model", "policy", "num_prompts")
 _PUBLISHED = Published(tuple(GPUS), (MAIN_MODEL,))
 TABLE19 = PaperTable(
-    "table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False,
-    published_on=_PUBLISHED,
+    "table19", "two GPUs: DP=2 against 1P+1D", "Table 19: two GPUs, DP=2 against 1P+1D", _cells19, _content19, _READS,
+    whole=False, published_on=_PUBLISHED,
 )  # fmt: skip
 TABLE20 = PaperTable(
-    "table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False,
-    published_on=_PUBLISHED,
+    "table20", "four GPUs: DP=4 against three splits", "Table 20: four GPUs, DP=4 against three splits", _cells20,
+    _content20, _READS, whole=False, published_on=_PUBLISHED,
 )  # fmt: skip

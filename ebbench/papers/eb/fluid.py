@@ -9,14 +9,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels
+from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title
-from ebbench.papers.table import PaperOptions, PaperTable, Published
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, no_cells
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
 from vllm_eb.calibration import Calibration
 from vllm_eb.policies.deferred import DeferredModel, exact_chain
 from vllm_eb.theory import base_threshold
@@ -117,11 +116,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-def _cells(options: PaperOptions) -> list[RunSpec]:
-    return []
-
-
-def _document(options: PaperOptions, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_section(device, options.model()) for device in options.devices or tuple(GPUS))
     notes = (
         f"Published: {EB_PAPER}, table 8, which states orders and no figures. Ours: the expected time of one decode "
@@ -132,10 +127,10 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
         "Requests/s lost: at the printed threshold against the exact chain's best. Phases are short here (theta0 / p0 "
         "iterations), so that overshoot and rounding are the largest errors, as the text says of small thresholds.",
     )
-    return Document("table8", "Table 8: errors of the fluid approximation", sections, notes)
+    return sections, notes
 
 
 TABLE8 = PaperTable(
-    "table8", "errors of the fluid approximation", _cells, _document, ("device", "model"),
-    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    "table8", "errors of the fluid approximation", "Table 8: errors of the fluid approximation", no_cells, _document,
+    ("device", "model"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
-from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
+from ebbench.analysis.documents import Column, Section, Value, comparison, labels
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
 from ebbench.papers.protocols import protocol_cells, real_protocol, synthetic_protocol
 from ebbench.papers.published import (
@@ -18,7 +19,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, beside, figure
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 
@@ -92,10 +93,10 @@ def _real_cells(device: str, options: PaperOptions) -> list[RunSpec]:
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _real_document(number: int, device: str, options: PaperOptions, store: RunStore) -> Document:
+def _real_content(number: int, device: str, options: PaperOptions, store: RunStore) -> Content:
     columns = labels("workload", "model", "scheduler")
     for title in _TITLES:
-        columns += (Column("published", group=title), Column("ours", group=title, ours=True))
+        columns += beside(title)
     rows = []
     for workload in options.workloads or tuple(WORKLOADS):
         for model in options.models or tuple(MODELS):
@@ -114,10 +115,8 @@ def _real_document(number: int, device: str, options: PaperOptions, store: RunSt
         "runs). The whole grid without Gemma and with fewer conversations stands in reports/sweeps.",
         "CV: standard deviation over mean of all 30; range: best over worst; B-Sens: mean over N of the CV across B; "
         "N-Sens: mean over B of the CV across N.",
-        *pending(store, _real_cells(device, options)),
     )
-    title = f"Table {number}: best configuration and sensitivity on {gpu_title(device)}"
-    return Document(f"table{number}", title, (Section("", columns, tuple(rows)),), notes)
+    return [Section("", columns, tuple(rows))], notes
 
 
 def _value(found: Sensitivity | None, name: str, scale: float = 1.0) -> float | None:
@@ -134,11 +133,11 @@ def _synthetic_cells(options: PaperOptions) -> list[RunSpec]:
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _synthetic_document(options: PaperOptions, store: RunStore) -> Document:
+def _synthetic_document(options: PaperOptions, store: RunStore) -> Content:
     columns = labels("workload", "scheduler")
     columns += (
-        Column("published", group="B"), Column("ours", group="B", ours=True),
-        Column("published", group="N"), Column("ours", group="N", ours=True),
+        *beside("B"),
+        *beside("N"),
         Column("loss at published", "change", "ours"),
     )  # fmt: skip
     sections = []
@@ -158,26 +157,22 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Document:
     notes = (
         f"Published: {EB_PAPER}, table 16. Loss: our requests/s at the published (B, N) against our best.",
         "By default the RTX PRO 6000's grids are run; --device h200 has the others.",
-        *pending(store, _synthetic_cells(options)),
     )
-    return Document("table16", "Table 16: best configuration on synthetic workloads", tuple(sections), notes)
+    return sections, notes
 
 
 _READS = ("model", "workload", "num_prompts", "outputs")
 _PUBLISHED = Published(tuple(GPUS), tuple(MODELS))
-TABLE14 = PaperTable(
-    "table14", "grid search on RTX PRO 6000: best configuration, sensitivity",
-    lambda options: _real_cells("rtx-pro-6000", options),
-    lambda options, store: _real_document(14, "rtx-pro-6000", options, store), _READS, whole=False,
-    published_on=_PUBLISHED,
-)  # fmt: skip
-TABLE15 = PaperTable(
-    "table15", "grid search on H200: best configuration, sensitivity",
-    lambda options: _real_cells("h200", options),
-    lambda options, store: _real_document(15, "h200", options, store), _READS, whole=False,
-    published_on=_PUBLISHED,
+TABLE14, TABLE15 = (
+    PaperTable(
+        f"table{number}", f"grid search on {title}: best configuration, sensitivity",
+        f"Table {number}: best configuration and sensitivity on {title}", partial(_real_cells, device),
+        partial(_real_content, number, device), _READS, whole=False, published_on=_PUBLISHED,
+    )
+    for number, (device, title) in zip((14, 15), GPUS.items(), strict=True)
 )  # fmt: skip
 TABLE16 = PaperTable(
-    "table16", "grid search on synthetic workloads", _synthetic_cells, _synthetic_document,
-    ("device", "workload", "num_prompts"), whole=False, workloads=tuple(SYNTHETIC), published_on=_PUBLISHED,
+    "table16", "grid search on synthetic workloads", "Table 16: best configuration on synthetic workloads",
+    _synthetic_cells, _synthetic_document, ("device", "workload", "num_prompts"), whole=False,
+    workloads=tuple(SYNTHETIC), published_on=_PUBLISHED,
 )  # fmt: skip

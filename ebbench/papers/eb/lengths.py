@@ -6,23 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
 from ebbench.hazard import Hazard, analyse_lengths, trend_tests
 from ebbench.papers.published import EB_PAPER, WORKLOADS, pick
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, no_cells
+from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
 
 # Table 9 of the EB paper: lengths of the four real workloads. It needs no runs.
 
 _FIELDS = (("samples", "samples"), ("input_mean", "input mean"), ("output_mean", "output mean"),
            ("output_std", "output std"))  # fmt: skip
-
-
-def _cells9(options: PaperOptions) -> list[RunSpec]:
-    return []
 
 
 def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], str, str]:
@@ -42,7 +37,7 @@ def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], st
     return figures, rising, str(plan.facts.get("source", ""))
 
 
-def _document9(options: PaperOptions, store: RunStore) -> Document:
+def _document9(options: PaperOptions, store: RunStore) -> Content:
     columns = labels("workload", "source")
     for _, title in _FIELDS:
         columns += compared(title)
@@ -64,20 +59,19 @@ def _document9(options: PaperOptions, store: RunStore) -> Document:
         "9's mean and deviation, so that their shape is above 1, and such a hazard rises. --source hub tests the data "
         "sets instead; --workload NAME --source file:PATH a copy of one, in its own format.",
     )
-    return Document("table9", "Table 9: workload lengths in tokens", (Section("", columns, tuple(rows)),), notes)
+    return [Section("", columns, tuple(rows))], notes
 
 
-TABLE9 = PaperTable("table9", "workload lengths", _cells9, _document9, ("workload", "num_prompts", "source"))
+TABLE9 = PaperTable(
+    "table9", "workload lengths", "Table 9: workload lengths in tokens", no_cells, _document9,
+    ("workload", "num_prompts", "source"),
+)  # fmt: skip
 
 
 # Table 12 of the EB paper (appendix E.4): tests of the hazard's trend on real workloads. It needs no runs.
 
 SAMPLES = {"sharegpt": 4000, "numinamath": 4000, "wildchat": 3000}
 """Printed n by workload; WildChat's counts conversations."""
-
-
-def _cells12(options: PaperOptions) -> list[RunSpec]:
-    return []
 
 
 def _probability(value: float) -> str:
@@ -98,7 +92,7 @@ def _row12(options: PaperOptions, workload: str) -> tuple[Value, ...]:
     return (*head, *figures, word)
 
 
-def _document12(options: PaperOptions, store: RunStore) -> Document:
+def _document12(options: PaperOptions, store: RunStore) -> Content:
     columns: tuple[Column, ...] = (
         *labels("workload", "source"), Column("n printed"), Column("answers", ours=True), Column("up to t", ours=True),
         Column("tau", group="Mann-Kendall", ours=True, show=lambda tau: f"{tau:+.2f}"),
@@ -115,12 +109,13 @@ def _document12(options: PaperOptions, store: RunStore) -> Document:
         "--workload NAME --source file:PATH a copy of one.",
         "Up to the 95th percentile, or the limit at which answers were cut if that is lower.",
     )
-    return Document("table12", "Table 12: tests of the completion hazard", (Section("", columns, rows),), notes)
+    return [Section("", columns, rows)], notes
 
 
 TABLE12 = PaperTable(
-    "table12", "trend tests of the hazard", _cells12, _document12, ("workload", "num_prompts", "source")
-)
+    "table12", "trend tests of the hazard", "Table 12: tests of the completion hazard", no_cells, _document12,
+    ("workload", "num_prompts", "source"),
+)  # fmt: skip
 
 
 # Figure 11 of the EB paper: output lengths of the real workloads and their empirical hazard.
@@ -195,12 +190,9 @@ def _chart11(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE11 = PaperFigure(
-    "figure11",
-    "output lengths and completion hazard of the real workloads",
-    no_cells,
-    _chart11,
+    "figure11", "output lengths and completion hazard of the real workloads", no_cells, _chart11,
     "Ours, from length profiles fitted to table 9 (--source hub reads the data sets). Dashed: the mean. Hazard up to "
     "the 95th percentile, in bins. Answers cut at a limit (the last bar) are censored, not ended; the published "
     "estimator takes them for ended, which tilts its line.",
     ("workload", "num_prompts", "source"),
-)
+)  # fmt: skip

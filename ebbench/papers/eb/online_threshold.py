@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels
+from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.papers.eb.thresholds import (
     FIGURE12,
@@ -20,13 +21,24 @@ from ebbench.papers.eb.thresholds import (
     best_and_near,
     figure12_cells,
     linear_costs,
+    repeats,
     slow_refill,
     sweep12,
     sweep_cell,
 )
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold, protocol_cells
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, SYNTHETIC, gpu_title, model_title, rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, figure, mean_figure, pending
+from ebbench.papers.table import (
+    Content,
+    PaperFigure,
+    PaperOptions,
+    PaperTable,
+    Published,
+    figure,
+    mean_figure,
+    of_all,
+    ours,
+)
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
 from ebbench.runs.store import Measured, RunStore
@@ -42,7 +54,6 @@ FIGURE3_WORKLOADS = {
     "balanced": 4.0,
     "prefill-heavy": 1.0,
 }  # and the relative duration of their runs
-_PUBLISHED3 = {"decode-heavy": "decode_heavy", "balanced": "balanced", "prefill-heavy": "prefill_heavy"}
 _SERIES3 = ("fixed k", "controller (eb)", "mixed (v1)")
 _COLOURS3 = (BLACK, VERMILION, BLUE)
 _MARKS3: dict[str, tuple[list[int], str]] = {"ours": ([1, 0], "circle"), "published": ([3, 3], "cross")}
@@ -68,30 +79,28 @@ def _points3(options: PaperOptions, store: RunStore, workload: str, key: str) ->
     found = []
     for step in FRACTIONS:
         value = figure(store, _cell3(options, workload, fixed_threshold(_k(step))), key)
-        if value is not None:
-            found.append({"k": _k(step), "value": value, "series": "fixed k", "source": "ours"})
-    for policy, name in (("eb", _SERIES3[1]), ("v1", _SERIES3[2])):
+        found += [] if value is None else [{"k": _k(step), "value": value, "series": _SERIES3[0], "source": "ours"}]
+    for policy, name in zip(("eb", "v1"), _SERIES3[1:], strict=True):
         value = figure(store, _cell3(options, workload, policy), key)
-        found += [
-            {"k": k, "value": value, "series": name, "source": "ours"}
-            for k in (_k(1), FIGURE3_SEQS)
-            if value is not None
-        ]
+        found += [] if value is None else _level(value, name, "ours")
     return found
 
 
+def _level(value: float, series: str, source: str) -> list[dict[str, Any]]:
+    """A line over all k, for what has no k of its own."""
+    return [{"k": k, "value": value, "series": series, "source": source} for k in (_k(1), FIGURE3_SEQS)]
+
+
 def _published3(workload: str, column: str) -> list[dict[str, Any]]:
-    found = []
-    names = {"ours": _SERIES3[1], "v1": _SERIES3[2]}
+    found, levels = [], {"ours": _SERIES3[1], "v1": _SERIES3[2]}
     for row in rows("figure3_validation_grid", "eb_vllm"):
-        if row["workload"] != _PUBLISHED3[workload] or not row[column]:
+        if row["workload"] != workload.replace("-", "_") or not row[column]:
             continue
         value = float(row[column])
         if row["method"] == "fixed_k":
-            found.append({"k": int(row["k"]), "value": value, "series": "fixed k", "source": "published"})
-        elif row["method"] in names:
-            series = names[row["method"]]
-            found += [{"k": k, "value": value, "series": series, "source": "published"} for k in (_k(1), FIGURE3_SEQS)]
+            found.append({"k": int(row["k"]), "value": value, "series": _SERIES3[0], "source": "published"})
+        elif row["method"] in levels:
+            found += _level(value, levels[row["method"]], "published")
     return found
 
 
@@ -131,16 +140,11 @@ def _chart3(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE3 = PaperFigure(
-    "figure3",
-    "throughput and TPOT over fixed k, the controller and v1",
-    _cells3,
-    _chart3,
+    "figure3", "throughput and TPOT over fixed k, the controller and v1", _cells3, _chart3,
     "Solid: ours (engine sim, run as `ebbench fidelity` does: N = 1024, B as published, 100 warm-up requests). Dashed "
     "with crosses: published (eb-vllm); its fixed-k points were read off a figure by the authors.",
-    ("device", "model", "num_prompts"),
-    whole=False,
-    published_on=Published(("h200",), (MAIN_MODEL,)),
-)
+    ("device", "model", "num_prompts"), whole=False, published_on=Published(("h200",), (MAIN_MODEL,)),
+)  # fmt: skip
 
 
 # How close the online threshold comes to the best fixed one, by the form of its correction and the shape of answers.
@@ -173,14 +177,10 @@ def _correction_costs(options: PaperOptions) -> dict[str, str]:
 
 
 def _correction_repeats(options: PaperOptions, device: str, shape: str, policy: str) -> list[RunSpec]:
-    return [
-        sweep_cell(
-            device, options.model(), policy, CORRECTION_BATCH, seed, budget=BUDGET, warmup=WARMUP,
-            num_prompts=options.num_prompts or COUNT, input_len=MEAN_INPUT, output_len=MEAN_OUTPUT,
-            length_distribution=shape,
-        )
-        for seed in options.seed_range()
-    ]  # fmt: skip
+    return repeats(
+        options, device, policy, CORRECTION_BATCH, COUNT, budget=BUDGET, warmup=WARMUP, input_len=MEAN_INPUT,
+        output_len=MEAN_OUTPUT, length_distribution=shape,
+    )  # fmt: skip
 
 
 def _correction_policies() -> tuple[str, ...]:
@@ -188,49 +188,41 @@ def _correction_policies() -> tuple[str, ...]:
 
 
 def _correction_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        cell
-        for device in _correction_costs(options).values()
-        for shape in SHAPES
-        for policy in _correction_policies()
-        for cell in _correction_repeats(options, device, shape, policy)
-    ]
+    settings = product(_correction_costs(options).values(), SHAPES, _correction_policies())
+    return [cell for setting in settings for cell in _correction_repeats(options, *setting)]
 
 
 def _correction_section(options: PaperOptions, store: RunStore, title: str, device: str) -> Section:
     columns = (*labels("answers"), Column("best theta"), Column("tokens/s", group="best theta"))
-    columns += tuple(Column(name, group="% of the best fixed threshold", ours=True) for name in CORRECTIONS)
+    columns += ours(*CORRECTIONS, group="% of the best fixed threshold")
     rows: list[tuple[Value, ...]] = []
     for shape in SHAPES:
         rates = {
             policy: mean_figure(store, _correction_repeats(options, device, shape, policy), "output_throughput")
             for policy in _correction_policies()
         }
-        fixed = {theta: rate for theta in THETAS if (rate := rates[f"eb:theta={theta}"]) is not None}
-        best = max(fixed, key=lambda theta: fixed[theta]) if len(fixed) == len(THETAS) else None
-        peak = None if best is None else fixed[best]
+        fixed = {rate: theta for theta in reversed(THETAS) if (rate := rates[f"eb:theta={theta}"]) is not None}
+        peak = of_all(max, (rates[f"eb:theta={theta}"] for theta in THETAS))
         shares = [
             None if peak is None or (rate := rates[policy]) is None else 100 * rate / peak
             for policy in CORRECTIONS.values()
         ]
-        rows.append((shape, best, peak, *shares))
+        rows.append((shape, None if peak is None else fixed[peak], peak, *shares))
     return Section(title, columns, tuple(rows))
 
 
-def _correction_document(options: PaperOptions, store: RunStore) -> Document:
-    sections = tuple(
+def _correction_content(options: PaperOptions, store: RunStore) -> Content:
+    sections = [
         _correction_section(options, store, title, device) for title, device in _correction_costs(options).items()
-    )
-    count = (
-        f"{options.num_prompts or COUNT:,} requests on {gpu_title(options.device())}, {model_title(options.model())}."
-    )
-    notes = (*_CORRECTION_NOTES, count, *pending(store, _correction_cells(options)))
-    return Document("corrections", "The online threshold by its correction", sections, notes)
+    ]
+    count = options.num_prompts or COUNT
+    runs = f"{count:,} requests on {gpu_title(options.device())}, {model_title(options.model())}."
+    return sections, (*_CORRECTION_NOTES, runs)
 
 
 CORRECTION = PaperTable(
-    "corrections", "the online threshold by its correction (ours)", _correction_cells, _correction_document,
-    ("device", "model", "num_prompts", "seeds"), whole=False,
+    "corrections", "the online threshold by its correction (ours)", "The online threshold by its correction",
+    _correction_cells, _correction_content, ("device", "model", "num_prompts", "seeds"), whole=False,
     published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
 )  # fmt: skip
 
@@ -247,7 +239,7 @@ _BATCH, _MEAN_INPUT = 512, 128
 # E.3: constant and rising hazard.
 
 
-def _document_ifr(options: PaperOptions, store: RunStore) -> Document:
+def _document_ifr(options: PaperOptions, store: RunStore) -> Content:
     sections = (
         _best_thetas(options, store),
         *(_section_ifr(options, store, name, slow=bool(index)) for index, name in enumerate(FIGURE12_COSTS)),
@@ -257,9 +249,8 @@ def _document_ifr(options: PaperOptions, store: RunStore) -> Document:
         "authors' script (figure12 draws it and names them). Mean over the seeds. The paper reports that the best "
         "threshold moves up under a rising hazard; the falling case stands only in the script, which expects the best "
         "threshold to rise from the first case to the third.",
-        *pending(store, figure12_cells(options)),
     )
-    return Document("e3", "E.3: thresholds under a constant and a rising hazard", sections, notes)
+    return sections, notes
 
 
 def _best_thetas(options: PaperOptions, store: RunStore) -> Section:
@@ -299,11 +290,9 @@ def _section_ifr(options: PaperOptions, store: RunStore, title: str, *, slow: bo
 
 
 def _service_cell(options: PaperOptions, estimator: str, mean: int) -> RunSpec:
-    device = options.device()
-    model = options.model()
     policy = "eb" if estimator == "published" else f"eb:estimator={estimator}"
     return sweep_cell(
-        device, model, policy, _BATCH, 0, num_prompts=options.num_prompts or 4000,
+        options.device(), options.model(), policy, _BATCH, 0, num_prompts=options.num_prompts or 4000,
         input_len=_MEAN_INPUT, output_len=mean, length_distribution="geometric",
     )  # fmt: skip
 
@@ -312,7 +301,7 @@ def _cells_sensitivity(options: PaperOptions) -> list[RunSpec]:
     return [_service_cell(options, estimator, mean) for estimator in ESTIMATORS for mean in MEAN_OUTPUTS]
 
 
-def _document_sensitivity(options: PaperOptions, store: RunStore) -> Document:
+def _document_sensitivity(options: PaperOptions, store: RunStore) -> Content:
     from ebbench.runs.prepare import device_of
 
     costs = device_of(_service_cell(options, "published", 256)).calibration
@@ -322,10 +311,9 @@ def _document_sensitivity(options: PaperOptions, store: RunStore) -> Document:
         f"Windows: {DRAWS} windows of W complete answers, geometric lengths, p0 known exactly. In service: each update "
         f"of one run (N = {_BATCH}, 4,000 requests), where completions are no fair sample: short answers come first. "
         "theta0: Prop. 3.1 at RTX PRO 6000 costs; its error is about half that of p0, as theta0 goes like its root.",
-        *pending(store, _cells_sensitivity(options)),
     )
     sections = (_windows_section(ratio), _service_section(options, store, ratio))
-    return Document("e5", "E.5: how far the hazard estimate is off", sections, notes)
+    return sections, notes
 
 
 def _error_columns(*first: str) -> tuple[Column, ...]:
@@ -351,30 +339,29 @@ def _error_row(
 
 def _windows_section(costs: tuple[float, float]) -> Section:
     rows = []
-    for mean in MEAN_OUTPUTS:
-        for estimator in ESTIMATORS:
-            for window in WINDOWS:
-                rng = np.random.default_rng([mean, window])
-                found = [_estimate(estimator, rng.geometric(1 / mean, window)) for _ in range(DRAWS)]
-                names = (f"geometric, mean {mean}", estimator, f"W = {window}")
-                rows.append(_error_row(names, 1 / mean, [one.p0 for one in found if one is not None], costs))
+    for mean, estimator, window in product(MEAN_OUTPUTS, ESTIMATORS, WINDOWS):
+        rng = np.random.default_rng([mean, window])
+        estimates = [_estimate(estimator, rng.geometric(1 / mean, window)) for _ in range(DRAWS)]
+        names = (f"geometric, mean {mean}", estimator, f"W = {window}")
+        rows.append(_error_row(names, 1 / mean, [each.p0 for each in estimates if each is not None], costs))
     return Section("complete windows", _error_columns("lengths", "estimator", "window"), tuple(rows))
 
 
 def _estimate(estimator: str, lengths: np.ndarray) -> HazardEstimate | None:
-    maker = SlidingHazard if estimator == "published" else CensoredHazard
-    one = maker(window=len(lengths))
+    hazard = (SlidingHazard if estimator == "published" else CensoredHazard)(window=len(lengths))
     for length in lengths.tolist():
-        one.observe(length)
-    return one.estimate()
+        hazard.observe(length)
+    return hazard.estimate()
 
 
 def _service_section(options: PaperOptions, store: RunStore, costs: tuple[float, float]) -> Section:
-    rows = []
-    for mean in MEAN_OUTPUTS:
-        for estimator in ESTIMATORS:
-            found = store.get(_service_cell(options, estimator, mean))
-            rows.append(_error_row((f"geometric, mean {mean}", estimator), 1 / mean, _updates(found), costs))
+    rows = [
+        _error_row(
+            (f"geometric, mean {mean}", estimator), 1 / mean,
+            _updates(store.get(_service_cell(options, estimator, mean))), costs,
+        )
+        for mean, estimator in product(MEAN_OUTPUTS, ESTIMATORS)
+    ]  # fmt: skip
     return Section("in service", _error_columns("lengths", "estimator"), tuple(rows))
 
 
@@ -388,10 +375,11 @@ def _updates(found: Measured | None) -> list[float]:
 
 
 E3 = PaperTable(
-    "e3", "rising against constant hazard (E.3)", figure12_cells, _document_ifr, FIGURE12.reads, whole=False,
-    published_on=PUBLISHED_E2,
+    "e3", "rising against constant hazard (E.3)", "E.3: thresholds under a constant and a rising hazard",
+    figure12_cells, _document_ifr, FIGURE12.reads, whole=False, published_on=PUBLISHED_E2,
 )  # fmt: skip
 E5 = PaperTable(
-    "e5", "how far the hazard estimate is off (E.5)", _cells_sensitivity, _document_sensitivity,
-    ("device", "model", "num_prompts"), published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
+    "e5", "how far the hazard estimate is off (E.5)", "E.5: how far the hazard estimate is off", _cells_sensitivity,
+    _document_sensitivity, ("device", "model", "num_prompts"),
+    published_on=Published((DEFAULT_DEVICE,), (DEFAULT_MODEL,)),
 )  # fmt: skip

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, comparison, labels, relative
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices import load_device
-from ebbench.devices.base import CostModel
+from ebbench.devices.base import CostModel, Device
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.loader import unit_device
@@ -20,8 +21,19 @@ from ebbench.errors import UsageError
 from ebbench.papers.eb.disaggregation import value_or_oom
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol, long_context_protocol, protocol_cells
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title, rows
-from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, no_cells, pending
+from ebbench.papers.table import (
+    Content,
+    PaperFigure,
+    PaperOptions,
+    PaperTable,
+    Published,
+    beside,
+    figure,
+    no_cells,
+    ours,
+    policy_columns,
+    policy_row,
+)
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ebbench.runs.store import RunStore
@@ -37,6 +49,9 @@ TABLE6_MODELS: Mapping[str, str] = {
 }  # fmt: skip
 """The table's models that have a device here, by their printed names; Llama-3.2-1B has none."""
 TABLE6_POLICIES = ("v1", "eb")
+_EXTRAPOLATED = (
+    "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context."
+)
 
 
 def table6_protocol(policy: str, concurrency: int) -> Protocol:
@@ -46,11 +61,7 @@ def table6_protocol(policy: str, concurrency: int) -> Protocol:
 
 def _table6_rows(options: PaperOptions) -> list[Mapping[str, str]]:
     wanted = options.models or tuple(TABLE6_MODELS.values())
-    return [row for row in published_rows(TABLE6_ROWS) if TABLE6_MODELS.get(row["model"]) in wanted]
-
-
-def _table6_policies(options: PaperOptions) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*TABLE6_POLICIES, *options.policies)))
+    return [row for row in rows(TABLE6_ROWS) if TABLE6_MODELS.get(row["model"]) in wanted]
 
 
 def _table6_cell(options: PaperOptions, device: str, row: Mapping[str, str], policy: str) -> RunSpec:
@@ -59,49 +70,35 @@ def _table6_cell(options: PaperOptions, device: str, row: Mapping[str, str], pol
 
 
 def _table6_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _table6_cell(options, device, row, policy)
-        for device in options.devices or (DEVICE,)
-        for row in _table6_rows(options)
-        for policy in _table6_policies(options)
-    ]
+    policies = (*TABLE6_POLICIES, *options.further(*TABLE6_POLICIES))
+    settings = product(options.devices or (DEVICE,), _table6_rows(options), policies)
+    return [_table6_cell(options, *setting) for setting in settings]
 
 
 def _table6_section(options: PaperOptions, store: RunStore, device: str) -> Section:
-    columns: tuple[Column, ...] = (*labels("model"), Column("open requests"))
-    columns += tuple(column for policy in TABLE6_POLICIES for column in compared(policy))
-    columns += tuple(
-        Column("ours", group=policy, ours=True) for policy in _table6_policies(options) if policy not in TABLE6_POLICIES
-    )
-    columns += (Column("published", "change", "eb over v1"), Column("ours", "change", "eb over v1", ours=True))
-    rows = []
+    further = options.further(*TABLE6_POLICIES)
+    columns = (*labels("model"), Column("open requests"), *policy_columns(TABLE6_POLICIES, further, "eb over v1"))
+    lines = []
     for row in _table6_rows(options):
-        found = {policy: store.get(_table6_cell(options, device, row, policy)) for policy in _table6_policies(options)}
-        rates = {policy: each.get("total_token_throughput") if each else None for policy, each in found.items()}
+        cells = {policy: _table6_cell(options, device, row, policy) for policy in (*TABLE6_POLICIES, *further)}
+        rates = {policy: figure(store, cell, "total_token_throughput") for policy, cell in cells.items()}
         printed = {policy: float(row[policy]) if device == DEVICE else None for policy in TABLE6_POLICIES}
-        values: list[Value] = [row["model"], int(row["concurrency"])]
-        for policy in TABLE6_POLICIES:
-            values += comparison(printed[policy], rates[policy])
-        values += [rates[policy] for policy in _table6_policies(options) if policy not in TABLE6_POLICIES]
-        rows.append((*values, relative(printed["eb"], printed["v1"]), relative(rates["eb"], rates["v1"])))
-    return Section(gpu_title(device), columns, tuple(rows))
+        lines.append((row["model"], int(row["concurrency"]), *policy_row(printed, rates)))
+    return Section(gpu_title(device), columns, tuple(lines))
 
 
-def _table6_document(options: PaperOptions, store: RunStore) -> Document:
-    devices = options.devices or (DEVICE,)
+def _table6_content(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {EB_PAPER}, table 6 (A.1), {GPUS[DEVICE]}; tokens/s count prompts and answers.",
         "Run as the authors' scripts say: 16 requests of 131,071 tokens, answers of 48 to 80, vLLM's defaults B = 8192 "
         "and N = 1024, EB with a threshold of 0.8. Llama-3.2-1B is not among our models.",
-        "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context.",
-        *pending(store, _table6_cells(options)),
+        _EXTRAPOLATED,
     )
-    sections = tuple(_table6_section(options, store, device) for device in devices)
-    return Document("table6", "Table 6: 128K tokens in, 64 out", sections, notes)
+    return [_table6_section(options, store, device) for device in options.devices or (DEVICE,)], notes
 
 
 TABLE6 = PaperTable(
-    "table6", "128K tokens in, 64 out, on one GPU", _table6_cells, _table6_document,
+    "table6", "128K tokens in, 64 out, on one GPU", "Table 6: 128K tokens in, 64 out", _table6_cells, _table6_content,
     ("device", "model", "policy", "num_prompts"), whole=False,
     published_on=Published((DEVICE,), tuple(TABLE6_MODELS.values())),
 )  # fmt: skip
@@ -147,17 +144,12 @@ def _printed_r2(table: int, row: int) -> Mapping[str, str]:
     return next(each for each in rows(_TABLE) if (each["table"], each["row"]) == (str(table), str(row)))
 
 
-def _shown(value: float) -> str:
-    return f"{value:.4f}"
-
-
 def _fits(options: PaperOptions, table: int) -> Section:
     names = [name for name, model in LINEAR_MODELS.items() if not options.models or model in options.models]
     costs = {name: _cost(model) for name in names if (model := LINEAR_MODELS[name]) is not None}
     columns: tuple[Column, ...] = labels("model")
     for limit in LIMITS[table]:
-        group = f"up to {limit:,} tokens"
-        columns += (Column("published", group=group, show=_shown), Column("ours", group=group, ours=True, show=_shown))
+        columns += beside(f"up to {limit:,} tokens", show="{:.4f}".format)
     found = []
     for name in names:
         row: list[Value] = [name]
@@ -170,9 +162,7 @@ def _fits(options: PaperOptions, table: int) -> Section:
 
 def _calibrations(options: PaperOptions) -> Section:
     """The authors' own fits, over the lengths and batches that their calibration files name."""
-    columns: tuple[Column, ...] = labels("GPU", "model")
-    for group in ("prefill", "decode"):
-        columns += (Column("published", group=group, show=_shown), Column("ours", group=group, ours=True, show=_shown))
+    columns = labels("GPU", "model") + beside("prefill", show="{:.4f}".format) + beside("decode", show="{:.4f}".format)
     found = []
     for row in rows("calibration", "eb_vllm"):
         device = "h200" if "H200" in row["device_name"] else DEVICE
@@ -188,33 +178,33 @@ def _calibrations(options: PaperOptions) -> Section:
     return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(found))
 
 
-def _document5(options: PaperOptions, store: RunStore) -> Document:
+def _document5(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {EB_PAPER}, table 5. {_ASSUMED}",
         "Decode: 16 to 1,024 sequences of 512 tokens; the authors' context is not stated.",
         _MISSING,
     )
-    title = "Table 5: linearity of prefill times within practical budgets"
-    return Document("table5", title, (_fits(options, 5), _calibrations(options)), notes)
+    return (_fits(options, 5), _calibrations(options)), notes
 
 
-def _document7(options: PaperOptions, store: RunStore) -> Document:
+def _document7(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Published: {EB_PAPER}, table 7: one step computes a prompt of up to 128K tokens. {_ASSUMED}",
         f"Step times here end at {MAX_TOKENS:,} tokens a step; rows beyond have none of ours.",
         _MISSING,
     )
-    return Document("table7", "Table 7: linearity of prefill times beyond practice", (_fits(options, 7),), notes)
+    return [_fits(options, 7)], notes
 
 
 _LINEAR_PUBLISHED = Published((DEVICE,), tuple(model for model in LINEAR_MODELS.values() if model))
 TABLE5 = PaperTable(
-    "table5", "linearity of prefill times within budgets", no_cells, _document5, ("model",),
+    "table5", "linearity of prefill times within budgets",
+    "Table 5: linearity of prefill times within practical budgets", no_cells, _document5, ("model",),
     published_on=_LINEAR_PUBLISHED,
 )  # fmt: skip
 TABLE7 = PaperTable(
-    "table7", "linearity of prefill times up to 128K tokens", no_cells, _document7, ("model",),
-    published_on=_LINEAR_PUBLISHED,
+    "table7", "linearity of prefill times up to 128K tokens", "Table 7: linearity of prefill times beyond practice",
+    no_cells, _document7, ("model",), published_on=_LINEAR_PUBLISHED,
 )  # fmt: skip
 
 _MODEL_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, BLACK, PURPLE)
@@ -256,15 +246,11 @@ def _chart7(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE7 = PaperFigure(
-    "figure7",
-    "prefill time over a step's tokens, and R² of its linear fit",
-    no_cells,
-    _chart7,
+    "figure7", "prefill time over a step's tokens, and R² of its linear fit", no_cells, _chart7,
     "Lines: ours, up to the 65,536 tokens at which step times end here. Crosses: tables 5 and 7, at assumed ranges "
     "(their labels are not legible in our copy). The measured curves of the left panel are not published as numbers.",
-    ("model",),
-    published_on=_LINEAR_PUBLISHED,
-)
+    ("model",), published_on=_LINEAR_PUBLISHED,
+)  # fmt: skip
 
 
 # 128K tokens in, 64 out, on two GPUs at the concurrency that fits into memory; table 6 of the EB paper has one GPU.
@@ -272,12 +258,7 @@ FIGURE7 = PaperFigure(
 INPUT, OUTPUT = 131_072, 64
 BUDGET, SEQS = 8192, 256
 LONG_MODELS = ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "llama-3.1-8b")
-_LONG_KINDS = {
-    "v1": ("dp=2", "v1"),
-    "eb": ("dp=2", "eb"),
-    "ebplus": ("dp=2", "ebplus"),
-    "1P+1D": ("1p1d", "v1"),
-}
+_LONG_KINDS = {"v1": ("dp=2", "v1"), "eb": ("dp=2", "eb"), "ebplus": ("dp=2", "ebplus"), "1P+1D": ("1p1d", "v1")}
 _LONG_METRICS = {
     "out tok/s": ("output_throughput", 1.0),
     "TTFT s": ("mean_ttft_ms", 1e-3),
@@ -286,36 +267,32 @@ _LONG_METRICS = {
 
 
 @cache
+def _loaded(device: str, model: str) -> Device:
+    return load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, vllm_version=VLLM)
+
+
+@cache
 def concurrency(device: str, model: str) -> int | None:
     """Number of requests that one GPU's KV cache holds; None if it holds none."""
-    from ebbench.devices import load_device
-
     try:
-        loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, vllm_version=VLLM)
+        return _loaded(device, model).kv_capacity_tokens // (INPUT + OUTPUT) or None
     except UsageError:
         return None
-    return loaded.kv_capacity_tokens // (INPUT + OUTPUT) or None
 
 
 @cache
 def _fits_decode(device: str, model: str) -> bool:
     """Whether a decode GPU, which reserves memory for received KV, holds one request."""
-    from ebbench.devices import load_device
-
-    loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, vllm_version=VLLM)
     try:
-        unit = unit_device(loaded, PoolSpec(), DECODE_UTILIZATION, SEQS, BUDGET)
+        unit = unit_device(_loaded(device, model), PoolSpec(), DECODE_UTILIZATION, SEQS, BUDGET)
     except UsageError:
         return False
     return unit.device.kv_capacity_tokens >= INPUT + OUTPUT
 
 
 def _long_cell(options: PaperOptions, device: str, model: str, kind: str) -> RunSpec | None:
-    held = concurrency(device, model)
-    if held is None:
-        return None
-    topology, policy = _LONG_KINDS[kind]
-    if topology == "1p1d" and not _fits_decode(device, model):
+    held, (topology, policy) = concurrency(device, model), _LONG_KINDS[kind]
+    if held is None or (topology == "1p1d" and not _fits_decode(device, model)):
         return None
     return simulated(
         "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=options.num_prompts or 120,
@@ -336,29 +313,25 @@ def _long_cells(options: PaperOptions) -> list[RunSpec]:
 def _long_section(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = (*labels("model"), Column("requests per GPU"))
     for name in _LONG_METRICS:
-        columns += tuple(Column(kind, group=name, ours=True) for kind in _LONG_KINDS)
+        columns += ours(*_LONG_KINDS, group=name)
     columns += (Column("eb vs v1", "change", ours=True), Column("ebplus vs v1", "change", ours=True))
-    rows = []
+    lines = []
     for model in (model for where, model in _long_pairs(options) if where == device):
+        cells = {kind: _long_cell(options, device, model, kind) for kind in _LONG_KINDS}
         row: list[Value] = [model_title(model), concurrency(device, model)]
-        rates: dict[str, Value] = {}
-        for name, (key, scale) in _LONG_METRICS.items():
-            for kind in _LONG_KINDS:
-                cell = _long_cell(options, device, model, kind)
-                value = "does not fit" if cell is None else value_or_oom(store.get(cell), key, scale)
-                row.append(value)
-                if name == "out tok/s":
-                    rates[kind] = value
-        row += [_change(rates["eb"], rates["v1"]), _change(rates["ebplus"], rates["v1"])]
-        rows.append(tuple(row))
-    return Section(f"{gpu_title(device)}, two GPUs", columns, tuple(rows))
+        for key, scale in _LONG_METRICS.values():
+            found = {k: None if cell is None else store.get(cell) for k, cell in cells.items()}
+            row += ["does not fit" if cells[k] is None else value_or_oom(found[k], key, scale) for k in cells]
+        rates = dict(zip(cells, row[2:], strict=False))
+        lines.append((*row, _change(rates["eb"], rates["v1"]), _change(rates["ebplus"], rates["v1"])))
+    return Section(f"{gpu_title(device)}, two GPUs", columns, tuple(lines))
 
 
 def _change(value: Value, base: Value) -> float | None:
     return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
 
 
-def _long_document(options: PaperOptions, store: RunStore) -> Document:
+def _long_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(
         _long_section(options, store, device) for device in dict.fromkeys(d for d, _ in _long_pairs(options))
     )
@@ -366,11 +339,10 @@ def _long_document(options: PaperOptions, store: RunStore) -> Document:
         "What the EB paper prints for one GPU stands in table6.",
         f"Ours: {INPUT:,} tokens in, {OUTPUT} out, chunks of {BUDGET:,}, a closed loop of as many requests as the KV "
         "cache of both GPUs holds (per GPU in the table), 120 requests. DP=2 under three policies, and 1P+1D under v1.",
-        "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context.",
+        _EXTRAPOLATED,
         *_long_findings(sections),
-        *pending(store, _long_cells(options)),
     )
-    return Document("long-context", "128K in, 64 out", sections, notes)
+    return sections, notes
 
 
 def _long_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
@@ -391,6 +363,6 @@ def _long_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
 
 
 LONG_CONTEXT = PaperTable(
-    "long-context", "128K in, 64 out", _long_cells, _long_document, ("device", "model", "num_prompts"), whole=False,
-    published_on=Published(tuple(GPUS), LONG_MODELS),
+    "long-context", "128K in, 64 out", "128K in, 64 out", _long_cells, _long_document,
+    ("device", "model", "num_prompts"), whole=False, published_on=Published(tuple(GPUS), LONG_MODELS),
 )  # fmt: skip

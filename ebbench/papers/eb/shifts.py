@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.analysis.phases import Recovery, Surface, recoveries, run_surfaces
 from ebbench.analysis.summary import summarise_phases
 from ebbench.errors import UsageError
 from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
 from ebbench.papers.published import EB_PAPER, GPUS, MAIN_MODEL, gpu_title, pick
-from ebbench.papers.table import PaperOptions, PaperTable, Published, mean_figure, pending
+from ebbench.papers.table import (
+    Content,
+    PaperOptions,
+    PaperTable,
+    Published,
+    changes,
+    mean_figure,
+    of_all,
+    ours,
+    policy_columns,
+    policy_row,
+)
 from ebbench.records.run import Run
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
@@ -73,101 +85,64 @@ def table3_cells(options: PaperOptions, device: str, model: str, name: str, poli
     return protocol_cells(protocol, device, model, options.num_prompts, TRAFFIC[name].weight)
 
 
-def _models3(options: PaperOptions) -> tuple[str, ...]:
-    return options.models or ("qwen3-8b",)
-
-
-def _devices3(options: PaperOptions) -> tuple[str, ...]:
-    return options.devices or tuple(GPUS)
+def _settings(options: PaperOptions, *default: str) -> list[tuple[str, str]]:
+    """Devices and models, those of the paper by default."""
+    return list(product(options.devices or default, options.models or (MAIN_MODEL,)))
 
 
 def _further3(options: PaperOptions) -> tuple[str, ...]:
     """Policies without published figures."""
-    return tuple(dict.fromkeys(("v0", "deferred", *(p for p in options.policies if p not in PUBLISHED_POLICIES))))
+    return tuple(dict.fromkeys(("v0", "deferred", *options.further(*PUBLISHED_POLICIES))))
 
 
 def _cells3(options: PaperOptions) -> list[RunSpec]:
-    return [
-        cell
-        for device in _devices3(options)
-        for model in _models3(options)
-        for name in TRAFFIC
-        for policy in (*PUBLISHED_POLICIES, *_further3(options))
-        for cell in table3_cells(options, device, model, name, policy)
-    ]
-
-
-def _mean3(
-    options: PaperOptions, store: RunStore, of: tuple[str, str, str, str], key: str, scale: float = 1.0
-) -> float | None:
-    value = mean_figure(store, table3_cells(options, *of), key)
-    return None if value is None else value * scale
+    rows = product(_settings(options, *GPUS), TRAFFIC, (*PUBLISHED_POLICIES, *_further3(options)))
+    return [cell for setting, name, policy in rows for cell in table3_cells(options, *setting, name, policy)]
 
 
 def _section3(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
-    columns = labels("scenario", "metric")
-    for policy in PUBLISHED_POLICIES:
-        columns += compared(policy)
-    columns += tuple(Column("ours", group=policy, ours=True) for policy in _further3(options))
+    policies = (*PUBLISHED_POLICIES, *_further3(options))
     rows: list[tuple[Value, ...]] = []
     for name, traffic in TRAFFIC.items():
+        cells = {policy: table3_cells(options, device, model, name, policy) for policy in policies}
         for metric, title, key, scale in _METRICS3:
-            row: list[Value] = [traffic.title, title]
-            for policy in PUBLISHED_POLICIES:
-                ours = _mean3(options, store, (device, model, name, policy), key, scale)
-                row += comparison(_published3(device, model, name, metric, policy), ours)
-            for policy in _further3(options):
-                row.append(_mean3(options, store, (device, model, name, policy), key, scale))
-            rows.append(tuple(row))
+            ours = {policy: mean_figure(store, each, key, scale) for policy, each in cells.items()}
+            rows.append((traffic.title, title, *policy_row(_published3(device, model, name, metric), ours, gain=False)))
+    columns = labels("scenario", "metric") + policy_columns(PUBLISHED_POLICIES, _further3(options), gain="")
     return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
 
 
-def _published3(device: str, model: str, name: str, metric: str, policy: str) -> float | None:
-    if model != "qwen3-8b":
-        return None
+def _published3(device: str, model: str, name: str, metric: str) -> dict[str, float | None]:
     where = {"scenario": name, "metric": metric, "gpu": gpu_title(device)}
-    return pick("table3_traffic_and_nonstationary", policy, **where)
+    table = "table3_traffic_and_nonstationary"
+    return {policy: pick(table, policy, **where) if model == MAIN_MODEL else None for policy in PUBLISHED_POLICIES}
 
 
 def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
     """Gains of the policies over each other."""
     pairs = (("eb", "v1"), ("ebplus", "v1"), ("ebplus", "better of v1, eb"))
-    columns = labels("scenario")
-    for policy, base in pairs:
-        group = f"{policy} vs {base}"
-        columns += (Column("published", "change", group), Column("ours", "change", group, True))
+    columns = (*labels("scenario"), *(column for policy, base in pairs for column in changes(f"{policy} vs {base}")))
     rows = []
     for name, traffic in TRAFFIC.items():
-        published = {p: _published3(device, model, name, "total_tokens_per_s", p) for p in PUBLISHED_POLICIES}
-        ours = {
-            p: _mean3(options, store, (device, model, name, p), "total_token_throughput") for p in PUBLISHED_POLICIES
-        }
-        row: list[Value] = [traffic.title]
-        for policy, base in pairs:
-            row += [_gain(published, policy, base), _gain(ours, policy, base)]
-        rows.append(tuple(row))
+        cells = {policy: table3_cells(options, device, model, name, policy) for policy in PUBLISHED_POLICIES}
+        ours = {policy: mean_figure(store, each, "total_token_throughput") for policy, each in cells.items()}
+        rates = (_published3(device, model, name, "total_tokens_per_s"), ours)
+        rows.append((traffic.title, *(_gain(each, *pair) for pair in pairs for each in rates)))
     return Section(f"{gpu_title(device)}, {model}: throughput of one policy over another", columns, tuple(rows))
 
 
 def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | None:
-    if base in rates:
-        return relative(rates[policy], rates[base])
-    both = [rate for rate in (rates["v1"], rates["eb"]) if rate is not None]
-    return relative(rates[policy], max(both)) if len(both) == 2 else None
+    return relative(rates[policy], rates[base] if base in rates else of_all(max, (rates["v1"], rates["eb"])))
 
 
-def _document3(options: PaperOptions, store: RunStore) -> Document:
-    sections: list[Section] = []
-    for device in _devices3(options):
-        for model in _models3(options):
-            sections += [_section3(options, store, device, model), _gains(options, store, device, model)]
-    notes = (*_NOTES3, *pending(store, _cells3(options)))
-    return Document("table3", "Table 3: traffic levels and moving traffic", tuple(sections), notes)
+def _content3(options: PaperOptions, store: RunStore) -> Content:
+    settings = _settings(options, *GPUS)
+    return [make(options, store, *setting) for setting in settings for make in (_section3, _gains)], _NOTES3
 
 
 TABLE3 = PaperTable(
-    "table3", "traffic levels and moving traffic", _cells3, _document3, ("device", "model", "policy", "num_prompts"),
-    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+    "table3", "traffic levels and moving traffic", "Table 3: traffic levels and moving traffic", _cells3, _content3,
+    ("device", "model", "policy", "num_prompts"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip
 
 
@@ -176,7 +151,6 @@ TABLE3 = PaperTable(
 TTFT_S = (2.0, 5.0, 10.0)
 TPOT_MS = (50.0, 100.0)
 _RANKS = ("strict", "relaxed")
-_POLICIES18 = ("v1", "eb", "ebplus")
 _NOTES18 = (
     f"Published: {EB_PAPER}, table 18; per cent of requests that meet both targets, Qwen3-8B, mean 512 in and 256 out "
     "at concurrency 512 (B = 14336, N = 1024).",
@@ -185,26 +159,13 @@ _NOTES18 = (
 )
 
 
-def _devices18(options: PaperOptions) -> tuple[str, ...]:
-    return options.devices or ("rtx-pro-6000",)
-
-
-def _policies18(options: PaperOptions) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*_POLICIES18, *options.policies)))
-
-
 def _cell18(options: PaperOptions, device: str, model: str, policy: str) -> RunSpec:
     return table3_cells(options, device, model, "c=512", policy)[0]
 
 
-def _models18(options: PaperOptions) -> tuple[str, ...]:
-    return options.models or ("qwen3-8b",)
-
-
 def _cells18(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _cell18(options, d, m, p) for d in _devices18(options) for m in _models18(options) for p in _policies18(options)
-    ]
+    policies = (*PUBLISHED_POLICIES, *options.further(*PUBLISHED_POLICIES))
+    return [_cell18(options, *setting, p) for setting in _settings(options, "rtx-pro-6000") for p in policies]
 
 
 def _surface(store: RunStore, cell: RunSpec, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
@@ -212,47 +173,39 @@ def _surface(store: RunStore, cell: RunSpec, ttft_ms: list[float], tpot_ms: list
     return None if found is None else run_surfaces(found.run, ttft_ms, tpot_ms)[0]
 
 
-def _published18(options: PaperOptions, row: int, column: int, policy: str, device: str, model: str) -> float | None:
-    """The published share in per cent, if row and column belong to the published grid."""
-    as_published = not options.ttft_s and not options.tpot_ms and device == "rtx-pro-6000" and model == "qwen3-8b"
-    if not as_published or policy not in _POLICIES18:
-        return None
-    where = {"ttft_target": str(row + 1), "tpot_target_rank": _RANKS[column]}
-    return pick("table18_goodput_percent", policy, **where)
-
-
 def _section18(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
     ttft_s, tpot_ms = sorted(options.ttft_s or TTFT_S), sorted(options.tpot_ms or TPOT_MS)
-    columns = labels("TTFT ≤", "TPOT ≤")
-    surfaces = {}
-    for policy in _policies18(options):
-        columns += (
-            compared(policy, points=True) if policy in _POLICIES18 else (Column("ours", group=policy, ours=True),)
-        )
-        surfaces[policy] = _surface(store, _cell18(options, device, model, policy), [1e3 * t for t in ttft_s], tpot_ms)
+    printed = not options.ttft_s and not options.tpot_ms and (device, model) == ("rtx-pro-6000", MAIN_MODEL)
+    further = options.further(*PUBLISHED_POLICIES)
+    surfaces = {
+        policy: _surface(store, _cell18(options, device, model, policy), [1e3 * t for t in ttft_s], tpot_ms)
+        for policy in (*PUBLISHED_POLICIES, *further)
+    }
     rows = []
-    for i, ttft in enumerate(ttft_s):
-        for j, tpot in enumerate(tpot_ms):
-            row: list[Value] = [f"{ttft:g} s", f"{tpot:g} ms"]
-            for policy, found in surfaces.items():
-                ours = None if found is None else 100 * found.attainment[i][j]
-                published = _published18(options, i, j, policy, device, model)
-                row += comparison(published, ours, points=True) if policy in _POLICIES18 else (ours,)
-            rows.append(tuple(row))
-    return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
+    for (i, ttft), (j, tpot) in product(enumerate(ttft_s), enumerate(tpot_ms)):
+        row: list[Value] = [f"{ttft:g} s", f"{tpot:g} ms"]
+        for policy, surface in surfaces.items():
+            ours = None if surface is None else 100 * surface.attainment[i][j]
+            if policy in further:
+                row.append(ours)
+                continue
+            share = None
+            if printed:
+                share = pick("table18_goodput_percent", policy, ttft_target=str(i + 1), tpot_target_rank=_RANKS[j])
+            row += comparison(share, ours, points=True)
+        rows.append(tuple(row))
+    columns = [column for policy in PUBLISHED_POLICIES for column in compared(policy, points=True)]
+    columns += [Column("ours", group=policy, ours=True) for policy in further]
+    return Section(f"{gpu_title(device)}, {model}", (*labels("TTFT ≤", "TPOT ≤"), *columns), tuple(rows))
 
 
-def _document18(options: PaperOptions, store: RunStore) -> Document:
-    sections = [
-        _section18(options, store, device, model) for device in _devices18(options) for model in _models18(options)
-    ]
-    notes = (*_NOTES18, *pending(store, _cells18(options)))
-    return Document("table18", "Table 18: SLO attainment in per cent", tuple(sections), notes)
+def _content18(options: PaperOptions, store: RunStore) -> Content:
+    return [_section18(options, store, *setting) for setting in _settings(options, "rtx-pro-6000")], _NOTES18
 
 
 TABLE18 = PaperTable(
-    "table18", "SLO attainment over TTFT and TPOT targets", _cells18, _document18,
-    ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
+    "table18", "SLO attainment over TTFT and TPOT targets", "Table 18: SLO attainment in per cent", _cells18,
+    _content18, ("device", "model", "policy", "num_prompts", "ttft", "tpot"),
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip
 
@@ -321,12 +274,8 @@ def _compared(options: PaperOptions) -> tuple[str, ...]:
 
 
 def _adaptation_cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _adaptation_cell(options, device, options.model(), scenario, policy)
-        for device in _adaptation_devices(options)
-        for scenario in SCENARIOS
-        for policy in dict.fromkeys((*_compared(options), *FIXED))
-    ]
+    settings = product(_adaptation_devices(options), SCENARIOS, dict.fromkeys((*_compared(options), *FIXED)))
+    return [_adaptation_cell(options, device, options.model(), *setting) for device, *setting in settings]
 
 
 def _phases(run: Run) -> Mapping[str, Phase]:
@@ -350,12 +299,12 @@ def _runs(options: PaperOptions, store: RunStore, device: str, scenario: str) ->
 def _adaptation_section(options: PaperOptions, store: RunStore, device: str, scenario: str) -> Section:
     policies = _compared(options)
     unit = "E2EL s" if scenario in OPEN_LOOP else "tokens/s"
-    columns = (*labels("phase"), *(Column(policy, group=unit, ours=True) for policy in policies))
-    columns += (Column("policy", "label", "best fixed"), Column(unit, group="best fixed"))
-    columns += tuple(Column(policy, "change", "regret", ours=True) for policy in policies)
-    columns += (Column("better of v1, eb", "change", "ebplus against the", ours=True),)
-    columns += tuple(Column(policy, group="TTFT ms", ours=True) for policy in policies)
-    columns += (Column("ebplus", "label", "adapted", ours=True),)
+    columns = (
+        *labels("phase"), *ours(*policies, group=unit), Column("policy", "label", "best fixed"),
+        Column(unit, group="best fixed"), *(Column(policy, "change", "regret", ours=True) for policy in policies),
+        Column("better of v1, eb", "change", "ebplus against the", ours=True), *ours(*policies, group="TTFT ms"),
+        Column("ebplus", "label", "adapted", ours=True),
+    )  # fmt: skip
     runs = _runs(options, store, device, scenario)
     rows = [_row(runs, policies, scenario, phase) for phase in runs.get("v1", {})]
     return Section(f"{scenario} on {gpu_title(device)}: {SCENARIOS[scenario]}", columns, tuple(rows))
@@ -391,17 +340,12 @@ def _adapted(phase: Phase | None) -> str | None:
     return f"{controller.controller_s:.1f} s ({controller.controller_requests:,}; {controller.switches})"
 
 
-def _adaptation_document(options: PaperOptions, store: RunStore) -> Document:
-    sections = tuple(
-        _adaptation_section(options, store, device, name)
-        for device in _adaptation_devices(options)
-        for name in SCENARIOS
-    )
-    notes = (*_ADAPTATION_NOTES, *pending(store, _adaptation_cells(options)))
-    return Document("adaptation", "Adaptation to shifts inside a run", sections, notes)
+def _adaptation_content(options: PaperOptions, store: RunStore) -> Content:
+    settings = product(_adaptation_devices(options), SCENARIOS)
+    return [_adaptation_section(options, store, *setting) for setting in settings], _ADAPTATION_NOTES
 
 
 ADAPTATION = PaperTable(
-    "adaptation", "adaptation to shifts inside a run (ours)", _adaptation_cells, _adaptation_document,
-    ("device", "model", "policy"), published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
+    "adaptation", "adaptation to shifts inside a run (ours)", "Adaptation to shifts inside a run", _adaptation_cells,
+    _adaptation_content, ("device", "model", "policy"), published_on=Published(tuple(RATES_PER_S), (MAIN_MODEL,)),
 )  # fmt: skip

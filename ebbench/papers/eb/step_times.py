@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.describe import marginal_curve
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS
@@ -16,11 +16,10 @@ from ebbench.devices.profiles import find_profile
 from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
 from ebbench.papers.published import EB_PAPER, gpu_title, pick, rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, no_cells
+from ebbench.papers.table import Content, PaperFigure, PaperOptions, PaperTable, Published, no_cells
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec
 
 # Figure 1 of the EB paper: step time by batch composition, and the marginal cost of a token in a mixed batch.
 
@@ -33,7 +32,7 @@ _SHARE_COLOURS = (BLACK, SKY, BLUE, ORANGE, VERMILION)
 FIGURE1_MODEL = "qwen3-4b"
 PUBLISHED_CROSSOVER = {"rtx-pro-6000": 0.20, "h200": 0.80}
 """Of Qwen3-4B; other models have none in figures."""
-DEVICES = tuple(PUBLISHED_CROSSOVER)
+GPUS = tuple(PUBLISHED_CROSSOVER)
 _WIDTH, _HEIGHT = 270, 180
 
 
@@ -44,14 +43,37 @@ def device_cost(device: str, model: str, eager: bool = False) -> CostModel:
     return load_device(device, model, eager=eager).cost
 
 
-def step_ms(cost: CostModel, tokens: int, share: float, context: int) -> float:
-    """Time (ms) of a step of ``tokens`` tokens, of which the share ``share`` are decodes with ``context`` KV tokens
-    each."""
+def composed(tokens: int, share: float, context: int) -> StepShape:
+    """A step of ``tokens`` tokens, of which the share ``share`` are decodes with ``context`` KV tokens each; 0 and 1
+    are pure steps."""
     if share == 0.0:
-        return 1e3 * cost.step_s(prefill_shape(tokens))
-    if share == 1.0:
-        return 1e3 * cost.step_s(decode_shape(tokens, context))
-    return 1e3 * cost.step_s(mixed_shape(tokens, share, context))
+        return prefill_shape(tokens)
+    return decode_shape(tokens, context) if share == 1.0 else mixed_shape(tokens, share, context)
+
+
+def step_ms(cost: CostModel, tokens: int, share: float, context: int) -> float:
+    """Time (ms) of the step that :func:`composed` makes."""
+    return 1e3 * cost.step_s(composed(tokens, share, context))
+
+
+def _kind(prompts: int, decodes: int) -> str:
+    return "mixed batch" if prompts and decodes else "prefill only" if prompts else "decode only"
+
+
+def _scatter(
+    found: list[dict[str, Any]], titles: tuple[str, str], ends: tuple[float, float], domain: list[float], size: int
+) -> Any:
+    """Ours over published times (ms) by kind of batch, with the diagonal; ``titles`` of both axes."""
+    alt, names = altair(), list(_BATCHES)
+    scale = alt.Scale(type="log", domain=domain, nice=False)
+    shape = alt.Shape("series:N", scale=alt.Scale(domain=names, range=["circle", "triangle-up", "square"]), title=None)
+    points = alt.Chart(values(found)).mark_point(size=size, opacity=0.75, filled=True)
+    points = points.encode(
+        x=alt.X("measured:Q", title=titles[0], scale=scale), y=alt.Y("ours:Q", title=titles[1], scale=scale),
+        color=colour(names, list(_BATCHES.values())), shape=shape,
+    )  # fmt: skip
+    diagonal = values([{"x": end, "y": end} for end in ends])
+    return alt.layer(alt.Chart(diagonal).mark_line(color=GREY).encode(x="x:Q", y="y:Q"), points)
 
 
 def _times(device: str, model: str) -> list[dict[str, Any]]:
@@ -66,99 +88,62 @@ def _times(device: str, model: str) -> list[dict[str, Any]]:
 def time_panel(device: str, model: str, title: str = "") -> Any:
     """Step time over tokens, one line per decode share."""
     alt = altair()
-    lines = (
-        alt.Chart(values(_times(device, model)))
-        .mark_line(strokeWidth=1.8)
-        .encode(
-            x=alt.X("tokens:Q", title="tokens in the step"),
-            y=alt.Y("value:Q", title="step time, ms"),
-            color=colour(_SHARE_NAMES, _SHARE_COLOURS, "batch"),
-            strokeDash=dash(_SHARE_NAMES, "batch"),
-        )
-    )
+    lines = alt.Chart(values(_times(device, model))).mark_line(strokeWidth=1.8)
+    lines = lines.encode(
+        x=alt.X("tokens:Q", title="tokens in the step"), y=alt.Y("value:Q", title="step time, ms"),
+        color=colour(_SHARE_NAMES, _SHARE_COLOURS, "batch"), strokeDash=dash(_SHARE_NAMES, "batch"),
+    )  # fmt: skip
     return lines.properties(width=_WIDTH, height=_HEIGHT, title=title or f"{gpu_title(device)}, {model}")
 
 
 def _marginal_panel(device: str, model: str) -> Any:
-    alt = altair()
+    alt, names = altair(), list(_BATCHES)
     curve = marginal_curve(device_cost(device, model), CONTEXT_TOKENS)
-    mixed = [{"r": r, "value": 1e6 * y} for r, y in zip(curve.shares, curve.mixed_s, strict=True)]
+    mixed = [
+        {"r": r, "value": 1e6 * y, "series": "mixed batch"} for r, y in zip(curve.shares, curve.mixed_s, strict=True)
+    ]
     flat = [
         {"value": 1e6 * curve.decode_s, "series": "decode only"},
         {"value": 1e6 * curve.prefill_s, "series": "prefill only"},
     ]
-    names, colours = list(_BATCHES), list(_BATCHES.values())
     x = alt.X("r:Q", title="decode share r of the batch", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%"))
-    line = (
-        alt.Chart(values([{**row, "series": "mixed batch"} for row in mixed]))
-        .mark_line(strokeWidth=2.2)
-        .encode(x=x, y=alt.Y("value:Q", title="µs per further token"), color=colour(names, colours, "token in a"),
-                strokeDash=dash(names, "token in a"))
-    )  # fmt: skip
-    rules = (
-        alt.Chart(values(flat))
-        .mark_rule(strokeWidth=1.6)
-        .encode(y="value:Q", color=colour(names, colours, "token in a"), strokeDash=dash(names, "token in a"))
-    )
-    layers = [line, rules]
+    y = alt.Y("value:Q", title="µs per further token")
+    series = {
+        "color": colour(names, list(_BATCHES.values()), "token in a"),
+        "strokeDash": dash(names, "token in a"),
+    }
+    layers = [
+        alt.Chart(values(mixed)).mark_line(strokeWidth=2.2).encode(x=x, y=y, **series),
+        alt.Chart(values(flat)).mark_rule(strokeWidth=1.6).encode(y="value:Q", **series),
+    ]
     published = PUBLISHED_CROSSOVER.get(device) if model == FIGURE1_MODEL else None
     if published is not None:
-        mark = values([{"r": published}])
-        layers.append(alt.Chart(mark).mark_rule(color=GREY, strokeDash=[2, 2]).encode(x="r:Q"))
-        label = alt.Chart(mark).mark_text(
-            align="left" if published < 0.5 else "right",
-            dx=4 if published < 0.5 else -4,
-            color="#555",
-            fontSize=10,
-            text="published crossover",
-        )
-        layers.append(label.encode(x="r:Q", y=alt.value(10)))
+        align, dx = ("left", 4) if published < 0.5 else ("right", -4)
+        mark = alt.Chart(values([{"r": published}])).encode(x="r:Q")
+        label = mark.mark_text(align=align, dx=dx, color="#555", fontSize=10, text="published crossover")
+        layers += [mark.mark_rule(color=GREY, strokeDash=[2, 2]), label.encode(y=alt.value(10))]
     return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
 
 
-def _measured_rows(model: str, device: str) -> list[dict[str, Any]]:
+def _check_panel(model: str, device: str) -> Any:
     """Published and our step times for the same composition and context, pure and mixed steps."""
-    cost, found = device_cost(device, model, eager=True), []
+    cost = device_cost(device, model, eager=True)
+    found: list[dict[str, Any]] = []
     for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
         decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
         total = decodes + prompts * prompt
-        kind = "decode only" if not prompts else "prefill only" if not decodes else "mixed batch"
         ours = step_ms(cost, total, decodes / total, 32)
-        found.append({"measured": float(row["mean_ms"]), "ours": ours, "series": kind})
-    return found
-
-
-def _check_panel(model: str, device: str) -> Any:
-    alt = altair()
-    names, colours = list(_BATCHES), list(_BATCHES.values())
-    found = _measured_rows(model, device)
+        found.append({"measured": float(row["mean_ms"]), "ours": ours, "series": _kind(prompts, decodes)})
     top = max(max(row["measured"], row["ours"]) for row in found)
-    scale = alt.Scale(type="log", domain=[4, 1.1 * top], nice=False)
-    shape = alt.Shape(
-        "series:N", scale=alt.Scale(domain=list(names), range=["circle", "triangle-up", "square"]), title=None
-    )
-    points = (
-        alt.Chart(values(found))
-        .mark_point(size=28, opacity=0.75, filled=True)
-        .encode(
-            x=alt.X("measured:Q", title="published step time, ms", scale=scale),
-            y=alt.Y("ours:Q", title=f"ours on {gpu_title(device)}, ms", scale=scale),
-            color=colour(names, colours),
-            shape=shape,
-        )
-    )
-    diagonal = (
-        alt.Chart(values([{"x": 4, "y": 4}, {"x": top, "y": top}])).mark_line(color=GREY).encode(x="x:Q", y="y:Q")
-    )
-    return alt.layer(diagonal, points).properties(
-        width=_WIDTH, height=_HEIGHT, title=f"{model}, eager, 32 tokens of context"
-    )
+    titles = "published step time, ms", f"ours on {gpu_title(device)}, ms"
+    title = f"{model}, eager, 32 tokens of context"
+    return _scatter(found, titles, (4, top), [4, 1.1 * top], 28).properties(width=_WIDTH, height=_HEIGHT, title=title)
 
 
 def _chart1(options: PaperOptions, store: RunStore, published: bool) -> Any:
     alt = altair()
     model = options.model(FIGURE1_MODEL)
-    devices = options.devices or DEVICES
+    devices = options.devices or GPUS
     times = alt.hconcat(*(time_panel(device, model) for device in devices))
     marginal = alt.hconcat(*(_marginal_panel(device, model) for device in devices))
     panels = [times, marginal]
@@ -168,28 +153,23 @@ def _chart1(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE1 = PaperFigure(
-    "figure1",
-    "step time and marginal cost by batch composition",
-    no_cells,
-    _chart1,
+    "figure1", "step time and marginal cost by batch composition", no_cells, _chart1,
     "Ours: the devices' cost models, decodes with 512 tokens of context. Grey: the decode share at which the paper "
     "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %, Qwen3-4B). Bottom: "
     "127 published step times of Qwen3-4B against ours on H200. Their file names no GPU; the README beside it says "
     "Blackwell, their slope says H200 (0.29 of the RTX PRO 6000's for a model twice the size).",
-    ("device", "model"),
-    published_on=Published(DEVICES, (FIGURE1_MODEL,)),
-)
+    ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
+)  # fmt: skip
 
 
 # Figures 2, 8, 9 and 10 of the EB paper (section 1, appendix A.2): where a step's time goes, by batch composition.
 
-GPUS = ("rtx-pro-6000", "h200")
 FURTHER_MODELS = ("gemma-3-1b-it", "qwen3-8b", "qwen3-30b-a3b")
 KERNEL_TOKENS = 1024
 KERNEL_SHARES = tuple(round(0.05 * i, 2) for i in range(21))
 _PARTS = ("matrix products and small kernels", "attention", "head and sampling")
 _PART_COLOURS = (BLUE, VERMILION, GREEN)
-_KERNEL_WIDTH, _KERNEL_HEIGHT = 270, 170
+_KERNEL_HEIGHT = 170
 
 
 class StepParts(NamedTuple):
@@ -205,13 +185,6 @@ def step_parts(cost: TableCost, shape: StepShape) -> StepParts:
     tokens = shape.decode_seqs + sum(chunk for chunk, _ in shape.prefill)
     dense, head = cost.dense_s[min(tokens, MAX_TOKENS)], cost.head_s[min(shape.sampled_seqs, MAX_SAMPLED)]
     return StepParts(dense, cost.gpu_s(shape) - dense - head, head)
-
-
-def composed(tokens: int, share: float, context: int) -> StepShape:
-    """A step of ``tokens`` tokens, of which the share ``share`` are decodes; 0 and 1 are pure steps."""
-    if share == 0.0:
-        return prefill_shape(tokens)
-    return decode_shape(tokens, context) if share == 1.0 else mixed_shape(tokens, share, context)
 
 
 def table_cost_of(device: str, model: str) -> TableCost:
@@ -252,7 +225,7 @@ def _parts_panel(device: str, model: str) -> Any:
     decode_ms = 1e3 * step_parts(cost, composed(KERNEL_TOKENS, 1.0, CONTEXT_TOKENS)).attention_s
     rule = alt.Chart(values([{"value": decode_ms}])).mark_rule(color=GREY, strokeDash=[2, 2]).encode(y=y)
     return alt.layer(rule, *layers).properties(
-        width=_KERNEL_WIDTH, height=_KERNEL_HEIGHT, title=f"{gpu_title(device)}, {model}"
+        width=_WIDTH, height=_KERNEL_HEIGHT, title=f"{gpu_title(device)}, {model}"
     )
 
 
@@ -264,29 +237,14 @@ def measured_attention(device: str) -> list[dict[str, Any]]:
         prompts, decodes = int(row["num_prefill"]), int(row["num_decode"])
         length = int(row["prefill_len"] or row["context_len"])
         ours = attention.step_s(((length, 0),) * prompts, decodes, decodes * length)
-        kind = "mixed batch" if prompts and decodes else "prefill only" if prompts else "decode only"
-        found.append({"measured": float(row["time_ms"]), "ours": 1e3 * ours, "series": kind})
+        found.append({"measured": float(row["time_ms"]), "ours": 1e3 * ours, "series": _kind(prompts, decodes)})
     return found
 
 
 def _attention_panel(device: str) -> Any:
-    alt = altair()
-    kinds = {"mixed batch": STEPS["mixed"], "decode only": STEPS["decode"], "prefill only": STEPS["prefill"]}
-    names = tuple(kinds)
-    scale = alt.Scale(type="log", domain=[0.005, 100], nice=False)
-    shape = alt.Shape("series:N", scale=alt.Scale(domain=names, range=["circle", "triangle-up", "square"]), title=None)
-    points = alt.Chart(values(measured_attention(device))).mark_point(size=32, opacity=0.75, filled=True)
-    points = points.encode(
-        x=alt.X("measured:Q", title="published attention call, ms", scale=scale),
-        y=alt.Y("ours:Q", title="ours, ms", scale=scale),
-        color=colour(names, tuple(kinds.values())),
-        shape=shape,
-    )
-    ends = values([{"x": 0.005, "y": 0.005}, {"x": 100, "y": 100}])
-    diagonal = alt.Chart(ends).mark_line(color=GREY).encode(x="x:Q", y="y:Q")
-    return alt.layer(diagonal, points).properties(
-        width=_KERNEL_WIDTH, height=_KERNEL_HEIGHT, title=f"{gpu_title(device)}, one layer"
-    )
+    titles = "published attention call, ms", "ours, ms"
+    chart = _scatter(measured_attention(device), titles, (0.005, 100), [0.005, 100], 32)
+    return chart.properties(width=_WIDTH, height=_KERNEL_HEIGHT, title=f"{gpu_title(device)}, one layer")
 
 
 def _chart2(options: PaperOptions, store: RunStore, published: bool) -> Any:
@@ -352,9 +310,7 @@ def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE2 = PaperFigure(
-    "figure2",
-    "GPU time by kernel over the decode share, and attention calls against published ones",
-    no_cells,
+    "figure2", "GPU time by kernel over the decode share, and attention calls against published ones", no_cells,
     _chart2,
     f"Ours: the devices' kernel tables, {KERNEL_TOKENS:,} tokens in the step, decodes with {CONTEXT_TOKENS} tokens of "
     "context; points: steps of prompts or of decodes only; grey: attention of the latter. The paper's panels are "
@@ -363,42 +319,29 @@ FIGURE2 = PaperFigure(
     "requests) against ours, on which nothing was fitted: decodes within 7 %; mixed calls 0.9 to 1.5 times as long "
     "on RTX PRO 6000, 0.4 to 1.1 times on H200, where their prefill calls also take twice as long as the tables' "
     "(FlashAttention 3).",
-    ("device", "model"),
-    published_on=Published(GPUS, (FIGURE1_MODEL,)),
-)
+    ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
+)  # fmt: skip
 FIGURE8 = PaperFigure(
-    "figure8",
-    "step time by batch composition of three more models",
-    no_cells,
-    _chart8,
+    "figure8", "step time by batch composition of three more models", no_cells, _chart8,
     "Ours, as figure 1. Crossover: the decode share from which a token of a mixed batch costs more than one of a "
     "pure decode batch. In print Gemma-3-1B-IT has none on either GPU; here it has. The curves are not published as "
     "numbers.",
-    ("device", "model"),
-    published_on=Published(GPUS, FURTHER_MODELS),
-)
+    ("device", "model"), published_on=Published(GPUS, FURTHER_MODELS),
+)  # fmt: skip
 FIGURE9 = PaperFigure(
-    "figure9",
-    "GPU time by kernel of three more models",
-    no_cells,
-    _chart9,
+    "figure9", "GPU time by kernel of three more models", no_cells, _chart9,
     f"Ours, as the top of figure 2 ({KERNEL_TOKENS:,} tokens, context {CONTEXT_TOKENS}); the experts of Qwen3-30B-A3B "
     "count as matrix products. The curves are not published as numbers; the text says that matrix products do not "
     "depend on the composition. Its growing 'Other' of Gemma on the RTX PRO 6000 is host work, which stands outside "
     "these parts.",
-    ("device", "model"),
-    published_on=Published(GPUS, FURTHER_MODELS),
-)
+    ("device", "model"), published_on=Published(GPUS, FURTHER_MODELS),
+)  # fmt: skip
 FIGURE10 = PaperFigure(
-    "figure10",
-    "step, matrix products and attention over the decode share, by context",
-    no_cells,
-    _chart10,
+    "figure10", "step, matrix products and attention over the decode share, by context", no_cells, _chart10,
     "Ours, GPU time without the host. Crosses: attention of the longest and the shortest context at a decode share of "
     "80 % in the text (26 and 10 ms). The paper's five contexts are not legible in our copy: these are assumed.",
-    ("device", "model"),
-    published_on=Published(("h200",), (FIGURE1_MODEL,)),
-)
+    ("device", "model"), published_on=Published(("h200",), (FIGURE1_MODEL,)),
+)  # fmt: skip
 
 
 # The interference convexity index of the EB paper (appendix A.3): from published times and costs, and from ours.
@@ -462,25 +405,20 @@ def _published_cost_indices() -> list[tuple[Value, ...]]:
     return found
 
 
-def _kappa_document(options: PaperOptions, store: RunStore) -> Document:
+def _kappa_document(options: PaperOptions, store: RunStore) -> Content:
     columns = (
         *labels("GPU", "model", "from"),
-        *(
-            Column(name, group="index over", show=lambda index: f"{index:+.2f}")
-            for name in ("mixed steps", "all steps")
-        ),
+        *(Column(name, group="index over", show="{:+.2f}".format) for name in ("mixed steps", "all steps")),
     )
     model = options.model(FIGURE1_MODEL)
     ours = [row for device in options.devices or GPUS for row in _our_indices(device, model)]
     table = (_published_index(), *_published_cost_indices(), *ours)
-    return Document(
-        "kappa", "Convexity index of mixed batches (appendix A.3)", (Section("", columns, table),), _KAPPA_NOTES
-    )
+    return [Section("", columns, table)], _KAPPA_NOTES
 
 
 KAPPA = PaperTable(
-    "kappa", "convexity index of mixed batches", no_cells, _kappa_document, ("device", "model"),
-    published_on=Published(GPUS, (FIGURE1_MODEL,)),
+    "kappa", "convexity index of mixed batches", "Convexity index of mixed batches (appendix A.3)", no_cells,
+    _kappa_document, ("device", "model"), published_on=Published(GPUS, (FIGURE1_MODEL,)),
 )  # fmt: skip
 
 
@@ -497,10 +435,6 @@ _TABLE1_NOTES = (
 )
 
 
-def _table1_cells(options: PaperOptions) -> list[RunSpec]:
-    return []
-
-
 def _table1_row(device: str) -> tuple[Value, ...]:
     profile, gpu = find_profile(device), gpu_title(device)
     bandwidth, rate = profile.bandwidth_bytes_per_s, profile.bf16_flops_per_s
@@ -512,20 +446,15 @@ def _table1_row(device: str) -> tuple[Value, ...]:
     return tuple(row)
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+def _table1_document(options: PaperOptions, store: RunStore) -> Content:
     columns: tuple[Column, ...] = labels("GPU")
     for title in ("TB/s", "16-bit TFLOPS", "FLOP/B"):
         columns += compared(title)
     rows = tuple(_table1_row(device) for device in options.devices or TABLE1_DEVICES)
-    return Document("eb-table1", "Table 1: GPUs of the EB paper", (Section("", columns, rows),), _TABLE1_NOTES)
+    return [Section("", columns, rows)], _TABLE1_NOTES
 
 
 TABLE1 = PaperTable(
-    "eb-table1",
-    "bandwidth and arithmetic of the EB paper's GPUs",
-    _table1_cells,
-    _table1_document,
-    ("device",),
-    aliases=("table1", "1"),
-    published_on=Published(TABLE1_DEVICES, ()),
-)
+    "eb-table1", "bandwidth and arithmetic of the EB paper's GPUs", "Table 1: GPUs of the EB paper", no_cells,
+    _table1_document, ("device",), aliases=("table1", "1"), published_on=Published(TABLE1_DEVICES, ()),
+)  # fmt: skip

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from statistics import fmean
 from typing import Any
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.analysis.statistics import paired_t
 from ebbench.devices.linear import GIVEN
 from ebbench.papers.protocols import ASYNC_SCHEDULING, SYNTHETIC_WARMUP, VLLM
 from ebbench.papers.published import EB_PAPER, MAIN_MODEL, pick
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, figure, mean_figure, pending
+from ebbench.papers.table import (
+    Content,
+    PaperFigure,
+    PaperOptions,
+    PaperTable,
+    Published,
+    average,
+    beside,
+    figure,
+    mean_figure,
+    of_all,
+)
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLUE, VERMILION
 from ebbench.runs.store import RunStore
@@ -72,22 +84,25 @@ def linear_costs(device: str, model: str, alpha_p: float | None = None) -> str:
 
 
 def sweep_cell(
-    device: str,
-    model: str,
-    policy: str,
-    batch: int,
-    seed: int,
-    *,
-    budget: int = BUDGET,
-    warmup: int = 0,
-    workload: str = "balanced",
-    **plan: Any,
-) -> RunSpec:
+    device: str, model: str, policy: str, batch: int, seed: int, *, budget: int = BUDGET, warmup: int = 0,
+    workload: str = "balanced", **plan: Any,
+) -> RunSpec:  # fmt: skip
     """A saturated run for threshold sweeps; no asynchronous scheduling, as in the authors' vLLM."""
     return simulated(
         workload, policy, device, model, batch, budget, seed=seed, warmup=warmup, vllm_version=VLLM,
         async_scheduling=ASYNC_SCHEDULING, **plan,
     )  # fmt: skip
+
+
+def repeats(
+    options: PaperOptions, device: str, policy: str, batch: int, count: int, least: int = 1, **settings: Any
+) -> list[RunSpec]:
+    """The cell of :func:`sweep_cell` once for each seed, of which there are ``least`` by default."""
+    count, model = options.num_prompts or count, options.model()
+    return [
+        sweep_cell(device, model, policy, batch, seed, num_prompts=count, **settings)
+        for seed in options.seed_range(least)
+    ]
 
 
 def both_devices(options: PaperOptions, default: str) -> tuple[str, str]:
@@ -105,63 +120,38 @@ def theta_k(batch: int, step: int) -> int:
 
 
 def _cells10(options: PaperOptions) -> list[RunSpec]:
-    return [
-        cell
-        for device in both_devices(options, "h200")
-        for output in MEAN_OUTPUTS
-        for batch in BATCHES
-        for step in range(1, THETA_STEPS)
-        for cell in _repeats10(options, device, output, batch, step)
-    ]
+    settings = product(both_devices(options, "h200"), MEAN_OUTPUTS, BATCHES, range(1, THETA_STEPS))
+    return [cell for setting in settings for cell in _repeats10(options, *setting)]
 
 
 def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step: int) -> list[RunSpec]:
-    plan: dict[str, Any] = {
-        "input_len": TABLE10_INPUT,
-        "output_len": output,
-        "num_prompts": options.num_prompts or COUNTED,
-    }
-    policy, model = f"eb:k={theta_k(batch, step)}", options.model()
-    return [
-        sweep_cell(device, model, policy, batch, seed, warmup=SYNTHETIC_WARMUP, length_distribution="geometric", **plan)
-        for seed in options.seed_range()
-    ]
+    return repeats(
+        options, device, f"eb:k={theta_k(batch, step)}", batch, COUNTED, warmup=SYNTHETIC_WARMUP,
+        input_len=TABLE10_INPUT, output_len=output, length_distribution="geometric",
+    )  # fmt: skip
 
 
 def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
     """Best theta of the sweep, and the range of thetas within 1 % of it."""
-    rates = {}
+    found: list[dict[str, float]] = []
     for step in range(1, THETA_STEPS):
         rate = mean_figure(store, _repeats10(options, device, output, batch, step), "request_throughput")
-        if rate is not None:
-            rates[theta_k(batch, step) / batch] = rate
-    if len(rates) < THETA_STEPS - 1:
-        return None, ""
-    best = max(rates, key=rates.__getitem__)
-    near = [theta for theta, rate in rates.items() if rate >= NEAR * rates[best]]
-    return best, f"{min(near):.2f}-{max(near):.2f}"
+        if rate is None:
+            return None, ""
+        found.append({"theta": theta_k(batch, step) / batch, "value": rate})
+    best, low, high = best_and_near(found) or (None, 0.0, 0.0)
+    return best, f"{low:.2f}-{high:.2f}"
 
 
 def _columns10() -> tuple[Column, ...]:
     columns = (*labels("mean output"), Column("ours", group="theta0"), Column(SLOW, group="theta0"))
-    group = "mean over N"
-    columns += (
-        Column("published", group=group),
-        Column("ours", group=group, ours=True),
-        Column(SLOW, group=group, ours=True),
-    )
+    columns += beside("mean over N", SLOW)
     for batch in BATCHES:
-        group = f"N = {batch}"
-        columns += (
-            Column("published", group=group),
-            Column("ours", group=group, ours=True),
-            Column(SLOW, group=group, ours=True),
-            Column("within 1 %", "label", group),
-        )
+        columns += (*beside(f"N = {batch}", SLOW), Column("within 1 %", "label", f"N = {batch}"))
     return columns
 
 
-def _document10(options: PaperOptions, store: RunStore) -> Document:
+def _document10(options: PaperOptions, store: RunStore) -> Content:
     from ebbench.devices import load_device
 
     device, slow = both_devices(options, "h200")
@@ -174,7 +164,7 @@ def _document10(options: PaperOptions, store: RunStore) -> Document:
             best, _ = _best10(options, store, device, output, batch)
             slow_best, near = _best10(options, store, slow, output, batch)
             cells.append((pick("table10_best_theta", f"batch_{batch}", mu_o=str(output)), best, slow_best, near))
-        means = [_mean([cell[at] for cell in cells]) for at in range(3)]
+        means = [of_all(average, column) for column in list(zip(*cells, strict=True))[:3]]
         rows.append((str(output), *theory, *means, *(value for cell in cells for value in cell)))
     notes = (
         f"Published: {EB_PAPER}, table 10: empirically best threshold share, Qwen3-8B on H200, geometric lengths, "
@@ -187,57 +177,30 @@ def _document10(options: PaperOptions, store: RunStore) -> Document:
         "theta that was run, 1/15, is the best nearly everywhere.",
         "theta0: Prop. 3.1 at these costs. The optimum is flat, and flatter the longer the answers: 'within 1 %' gives "
         f"the thresholds whose throughput is within 1 % of the best under '{SLOW}'.",
-        *pending(store, _cells10(options)),
     )
-    return Document("table10", "Table 10: best threshold theta", (Section("", _columns10(), tuple(rows)),), notes)
-
-
-def _mean(values: Sequence[float | Value]) -> float | None:
-    known = [value for value in values if isinstance(value, float)]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    return [Section("", _columns10(), tuple(rows))], notes
 
 
 # Table 11: throughput over k for four input lengths.
 
 
 def _cells11(options: PaperOptions) -> list[RunSpec]:
-    devices = both_devices(options, "h200")
-    return [c for d in devices for k in K_VALUES for mean in K_INPUTS for c in _repeats11(options, d, k, mean)]
+    settings = product(both_devices(options, "h200"), K_VALUES, K_INPUTS)
+    return [cell for setting in settings for cell in _repeats11(options, *setting)]
 
 
 def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> list[RunSpec]:
-    plan: dict[str, Any] = {
-        "num_prompts": options.num_prompts or COUNTED,
-        "input_len": input_len,
-        "output_len": K_OUTPUT,
-    }
-    return [
-        sweep_cell(
-            device,
-            options.model(),
-            f"eb:k={k}",
-            K_BATCH,
-            seed,
-            budget=K_BUDGET,
-            warmup=SYNTHETIC_WARMUP,
-            length_distribution="uniform",
-            **plan,
-        )
-        for seed in options.seed_range()
-    ]
+    return repeats(
+        options, device, f"eb:k={k}", K_BATCH, COUNTED, budget=K_BUDGET, warmup=SYNTHETIC_WARMUP, input_len=input_len,
+        output_len=K_OUTPUT, length_distribution="uniform",
+    )  # fmt: skip
 
 
-def _document11(options: PaperOptions, store: RunStore) -> Document:
+def _document11(options: PaperOptions, store: RunStore) -> Content:
     device, slow = both_devices(options, "h200")
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:
-        group = f"input {mean}"
-        columns += (
-            Column("published", group=group),
-            Column("ours", group=group, ours=True),
-            Column(SLOW, group=group, ours=True),
-            Column("diff", "change", group),
-        )
+        columns += (*beside(f"input {mean}", SLOW), Column("diff", "change", f"input {mean}"))
     rows: list[tuple[Value, ...]] = []
     for k in K_VALUES:
         row: list[Value] = [str(k), k / K_BATCH]
@@ -254,10 +217,9 @@ def _document11(options: PaperOptions, store: RunStore) -> Document:
         f"{K_INPUTS}, uniform lengths and output tokens are those that fit best; geometric lengths, which the paper "
         "names, do not fit at k near N, where the batch would wait for its longest answer.",
         REFILL_NOTE + " diff: of the latter.",
-        *pending(store, _cells11(options)),
     )
     section = Section("output tokens/s", columns, (*rows, _best_k(rows)))
-    return Document("table11", "Table 11: throughput over the threshold k", (section,), notes)
+    return [section], notes
 
 
 def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
@@ -273,12 +235,12 @@ def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
 PUBLISHED_E2 = Published(("h200",), (MAIN_MODEL,))
 _READS = ("device", "model", "num_prompts", "seeds")
 TABLE10 = PaperTable(
-    "table10", "best threshold over output length and batch size", _cells10, _document10, _READS, whole=False,
-    published_on=PUBLISHED_E2,
+    "table10", "best threshold over output length and batch size", "Table 10: best threshold theta", _cells10,
+    _document10, _READS, whole=False, published_on=PUBLISHED_E2,
 )  # fmt: skip
 TABLE11 = PaperTable(
-    "table11", "throughput over k for four input lengths", _cells11, _document11, _READS, whole=False,
-    published_on=PUBLISHED_E2,
+    "table11", "throughput over k for four input lengths", "Table 11: throughput over the threshold k", _cells11,
+    _document11, _READS, whole=False, published_on=PUBLISHED_E2,
 )  # fmt: skip
 
 
@@ -296,28 +258,17 @@ FIGURE12_THETAS = tuple(k / FIGURE12_BATCH for k in FIGURE12_K)
 FIGURE12_COSTS = ("device's cost model", SLOW)
 
 
-def _figure12_cell(options: PaperOptions, device: str, shape: str, theta: float, seed: int) -> RunSpec:
-    return sweep_cell(
-        device, options.model(), f"eb:k={round(theta * FIGURE12_BATCH)}", FIGURE12_BATCH, seed,
-        budget=E3_BUDGET, warmup=SYNTHETIC_WARMUP,
-        workload=f"reference:workloads/hazard-gamma-{shape}.toml", num_prompts=options.num_prompts or FIGURE12_COUNT,
+def _repeats12(options: PaperOptions, device: str, shape: str, theta: float) -> list[RunSpec]:
+    return repeats(
+        options, device, f"eb:k={round(theta * FIGURE12_BATCH)}", FIGURE12_BATCH, FIGURE12_COUNT, 3,
+        budget=E3_BUDGET, warmup=SYNTHETIC_WARMUP, workload=f"reference:workloads/hazard-gamma-{shape}.toml",
     )  # fmt: skip
-
-
-def _figure12_seeds(options: PaperOptions) -> range:
-    return options.seed_range(3)
 
 
 def figure12_cells(options: PaperOptions) -> list[RunSpec]:
     """The cells of figure 12: both costs, every shape, theta and seed."""
-    devices = both_devices(options, "h200")
-    return [
-        _figure12_cell(options, d, shape, theta, s)
-        for d in devices
-        for shape in FIGURE12_SHAPES
-        for theta in FIGURE12_THETAS
-        for s in _figure12_seeds(options)
-    ]
+    settings = product(both_devices(options, "h200"), FIGURE12_SHAPES, FIGURE12_THETAS)
+    return [cell for setting in settings for cell in _repeats12(options, *setting)]
 
 
 def sweep12(options: PaperOptions, store: RunStore, shape: str, *, slow: bool) -> list[dict[str, float]]:
@@ -325,10 +276,7 @@ def sweep12(options: PaperOptions, store: RunStore, shape: str, *, slow: bool) -
     device = both_devices(options, "h200")[slow]
     found = []
     for theta in FIGURE12_THETAS:
-        rates = [
-            figure(store, _figure12_cell(options, device, shape, theta, s), "total_token_throughput")
-            for s in _figure12_seeds(options)
-        ]
+        rates = [figure(store, cell, "total_token_throughput") for cell in _repeats12(options, device, shape, theta)]
         known = [rate for rate in rates if rate is not None]
         if len(known) == len(rates):
             interval = paired_t(known)
@@ -375,19 +323,14 @@ def _chart12(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 
 FIGURE12 = PaperFigure(
-    "figure12",
-    "best threshold under a constant and a rising hazard",
-    figure12_cells,
-    _chart12,
+    "figure12", "best threshold under a constant and a rising hazard", figure12_cells, _chart12,
     f"Ours: Qwen3-8B on H200 as the authors' script has it: prompts of {FIGURE12_INPUT} token, mean output "
     f"{FIGURE12_OUTPUT}, N = {FIGURE12_BATCH}, B = {E3_BUDGET}, {FIGURE12_COUNT:,} requests after {SYNTHETIC_WARMUP} "
     f"that warm up, k = {FIGURE12_BATCH} i/{FIGURE12_STEPS}; "
     f"band: 95 % t interval over the seeds; '{SLOW}': see tables 10 and 11. The paper's optima are not legible in our "
     "copy; it reports that the optimum moves up under a rising hazard.",
-    ("device", "model", "num_prompts", "seeds"),
-    whole=False,
-    published_on=PUBLISHED_E2,
-)
+    ("device", "model", "num_prompts", "seeds"), whole=False, published_on=PUBLISHED_E2,
+)  # fmt: skip
 
 
 # Table 13 of the EB paper (appendix E.5): throughput over fixed theta, and the online controller.
@@ -395,7 +338,7 @@ FIGURE12 = PaperFigure(
 TABLE13_THETAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 GAMMA: Mapping[str, Any] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
 TABLE13_BATCH = 256
-_WORKLOADS13 = ("Gamma", "ShareGPT")
+_LENGTHS13: Mapping[str, Mapping[str, Any]] = {"Gamma": GAMMA, "ShareGPT": {"workload": "sharegpt"}}
 
 
 def _policies13(options: PaperOptions) -> list[tuple[str, str]]:
@@ -406,78 +349,37 @@ def _policies13(options: PaperOptions) -> list[tuple[str, str]]:
 
 
 def _cells13(options: PaperOptions) -> list[RunSpec]:
-    return [
-        cell
-        for device in both_devices(options, "rtx-pro-6000")
-        for name in _WORKLOADS13
-        for _, policy in _policies13(options)
-        for cell in _repeats13(options, device, name, policy)
-    ]
+    policies = [policy for _, policy in _policies13(options)]
+    settings = product(both_devices(options, "rtx-pro-6000"), _LENGTHS13, policies)
+    return [cell for setting in settings for cell in _repeats13(options, *setting)]
 
 
 def _repeats13(options: PaperOptions, device: str, name: str, policy: str) -> list[RunSpec]:
-    model, count = options.model(), options.num_prompts or 3000
-    if name == "Gamma":
-        return [
-            sweep_cell(device, model, policy, TABLE13_BATCH, s, num_prompts=count, **GAMMA)
-            for s in options.seed_range()
-        ]
-    return [
-        simulated(
-            "sharegpt", policy, device, model, TABLE13_BATCH, BUDGET, vllm_version=VLLM,
-            async_scheduling=ASYNC_SCHEDULING, num_prompts=count, seed=seed,
-        )
-        for seed in options.seed_range()
-    ]  # fmt: skip
-
-
-def _columns13() -> tuple[Column, ...]:
-    columns = labels("theta")
-    for group in ("tokens/s", "% of peak"):
-        columns += (
-            Column("published", group=group),
-            Column("ours", group=group, ours=True),
-            Column(SLOW, group=group, ours=True),
-        )
-    return columns
+    return repeats(options, device, policy, TABLE13_BATCH, 3000, **_LENGTHS13[name])
 
 
 def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
-    published: dict[str, float | None] = {
-        row["theta"]: float(row["throughput_tokens_per_s"])
-        for row in published_rows("table13_theta_sweep_tokens_per_s")
-        if row["workload"] == name
-    }
-    named = _policies13(options)
-    ours, slow = (
+    rates: list[Mapping[str, float | None]] = [
         {
-            label: mean_figure(store, _repeats13(options, d, name, policy), "total_token_throughput")
-            for label, policy in named
+            row["theta"]: float(row["throughput_tokens_per_s"])
+            for row in published_rows("table13_theta_sweep_tokens_per_s")
+            if row["workload"] == name
         }
-        for d in both_devices(options, "rtx-pro-6000")
-    )
+    ]
+    for device in both_devices(options, "rtx-pro-6000"):
+        cells = {label: _repeats13(options, device, name, policy) for label, policy in _policies13(options)}
+        rates.append({label: mean_figure(store, each, "total_token_throughput") for label, each in cells.items()})
+    peaks = [of_all(max, (column.get(str(theta)) for theta in TABLE13_THETAS)) for column in rates]
     rows = []
-    for label, _ in named:
-        rates: list[Value] = [column.get(label) for column in (published, ours, slow)]
-        shares: list[Value] = [_share(column, label) for column in (published, ours, slow)]
-        rows.append((label, *rates, *shares))
-    return Section(name, _columns13(), tuple(rows))
+    for label, _ in _policies13(options):
+        values = [column.get(label) for column in rates]
+        shares = [100 * v / peak if v is not None and peak else None for v, peak in zip(values, peaks, strict=True)]
+        rows.append((label, *values, *shares))
+    return Section(name, labels("theta") + beside("tokens/s", SLOW) + beside("% of peak", SLOW), tuple(rows))
 
 
-def _share(column: Mapping[str, float | None], label: str) -> float | None:
-    """Per cent of the throughput at the best fixed theta."""
-    peak = _peak([column.get(str(theta)) for theta in TABLE13_THETAS])
-    value = column.get(label)
-    return None if value is None or not peak else 100 * value / peak
-
-
-def _peak(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
-
-
-def _document13(options: PaperOptions, store: RunStore) -> Document:
-    sections = tuple(_section13(options, store, name) for name in _WORKLOADS13)
+def _document13(options: PaperOptions, store: RunStore) -> Content:
+    sections = tuple(_section13(options, store, name) for name in _LENGTHS13)
     notes = (
         f"Published: {EB_PAPER}, table 13 (E.5): tokens/s over fixed theta, and the online controller; Qwen3-8B on RTX "
         "PRO 6000, 3,000 requests.",
@@ -488,13 +390,12 @@ def _document13(options: PaperOptions, store: RunStore) -> Document:
         "The published correction (theorem 3.2) takes every request of a phase for a fresh one. With these answers "
         "that moves the adaptive threshold past the best one; correction=off leaves it out, correction=renewal (ours) "
         "counts the ages that requests have (docs/theory.md; `ebbench tables corrections`).",
-        *pending(store, _cells13(options)),
     )
-    return Document("table13", "Table 13: sensitivity to the threshold", sections, notes)
+    return sections, notes
 
 
 TABLE13 = PaperTable(
-    "table13", "throughput over theta and the online controller", _cells13, _document13,
-    ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
+    "table13", "throughput over theta and the online controller", "Table 13: sensitivity to the threshold", _cells13,
+    _document13, ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
     published_on=Published(("rtx-pro-6000",), (MAIN_MODEL,)),
 )  # fmt: skip

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbench.analysis.documents import (
     Column,
-    Document,
     Section,
     Value,
     average_row,
-    compared,
-    comparison,
     labels,
     relative,
 )  # fmt: skip
@@ -34,7 +32,16 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable, Published, figure, pending
+from ebbench.papers.table import (
+    Content,
+    PaperFigure,
+    PaperOptions,
+    PaperTable,
+    Published,
+    figure,
+    policy_columns,
+    policy_row,
+)
 from ebbench.render.figures import altair, values
 from ebbench.render.palette import BLACK, policy_colours
 from ebbench.runs.store import RunStore
@@ -66,74 +73,48 @@ _NOTES2: tuple[str, ...] = (
 )
 
 
-def _devices2(options: PaperOptions) -> tuple[str, ...]:
-    return options.devices or tuple(GPUS)
-
-
-def _policies2(options: PaperOptions) -> tuple[str, ...]:
-    return (*POLICIES, *(policy for policy in options.policies if policy not in POLICIES))
-
-
 def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> RunSpec:
     """The cell of one number, at the published best configuration."""
     tokens, seqs = best_config(device, policy, workload, model)
     return real_cell(options, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
 
 
-def _keys2(options: PaperOptions, device: str) -> list[tuple[str, str, str]]:
+def _keys2(options: PaperOptions) -> list[tuple[str, str, str]]:
     models, workloads = options.models or _MODELS2, options.workloads or tuple(WORKLOADS)
-    return [(device, model, workload) for model in models for workload in workloads]
+    return [(d, model, workload) for d in options.devices or GPUS for model in models for workload in workloads]
 
 
 def _cells2(options: PaperOptions) -> list[RunSpec]:
-    keys = [key for device in _devices2(options) for key in _keys2(options, device)]
-    base = [table2_cell(options, *key, policy) for key in keys for policy in _policies2(options)]
-    return [one for cell in base for one in grid_cells(cell)] if options.grid else base
-
-
-def _rate2(options: PaperOptions, store: RunStore, cell: RunSpec) -> float | None:
-    if options.grid:
-        return best_of_grid(store, cell)
-    return figure(store, cell, "request_throughput")
+    policies = (*POLICIES, *options.further(*POLICIES))
+    base = [table2_cell(options, *key, policy) for key in _keys2(options) for policy in policies]
+    return [at for cell in base for at in grid_cells(cell)] if options.grid else base
 
 
 def _row2(options: PaperOptions, store: RunStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
     where = {"gpu": gpu_title(device), "model": MODELS.get(model, model), "workload": WORKLOADS.get(workload, workload)}
-    row: list[Value] = [model_title(model), where["workload"]]
-    ours = {p: _rate2(options, store, table2_cell(options, device, model, workload, p)) for p in _policies2(options)}
-    published = {p: pick("table2_throughput_rps", f"{p}_rps", **where) for p in POLICIES}
-    for policy in POLICIES:
-        row += comparison(published[policy], ours[policy])
-    for policy in _policies2(options)[len(POLICIES) :]:
-        row += [ours[policy], relative(ours[policy], ours["v1"])]
-    gains = relative(published["eb"], published["v1"]), relative(ours["eb"], ours["v1"])
-    return (*row, *gains)
+    ours = {}
+    for policy in (*POLICIES, *options.further(*POLICIES)):
+        cell = table2_cell(options, device, model, workload, policy)
+        ours[policy] = best_of_grid(store, cell) if options.grid else figure(store, cell, "request_throughput")
+    published = {policy: pick("table2_throughput_rps", f"{policy}_rps", **where) for policy in POLICIES}
+    return (model_title(model), where["workload"], *policy_row(published, ours, vs_v1=True))
 
 
-def _columns2(options: PaperOptions) -> tuple[Column, ...]:
+def _content2(options: PaperOptions, store: RunStore) -> Content:
     columns = labels("model", "workload")
-    for policy in POLICIES:
-        columns += compared(policy)
-    for policy in _policies2(options)[len(POLICIES) :]:
-        columns += (Column("ours", group=policy, ours=True), Column("vs v1", "change", policy))
-    return (*columns, Column("published", "change", "eb vs v1"), Column("ours", "change", "eb vs v1", True))
-
-
-def _document2(options: PaperOptions, store: RunStore) -> Document:
+    columns += policy_columns(POLICIES, options.further(*POLICIES), vs_v1=True)
     sections = []
-    columns = _columns2(options)
-    for device in _devices2(options):
+    for device, of_device in groupby(_keys2(options), key=lambda key: key[0]):
         rows: list[tuple[Value, ...]] = []
-        for model, keys in groupby(_keys2(options, device), key=lambda key: key[1]):
+        for model, keys in groupby(of_device, key=lambda key: key[1]):
             of_model = [_row2(options, store, *key) for key in keys]
             rows += [*of_model, average_row(of_model, columns, f"{model_title(model)}, average")]
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
-    notes = (*_NOTES2, *pending(store, _cells2(options)))
-    return Document("table2", "Table 2: requests/s on real workloads", tuple(sections), notes)
+    return sections, _NOTES2
 
 
 TABLE2 = PaperTable(
-    "table2", "requests/s on real workloads", _cells2, _document2,
+    "table2", "requests/s on real workloads", "Table 2: requests/s on real workloads", _cells2, _content2,
     ("device", "model", "workload", "policy", "num_prompts", "grid", "outputs"),
     published_on=Published(tuple(GPUS), _MODELS2),
 )  # fmt: skip
@@ -156,41 +137,29 @@ def _cell17(options: PaperOptions, device: str, workload: str, policy: str) -> R
     return table2_cell(options, device, MODEL17, workload, policy).changed(api_server=DEFAULT_CLASS)
 
 
-def _workloads17(options: PaperOptions) -> tuple[str, ...]:
-    return options.workloads or tuple(WORKLOADS)
-
-
 def _cells17(options: PaperOptions) -> list[RunSpec]:
-    devices = options.devices or tuple(GPUS)
-    return [_cell17(options, d, w, p) for d in devices for w in _workloads17(options) for p in POLICIES]
+    devices, workloads = options.devices or GPUS, options.workloads or WORKLOADS
+    return [_cell17(options, d, w, p) for d in devices for w in workloads for p in POLICIES]
 
 
 def _row17(options: PaperOptions, store: RunStore, device: str, workload: str) -> tuple[Value, ...]:
-    row: list[Value] = [WORKLOADS.get(workload, workload)]
-    ours, printed = {}, {}
-    for policy in POLICIES:
-        ours[policy] = figure(store, _cell17(options, device, workload, policy), "request_throughput")
-        printed[policy] = pick("table17_gemma_rps", policy, gpu=gpu_title(device), workload=workload)
-        row += comparison(printed[policy], ours[policy])
-    return (*row, relative(printed["eb"], printed["v1"]), relative(ours["eb"], ours["v1"]))
+    ours = {p: figure(store, _cell17(options, device, workload, p), "request_throughput") for p in POLICIES}
+    printed = {p: pick("table17_gemma_rps", p, gpu=gpu_title(device), workload=workload) for p in POLICIES}
+    return (WORKLOADS.get(workload, workload), *policy_row(printed, ours))
 
 
-def _document17(options: PaperOptions, store: RunStore) -> Document:
-    columns: tuple[Column, ...] = labels("workload")
-    for policy in POLICIES:
-        columns += compared(policy)
-    columns += (Column("published", "change", "eb vs v1"), Column("ours", "change", "eb vs v1", True))
+def _content17(options: PaperOptions, store: RunStore) -> Content:
+    columns = labels("workload") + policy_columns(POLICIES)
     sections = []
-    for device in options.devices or tuple(GPUS):
-        rows = [_row17(options, store, device, workload) for workload in _workloads17(options)]
+    for device in options.devices or GPUS:
+        rows = [_row17(options, store, device, workload) for workload in options.workloads or WORKLOADS]
         sections.append(Section(gpu_title(device), columns, (*rows, average_row(rows, columns, "Average"))))
-    notes = (*_NOTES17, *pending(store, _cells17(options)))
-    return Document("table17", "Table 17: requests/s of Gemma-3-1B-IT", tuple(sections), notes)
+    return sections, _NOTES17
 
 
 TABLE17 = PaperTable(
-    "table17", "requests/s of Gemma-3-1B-IT", _cells17, _document17, ("device", "workload", "num_prompts", "outputs"),
-    published_on=Published(tuple(GPUS), (MODEL17,)),
+    "table17", "requests/s of Gemma-3-1B-IT", "Table 17: requests/s of Gemma-3-1B-IT", _cells17, _content17,
+    ("device", "workload", "num_prompts", "outputs"), published_on=Published(tuple(GPUS), (MODEL17,)),
 )  # fmt: skip
 
 
@@ -246,35 +215,19 @@ def _table4_cells(options: PaperOptions) -> list[RunSpec]:
 
 
 def _table4_rows(options: PaperOptions, store: RunStore, device: str) -> list[tuple[Value, ...]]:
-    gpu = gpu_title(device)
-    as_published = options.model(_MODEL4) == _MODEL4
+    gpu, as_published = gpu_title(device), options.model(_MODEL4) == _MODEL4
     rows = []
     for column, title, key, scale in _TABLE4_METRICS:
-        published, ours = {}, {}
-        for policy in POLICIES:
-            ours[policy] = figure(store, _table4_cell(options, device, policy), key, scale)
-            printed = pick("table4_gpus_wildchat", column, gpu=gpu, scheduler=policy)
-            published[policy] = printed if as_published else None
-        row: list[Value] = [gpu, title]
-        for policy in POLICIES:
-            row += comparison(published[policy], ours[policy])
-        rows.append((*row, relative(published["eb"], published["v1"]), relative(ours["eb"], ours["v1"])))
+        ours = {p: figure(store, _table4_cell(options, device, p), key, scale) for p in POLICIES}
+        printed = {p: pick("table4_gpus_wildchat", column, gpu=gpu, scheduler=p) for p in POLICIES}
+        rows.append((gpu, title, *policy_row(printed if as_published else dict.fromkeys(POLICIES), ours)))
     return rows
 
 
-def _document4(options: PaperOptions, store: RunStore) -> Document:
-    columns = labels("GPU", "metric")
-    for policy in POLICIES:
-        columns += compared(policy)
-    columns += (Column("published", "change", "eb vs v1"), Column("ours", "change", "eb vs v1", True))
+def _content4(options: PaperOptions, store: RunStore) -> Content:
     rows = [row for device in options.devices or DEVICES4 for row in _table4_rows(options, store, device)]
-    sections = [Section("", columns, tuple(rows))]
-    notes: tuple[str, ...] = _NOTES4
-    if _factors(options):
-        sections.append(_what_if(options, store))
-        notes += _WHAT_IF_NOTES
-    notes += pending(store, _table4_cells(options))
-    return Document("table4", "Table 4: WildChat on further GPUs", tuple(sections), notes)
+    own = Section("", labels("GPU", "metric") + policy_columns(POLICIES), tuple(rows))
+    return ([own, _what_if(options, store)], _NOTES4 + _WHAT_IF_NOTES) if _factors(options) else ([own], _NOTES4)
 
 
 def _what_if(options: PaperOptions, store: RunStore) -> Section:
@@ -305,8 +258,8 @@ def beside_a_prompt(device: str, model: str, factor: float | None = None) -> flo
 
 
 TABLE4 = PaperTable(
-    "table4", "WildChat on L40S and B300", _table4_cells, _document4, ("device", "model", "num_prompts", "outputs"),
-    published_on=Published(DEVICES4, (_MODEL4,)),
+    "table4", "WildChat on L40S and B300", "Table 4: WildChat on further GPUs", _table4_cells, _content4,
+    ("device", "model", "num_prompts", "outputs"), published_on=Published(DEVICES4, (_MODEL4,)),
 )  # fmt: skip
 
 
@@ -314,44 +267,55 @@ TABLE4 = PaperTable(
 
 _POLICY_TITLES = {"v0": "v0", "v1": "v1", "eb": "EB(k*)"}
 _PUBLISHED_NAMES = {"v0": "v0", "v1": "v1", "eb": "Ours"}
-_TABLE6 = "figure6_models"
 MODELS6 = ("llama-3.1-8b", "mathstral-7b", "qwen2.5-coder-7b", "deepseek-r1-distill-qwen-7b")
-Row = dict[str, Any]
 Metric = tuple[str, str, str, float]
 """Our figure, the column of the published one, the axis title, the factor for ours."""
 
 
+class Printed(NamedTuple):
+    """Where published bars stand: the CSV, its column of what is along x, and what else a row must have."""
+
+    table: str
+    x: str
+    where: Mapping[str, str]
+
+
 def _bars(
-    data: Sequence[Row], x_order: Sequence[str], title: str, y_title: str | None, *, log: bool, width: int
-) -> Any:
-    """Bars of our results by policy, with a black tick for each published value."""
+    store: RunStore, xs: Mapping[str, str], cell: Callable[[str, str], RunSpec], metric: Metric,
+    printed: Printed | None, title: str, *, log: bool, width: int,
+) -> Any:  # fmt: skip
+    """Bars of our results by policy, with a black tick for each published value; ``xs``: titles along x by what
+    ``cell`` takes beside the policy."""
+    key, column, unit, factor = metric
     alt = altair()
+    ours: list[dict[str, Any]] = []
+    published: list[dict[str, Any]] = []
+    for at, x_title in xs.items():
+        for policy in POLICIES:
+            bar = {"x": x_title, "series": _POLICY_TITLES[policy]}
+            if (value := figure(store, cell(at, policy), key, factor)) is not None:
+                ours.append({**bar, "source": "ours", "value": value})
+            if printed is None:
+                continue
+            where = {**printed.where, printed.x: x_title, "method": _PUBLISHED_NAMES[policy]}
+            if (value := pick(printed.table, column, "eb_vllm", **where)) is not None:
+                published.append({**bar, "source": "published", "value": value})
     names = [_POLICY_TITLES[policy] for policy in POLICIES]
-    colours = policy_colours(POLICIES)
-    ours = [row for row in data if row["source"] == "ours" and row["value"] is not None]
-    published = [row for row in data if row["source"] == "published" and row["value"] is not None]
     marks = ["published"] if published else []
-    scheme = alt.Scale(domain=[*names, *marks], range=[*colours, BLACK][: len(names) + len(marks)])
-    known = [row["value"] for row in (*ours, *published)]
-    floor = min(known, default=1.0) / 2
+    scheme = alt.Scale(domain=[*names, *marks], range=[*policy_colours(POLICIES), BLACK][: len(names) + len(marks)])
+    floor = min((row["value"] for row in (*ours, *published)), default=1.0) / 2
     scale = alt.Scale(type="log", domainMin=floor, nice=False) if log else alt.Scale()
-    x = alt.X("x:N", sort=list(x_order), title=None, axis=alt.Axis(labelAngle=-20))
+    x = alt.X("x:N", sort=list(xs.values()), title=None, axis=alt.Axis(labelAngle=-20))
     offset = alt.XOffset("series:N", sort=names)
-    bars = (
-        alt.Chart(values([{**row, "floor": floor if log else 0} for row in ours]))
-        .mark_bar()
-        .encode(
-            x=x, xOffset=offset, y=alt.Y("value:Q", title=y_title, scale=scale), y2="floor:Q",
-            color=alt.Color("series:N", scale=scheme, sort=None, title=None),
-        )
+    bars = alt.Chart(values([{**row, "floor": floor if log else 0} for row in ours])).mark_bar()
+    bars = bars.encode(
+        x=x, xOffset=offset, y=alt.Y("value:Q", title=unit, scale=scale), y2="floor:Q",
+        color=alt.Color("series:N", scale=scheme, sort=None, title=None),
     )  # fmt: skip
-    ticks = (
-        alt.Chart(values([{**row, "mark": "published"} for row in published]))
-        .mark_tick(thickness=2.5, size=13, opacity=1)
-        .encode(
-            x=x, xOffset=offset, y=alt.Y("value:Q", scale=scale),
-            color=alt.Color("mark:N", scale=scheme, sort=None, title=None),
-        )
+    ticks = alt.Chart(values([{**row, "mark": "published"} for row in published]))
+    ticks = ticks.mark_tick(thickness=2.5, size=13, opacity=1).encode(
+        x=x, xOffset=offset, y=alt.Y("value:Q", scale=scale),
+        color=alt.Color("mark:N", scale=scheme, sort=None, title=None),
     )  # fmt: skip
     layers = [bars, ticks] if published else [bars]
     return alt.layer(*layers).properties(width=width, height=140, title=title)
@@ -359,97 +323,54 @@ def _bars(
 
 # Figure 4: synthetic workloads.
 
-_METRICS4: tuple[Metric, ...] = (
-    ("request_throughput", "rps", "requests/s", 1.0),
-    ("mean_itl_ms", "itl_s", "ITL, s", 1e-3),
-    ("mean_ttft_ms", "ttft_s", "TTFT, s", 1e-3),
-)
+_RATE: Metric = ("request_throughput", "rps", "requests/s", 1.0)
+_TTFT: Metric = ("mean_ttft_ms", "ttft_s", "TTFT, s", 1e-3)
+_TPOT: Metric = ("mean_tpot_ms", "tpot_ms", "TPOT, ms", 1.0)
+_ITL: Metric = ("mean_itl_ms", "itl_s", "ITL, s", 1e-3)
 
 
 def _cell4(options: PaperOptions, device: str, workload: str, policy: str) -> RunSpec:
-    tokens, seqs = best_config(device, policy, workload, "qwen3-8b")
-    model = options.model()
-    return real_cell(options, device, model, workload, policy, (seqs, tokens))
+    tokens, seqs = best_config(device, policy, workload, MAIN_MODEL)
+    return real_cell(options, device, options.model(), workload, policy, (seqs, tokens))
 
 
 def _cells4(options: PaperOptions) -> list[RunSpec]:
-    return [_cell4(options, d, w, p) for d in options.devices or tuple(GPUS) for w in SYNTHETIC for p in POLICIES]
-
-
-def _rows4(options: PaperOptions, store: RunStore, device: str, metric: Metric, *, published: bool) -> list[Row]:
-    key, column, _, scale = metric
-    found: list[Row] = []
-    for workload, title in SYNTHETIC.items():
-        for policy in POLICIES:
-            where = {"gpu": gpu_title(device), "workload": title, "method": _PUBLISHED_NAMES[policy]}
-            base = {"x": title, "series": _POLICY_TITLES[policy]}
-            ours = figure(store, _cell4(options, device, workload, policy), key, scale)
-            found.append({**base, "source": "ours", "value": ours})
-            if published:
-                printed = pick("figure4_synthetic_e2e", column, "eb_vllm", **where)
-                found.append({**base, "source": "published", "value": printed})
-    return found
+    return [_cell4(options, d, w, p) for d in options.devices or GPUS for w in SYNTHETIC for p in POLICIES]
 
 
 def _chart4(options: PaperOptions, store: RunStore, published: bool) -> Any:
-    alt = altair()
-    lines = []
-    for device in options.devices or tuple(GPUS):
+    alt, lines = altair(), []
+    for device in options.devices or GPUS:
+        cell, gpu = partial(_cell4, options, device), gpu_title(device)
+        printed = Printed("figure4_synthetic_e2e", "workload", {"gpu": gpu}) if published else None
         panels = [
-            _bars(_rows4(options, store, device, metric, published=published), list(SYNTHETIC.values()),
-                  "" if at else gpu_title(device), metric[2], log=False, width=190)
-            for at, metric in enumerate(_METRICS4)
-        ]  # fmt: skip
+            _bars(store, SYNTHETIC, cell, metric, printed, "" if at else gpu, log=False, width=190)
+            for at, metric in enumerate((_RATE, _ITL, _TTFT))
+        ]
         lines.append(alt.hconcat(*panels).resolve_scale(y="independent"))
     return alt.vconcat(*lines)
 
 
 # Figure 5: latency on real workloads.
 
-_METRICS5 = (("mean_ttft_ms", "ttft_s", "TTFT, s", 1e-3), ("mean_tpot_ms", "tpot_ms", "TPOT, ms", 1.0))
-_MODELS5 = ("qwen3-8b", "qwen3-30b-a3b")
-
 
 def _cells5(options: PaperOptions) -> list[RunSpec]:
-    return [
-        table2_cell(options, device, model, workload, policy)
-        for device in options.devices or tuple(GPUS)
-        for model in options.models or _MODELS5
-        for workload in options.workloads or tuple(WORKLOADS)
-        for policy in POLICIES
-    ]
-
-
-def _rows5(
-    options: PaperOptions, store: RunStore, device: str, model: str, metric: Metric, *, published: bool
-) -> list[Row]:
-    key, column, _, scale = metric
-    found: list[Row] = []
-    for workload in options.workloads or tuple(WORKLOADS):
-        title = WORKLOADS.get(workload, workload)
-        for policy in POLICIES:
-            where = {"gpu": gpu_title(device), "model": model_title(model), "workload": title,
-                     "method": _PUBLISHED_NAMES[policy]}  # fmt: skip
-            base = {"x": title, "series": _POLICY_TITLES[policy]}
-            ours = figure(store, table2_cell(options, device, model, workload, policy), key, scale)
-            found.append({**base, "source": "ours", "value": ours})
-            if published:
-                printed = pick("figure5_latency", column, "eb_vllm", **where)
-                found.append({**base, "source": "published", "value": printed})
-    return found
+    return [table2_cell(options, *key, policy) for key in _keys2(options) for policy in POLICIES]
 
 
 def _chart5(options: PaperOptions, store: RunStore, published: bool) -> Any:
-    alt = altair()
-    order = [WORKLOADS.get(workload, workload) for workload in options.workloads or tuple(WORKLOADS)]
-    lines = []
-    for metric in _METRICS5:
-        for device in options.devices or tuple(GPUS):
-            panels = [
-                _bars(_rows5(options, store, device, model, metric, published=published), order,
-                      f"{gpu_title(device)}, {model_title(model)}", metric[2], log=True, width=290)
-                for model in options.models or _MODELS5
-            ]  # fmt: skip
+    alt, lines = altair(), []
+    xs = {workload: WORKLOADS.get(workload, workload) for workload in options.workloads or WORKLOADS}
+    for metric in (_TTFT, _TPOT):
+        for device in options.devices or GPUS:
+            panels = []
+            for model in options.models or _MODELS2:
+                cell, where = partial(table2_cell, options, device, model), {"gpu": gpu_title(device)}
+                printed = Printed("figure5_latency", "workload", where | {"model": model_title(model)})
+                title = f"{gpu_title(device)}, {model_title(model)}"
+                panels.append(
+                    _bars(store, xs, cell, metric, printed if published else None, title, log=True, width=290)
+                )
             lines.append(alt.hconcat(*panels))
     return alt.vconcat(*lines)
 
@@ -459,7 +380,7 @@ def _chart5(options: PaperOptions, store: RunStore, published: bool) -> Any:
 
 def _cell6(options: PaperOptions, model: str, policy: str) -> RunSpec:
     device = options.device()
-    tokens, seqs = best_config(device, policy, "wildchat", "qwen3-8b")
+    tokens, seqs = best_config(device, policy, "wildchat", MAIN_MODEL)
     return real_cell(options, device, model, "wildchat", policy, (seqs, tokens), weight=20)
 
 
@@ -467,64 +388,31 @@ def _cells6(options: PaperOptions) -> list[RunSpec]:
     return [_cell6(options, model, policy) for model in options.models or MODELS6 for policy in POLICIES]
 
 
-_METRICS6: tuple[Metric, ...] = (
-    ("request_throughput", "rps", "requests/s", 1.0),
-    ("mean_ttft_ms", "ttft_s", "TTFT, s", 1e-3),
-    ("mean_tpot_ms", "tpot_ms", "TPOT, ms", 1.0),
-)
-
-
-def _rows6(options: PaperOptions, store: RunStore, metric: Metric, *, published: bool) -> list[Row]:
-    key, column, _, scale = metric
-    gpu, found = gpu_title(options.device()), []
-    for model in options.models or MODELS6:
-        for policy in POLICIES:
-            base = {"x": model, "series": _POLICY_TITLES[policy]}
-            ours = figure(store, _cell6(options, model, policy), key, scale)
-            found.append({**base, "source": "ours", "value": ours})
-            if published:
-                where = {"gpu": gpu, "model": model, "method": _PUBLISHED_NAMES[policy]}
-                found.append({**base, "source": "published", "value": pick(_TABLE6, column, "eb_vllm", **where)})
-    return found
-
-
 def _chart6(options: PaperOptions, store: RunStore, published: bool) -> Any:
-    alt = altair()
-    models = options.models or MODELS6
+    printed = Printed("figure6_models", "model", {"gpu": gpu_title(options.device())}) if published else None
+    xs = {model: model for model in options.models or MODELS6}
     panels = [
-        _bars(_rows6(options, store, metric, published=published), models, "", metric[2], log=False, width=230)
-        for metric in _METRICS6
+        _bars(store, xs, partial(_cell6, options), metric, printed, "", log=False, width=230)
+        for metric in (_RATE, _TTFT, _TPOT)
     ]
-    return alt.hconcat(*panels).resolve_scale(y="independent")
+    return altair().hconcat(*panels).resolve_scale(y="independent")
 
 
 FIGURE4 = PaperFigure(
-    "figure4",
-    "v0, v1 and EB(k*) on three synthetic workloads",
-    _cells4,
-    _chart4,
+    "figure4", "v0, v1 and EB(k*) on three synthetic workloads", _cells4, _chart4,
     "Bars: ours, each scheduler at its published best B and N (table 16; v0 takes EB's, another GPU the RTX PRO "
     "6000's). Black: published (eb-vllm).",
-    ("device", "model", "num_prompts"),
-    published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
-)
+    ("device", "model", "num_prompts"), published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
+)  # fmt: skip
 FIGURE5 = PaperFigure(
-    "figure5",
-    "TTFT and TPOT on four real workloads",
-    _cells5,
-    _chart5,
+    "figure5", "TTFT and TPOT on four real workloads", _cells5, _chart5,
     "Bars: ours, the runs of table 2. Black: published (eb-vllm), read off log-scale bars by the authors: approximate.",
-    ("device", "model", "workload", "num_prompts", "outputs"),
-    published_on=Published(tuple(GPUS), tuple(MODELS)),
-)
+    ("device", "model", "workload", "num_prompts", "outputs"), published_on=Published(tuple(GPUS), tuple(MODELS)),
+)  # fmt: skip
 FIGURE6 = PaperFigure(
-    "figure6",
-    "four more models on WildChat",
-    _cells6,
-    _chart6,
+    "figure6", "four more models on WildChat", _cells6, _chart6,
     "Bars: ours, at the best B and N published for Qwen3-8B, which the authors' script takes for these models, too. "
     "Black: published (the numbers in the authors' plotting script, eb-vllm): EB(k*) has 8 to 17 % more requests/s and "
     "17 to 47 % less TPOT than v1.",
-    ("device", "model", "num_prompts", "outputs"),
-    published_on=Published(("rtx-pro-6000",), MODELS6),
-)
+    ("device", "model", "num_prompts", "outputs"), published_on=Published(("rtx-pro-6000",), MODELS6),
+)  # fmt: skip

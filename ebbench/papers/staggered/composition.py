@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
+from itertools import product
 from typing import Any
 
-from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, labels, relative
 from ebbench.papers.protocols import VLLM
 from ebbench.papers.published import GPUS, MAIN_MODEL, gpu_title
 from ebbench.papers.staggered.prefill import deployed
-from ebbench.papers.table import PaperOptions, PaperTable, Published, figure, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, Published, average, figure, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -26,6 +28,10 @@ _METRICS = {
     "TPOT ms": ("mean_tpot_ms", 1.0),
     "tokens/s": ("total_token_throughput", 1.0),
 }
+
+
+_Row = tuple[str, str, float | None]
+"""Device, workload and load."""
 
 
 @cache
@@ -54,101 +60,64 @@ def _cell(options: PaperOptions, device: str, workload: str, load: float | None,
     )  # fmt: skip
 
 
-def _rows(options: PaperOptions) -> list[tuple[str, str, float | None]]:
-    devices, workloads = options.devices or tuple(GPUS), options.workloads or tuple(_WORKLOADS)
-    return [(d, w, load) for d in devices for w in workloads for load in (*LOADS, None)]
+def _rows(options: PaperOptions) -> list[_Row]:
+    return list(product(options.devices or GPUS, options.workloads or _WORKLOADS, (*LOADS, None)))
 
 
 def _cells(options: PaperOptions) -> list[RunSpec]:
-    return [
-        _cell(options, *row, policy, dispatch) for row in _rows(options) for policy in POLICIES for dispatch in DISPATCH
-    ]
+    return [_cell(options, *row, *way) for row in _rows(options) for way in product(POLICIES, DISPATCH)]
 
 
 def _section(options: PaperOptions, store: RunStore, device: str, workload: str) -> Section:
-    columns = (*labels("load", "policy"),)
+    columns = labels("load", "policy")
     for name in _METRICS:
-        columns += (
-            *(Column(dispatch, group=name, ours=True) for dispatch in DISPATCH),
-            Column("diff", "change", name),
-        )
+        columns += (*ours(*DISPATCH, group=name), Column("diff", "change", name))
     rows = []
-    for load in (*LOADS, None):
-        for policy in POLICIES:
-            row: list[Value] = ["saturated" if load is None else f"{100 * load:.0f} %", policy]
-            for key, scale in _METRICS.values():
-                immediate, staggered = (
-                    figure(store, _cell(options, device, workload, load, policy, d), key, scale) for d in DISPATCH
-                )
-                row += [immediate, staggered, relative(staggered, immediate)]
-            rows.append(tuple(row))
+    for load, policy in product((*LOADS, None), POLICIES):
+        row: list[Value] = ["saturated" if load is None else f"{100 * load:.0f} %", policy]
+        cells = [_cell(options, device, workload, load, policy, dispatch) for dispatch in DISPATCH]
+        for key, scale in _METRICS.values():
+            immediate, staggered = (figure(store, cell, key, scale) for cell in cells)
+            row += [immediate, staggered, relative(staggered, immediate)]
+        rows.append(tuple(row))
     return Section(f"{gpu_title(device)}, {workload}", columns, tuple(rows))
 
 
-def _ttft(
-    options: PaperOptions, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str
-) -> float | None:
-    return figure(store, _cell(options, *row, policy, dispatch), "mean_ttft_ms")
-
-
-def _rate(
-    options: PaperOptions, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str
-) -> float | None:
-    return figure(store, _cell(options, *row, policy, dispatch), "total_token_throughput")
-
-
-def _mean(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{100 * sum(known) / len(known):+.1f} %" if known else "–"
+def _mean(changes: Iterable[float | None]) -> str:
+    known = [change for change in changes if change is not None]
+    return f"{100 * average(known):+.1f} %" if known else "–"
 
 
 def _conclusion(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
     """Effect of staggering on each policy and of each policy under each dispatch, averaged over settings."""
-    rows = _rows(options)
+    settings = _rows(options)
     if store.missing(_cells(options)):
         return ()
-    below, full = [row for row in rows if row[2] is not None], [row for row in rows if row[2] is None]
-    by_policy = {
-        policy: _mean(
-            [
-                relative(_ttft(options, store, r, policy, "sbs"), _ttft(options, store, r, policy, "immediate"))
-                for r in below
-            ]
-        )
-        for policy in POLICIES
-    }
-    gain = {
-        dispatch: _mean(
-            [
-                relative(_rate(options, store, r, "ebplus", dispatch), _rate(options, store, r, "v1", dispatch))
-                for r in full
-            ]
-        )
-        for dispatch in DISPATCH
-    }
-    tokens = _mean(
-        [
-            relative(_rate(options, store, r, "ebplus", "sbs"), _rate(options, store, r, "ebplus", "immediate"))
-            for r in full
-        ]
-    )
-    kept = sum(
-        (_rate(options, store, r, "ebplus", "sbs") or 0.0)
-        >= 0.99 * (_rate(options, store, r, "ebplus", "immediate") or 0.0)
-        for r in rows
-    )
+
+    def rate(setting: _Row, policy: str, dispatch: str, key: str = "total_token_throughput") -> float | None:
+        return figure(store, _cell(options, *setting, policy, dispatch), key)
+
+    def staggering(setting: _Row, policy: str, *key: str) -> float | None:
+        return relative(rate(setting, policy, "sbs", *key), rate(setting, policy, "immediate", *key))
+
+    below, full = ([s for s in settings if (s[2] is None) == saturated] for saturated in (False, True))
+    by_policy = {policy: _mean(staggering(s, policy, "mean_ttft_ms") for s in below) for policy in POLICIES}
+    gain = {d: _mean(relative(rate(s, "ebplus", d), rate(s, "v1", d)) for s in full) for d in DISPATCH}
+    tokens = _mean(staggering(s, "ebplus") for s in full)
+    rates = [[rate(s, "ebplus", dispatch) or 0.0 for dispatch in DISPATCH] for s in settings]
+    kept = sum(staggered >= 0.99 * immediate for immediate, staggered in rates)
     return (
         "Staggering changes the mean TTFT, averaged over the settings below saturation, by "
         + ", ".join(f"{change} under {policy}" for policy, change in by_policy.items())
         + ".",
         f"EB+ changes the throughput of saturated instances over v1 by {gain['immediate']} under immediate dispatch "
         f"and {gain['sbs']} under sbs; staggering changes that of EB+ by {tokens}.",
-        f"EB+ with sbs keeps the throughput of EB+ with immediate dispatch (within 1 %) in {kept} of {len(rows)} "
+        f"EB+ with sbs keeps the throughput of EB+ with immediate dispatch (within 1 %) in {kept} of {len(settings)} "
         "settings.",
     )
 
 
-def _document(options: PaperOptions, store: RunStore) -> Document:
+def _content(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
         f"arrivals, {options.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "
@@ -159,15 +128,14 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
         "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch "
         "does.",
         *_conclusion(options, store),
-        *pending(store, _cells(options)),
     )
     pairs = dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
     sections = tuple(_section(options, store, device, workload) for device, workload in pairs)
-    return Document("cluster-policies", "EB+ and staggered dispatch together", sections, notes)
+    return sections, notes
 
 
 COMPOSITION = PaperTable(
-    "cluster-policies", "EB+ and staggered dispatch together", _cells, _document,
+    "cluster-policies", "EB+ and staggered dispatch together", "EB+ and staggered dispatch together", _cells, _content,
     ("device", "model", "workload", "num_prompts"), whole=False, workloads=tuple(_WORKLOADS),
     published_on=Published(tuple(GPUS), (MAIN_MODEL,)),
 )  # fmt: skip

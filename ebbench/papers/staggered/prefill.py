@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.documents import Column, Section, Value, compared, comparison, labels, relative
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
-from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
+from ebbench.papers.table import Content, PaperOptions, PaperTable, changes, figure, of_all, ours
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 
@@ -181,14 +182,10 @@ def _waiting_cells(options: PaperOptions) -> list[RunSpec]:
     return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
-def _waiting_document(options: PaperOptions, store: RunStore) -> Document:
+def _waiting_document(options: PaperOptions, store: RunStore) -> Content:
     columns = labels("instances N")
     for name in _WAITING_DISPATCH:
-        columns += (
-            Column("published", group=f"{name}, ms"),
-            Column("ours", group=f"{name}, ms", ours=True),
-            Column("diff", "change", f"{name}, ms"),
-        )
+        columns += compared(f"{name}, ms")
     rows = []
     for n in INSTANCES:
         row: list[Value] = [str(n)]
@@ -201,9 +198,8 @@ def _waiting_document(options: PaperOptions, store: RunStore) -> Document:
         f"Ours: waiting before a pass of T = {1e3 * PASS_S:g} ms, Poisson arrivals, {ARRIVALS_A_TURN} in T/N on "
         "average, so that all instances are busy all the time; immediate is round-robin, staggered is "
         f"{_WAITING_DISPATCH['staggered']}.",
-        *pending(store, _waiting_cells(options)),
     )
-    return Document("sbs-waiting", "Waiting: T/2 against T/(2N)", (Section("", columns, tuple(rows)),), notes)
+    return [Section("", columns, tuple(rows))], notes
 
 
 # Figure 6: TTFT over the load.
@@ -218,14 +214,7 @@ def _figure6_cells(options: PaperOptions) -> list[RunSpec]:
 
 def _base_peak(curves: dict[str, FiguresOverLoad], setup: Setup) -> float | None:
     """Peak of immediate dispatch: that of the better of its two policies."""
-    peaks = [curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE]
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) if len(known) == len(peaks) else None
-
-
-def _best(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return min(known) if len(known) == len(values) else None
+    return of_all(max, (curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE))
 
 
 def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
@@ -233,25 +222,25 @@ def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Se
     peak = _base_peak(curves, setup)
     columns = (
         *labels("load"), Column("req/s"),
-        *(Column(TITLES.get(name, name), group="TTFT s", ours=True) for name in DISPATCH),
+        *ours(*(TITLES.get(name, name) for name in DISPATCH), group="TTFT s"),
         *(Column(title, "change", "vs better immediate", True) for title in TITLES.values()),
-        *(Column(name, group="wait on the device, ms", ours=True) for name in ("immediate", "sbs")),
+        *ours("immediate", "sbs", group="wait on the device, ms"),
     )  # fmt: skip
     rows = []
     for load in LOADS:
         share = None if peak is None else load * peak
         row: list[Value] = [f"{100 * load:.0f} %", None if share is None else share * capacity_rps(setup)]
         ttft = {d: None if share is None else c.at("mean_ttft_ms", share, 1e-3) for d, c in curves.items()}
-        base = _best([ttft[name] for name in IMMEDIATE])
+        base = of_all(min, (ttft[name] for name in IMMEDIATE))
         row += [ttft[name] for name in DISPATCH]
         row += [relative(ttft[name], base) for name in TITLES]
         waits = {d: None if share is None else c.at("device_wait_ms", share) for d, c in curves.items()}
-        row += [_best([waits[name] for name in IMMEDIATE]), waits["sbs"]]
+        row += [of_all(min, (waits[name] for name in IMMEDIATE)), waits["sbs"]]
         rows.append(tuple(row))
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
 
-def _figure6_document(options: PaperOptions, store: RunStore) -> Document:
+def _figure6_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_figure6_section(options, store, setup) for setup in _FIGURE6)
     notes = (
         f"Published: {STAGGERED_PAPER}, figure 6: no numbers but the text's 'up to a 40 % reduction in TTFT at sub-80 "
@@ -262,9 +251,8 @@ def _figure6_document(options: PaperOptions, store: RunStore) -> Document:
         "chunk of 3K, the same number of passes at 16K, where nothing is published.",
         _VARIANTS_NOTE,
         *_figure6_findings(sections),
-        *pending(store, _figure6_cells(options)),
     )
-    return Document("sbs-figure6", "Figure 6: time to first token over the load", sections, notes)
+    return sections, notes
 
 
 def _figure6_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
@@ -309,8 +297,7 @@ def _table1_section(
         *labels("batching", "dispatch"),
         *compared("QPS an instance"),
         *compared("chunk utilisation, %", points=True),
-        Column("published", "change", "QPS vs off"),
-        Column("ours", "change", "QPS vs off", True),
+        *changes("QPS vs off"),
     )
     curves = {dispatch: FiguresOverLoad(options, store, setup, dispatch) for _, dispatch in _ROWS1}
     base = _base_peak(curves, setup)
@@ -327,7 +314,7 @@ def _table1_section(
     return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
 
 
-def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+def _table1_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
     notes = (
         f"Published: {STAGGERED_PAPER}, table 1. Its QPS are taken as those of one prefill instance: with three, a "
@@ -344,21 +331,22 @@ def _table1_document(options: PaperOptions, store: RunStore) -> Document:
         "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
         "the tokens of all units together (0.10 s + 10 us per token fits all four rows).",
         _VARIANTS_NOTE,
-        *pending(store, _table1_cells(options)),
     )
-    return Document("sbs-table1", "Table 1: chunk utilisation and capacity", sections, notes)
+    return sections, notes
 
 
 _READS = ("num_prompts",)
 WAITING = PaperTable(
-    "sbs-waiting", "waiting of T/2 against T/(2N)", _waiting_cells, _waiting_document, _READS, whole=False
-)
+    "sbs-waiting", "waiting of T/2 against T/(2N)", "Waiting: T/2 against T/(2N)", _waiting_cells, _waiting_document,
+    _READS, whole=False,
+)  # fmt: skip
 SBS_FIGURE6 = PaperTable(
-    "sbs-figure6", "TTFT over the load of a prefill pool", _figure6_cells, _figure6_document, _READS, whole=False
-)
+    "sbs-figure6", "TTFT over the load of a prefill pool", "Figure 6: time to first token over the load",
+    _figure6_cells, _figure6_document, _READS, whole=False,
+)  # fmt: skip
 SBS_TABLE1 = PaperTable(
-    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", _table1_cells, _table1_document, _READS, whole=False,
-    aliases=("table1", "1"),
+    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", "Table 1: chunk utilisation and capacity", _table1_cells,
+    _table1_document, _READS, whole=False, aliases=("table1", "1"),
 )  # fmt: skip
 
 
@@ -385,13 +373,11 @@ def _ablation_cells(options: PaperOptions) -> list[RunSpec]:
 def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("dispatch"),
-        *(Column(title, group="TTFT s", ours=True) for _, title in _ABLATION_FIGURES),
+        *ours(*(title for _, title in _ABLATION_FIGURES), group="TTFT s"),
         Column("mean TTFT", "change", "vs better immediate", True),
         Column("chunk utilisation, %", ours=True),
     )
-    means = [figure(store, _ablation_cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE]
-    known = [value for value in means if value is not None]
-    base = min(known) if len(known) == len(means) else None
+    base = of_all(min, (figure(store, _ablation_cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE))
     rows = []
     for dispatch in (*IMMEDIATE, *_PARTS):
         cell = _ablation_cell(options, setup, dispatch)
@@ -402,25 +388,20 @@ def _ablation_section(options: PaperOptions, store: RunStore, setup: Setup) -> S
     return Section(setup.title, columns, tuple(rows))
 
 
-def _ablation_document(options: PaperOptions, store: RunStore) -> Document:
+def _ablation_document(options: PaperOptions, store: RunStore) -> Content:
     notes = (
         f"Setup of `sbs-figure6`, one load: {SHARE:g} of what the pool computes with full chunks, about 80 % of the "
         "peak of figure 6. Each line switches one part of 'sbs' off; the last is Algorithms 1 and 2 to the letter, the "
         "one before it adds our lookahead to them.",
-        *pending(store, _ablation_cells(options)),
     )
     sections = tuple(_ablation_section(options, store, setup) for setup in _SETUPS)
-    return Document("sbs-ablation", "Parts of staggered dispatch, one at a time", sections, notes)
+    return sections, notes
 
 
 ABLATION = PaperTable(
-    "sbs-ablation",
-    "parts of staggered dispatch, one at a time",
-    _ablation_cells,
-    _ablation_document,
-    ("num_prompts",),
-    whole=False,
-)
+    "sbs-ablation", "parts of staggered dispatch, one at a time", "Parts of staggered dispatch, one at a time",
+    _ablation_cells, _ablation_document, ("num_prompts",), whole=False,
+)  # fmt: skip
 
 
 # Staggered against immediate dispatch for prefill pools of other sizes, down to one unit. No figures are published.
@@ -459,25 +440,19 @@ def _pool_cells(options: PaperOptions) -> list[RunSpec]:
 def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("instances of units", "load"), Column("req/s"),
-        Column("better immediate", group="TTFT mean, s", ours=True), Column("sbs", group="TTFT mean, s", ours=True),
-        Column("diff", "change", "TTFT mean, s", True),
-        Column("better immediate", group="TTFT p99, s", ours=True), Column("sbs", group="TTFT p99, s", ours=True),
-        Column("diff", "change", "TTFT p99, s", True),
+        *ours("better immediate", "sbs", group="TTFT mean, s"), Column("diff", "change", "TTFT mean, s", True),
+        *ours("better immediate", "sbs", group="TTFT p99, s"), Column("diff", "change", "TTFT p99, s", True),
     )  # fmt: skip
     rows = []
-    for pool in _POOLS:
-        for load in POOL_LOADS:
-            title = pool.title if load == POOL_LOADS[0] else ""
-            row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
-            for key in ("mean_ttft_ms", "p99_ttft_ms"):
-                immediate = [
-                    figure(store, _pool_cell(options, setup, pool, name, load), key, 1e-3) for name in IMMEDIATE
-                ]
-                known = [value for value in immediate if value is not None]
-                base = min(known) if len(known) == len(immediate) else None
-                ours = figure(store, _pool_cell(options, setup, pool, "sbs", load), key, 1e-3)
-                row += [base, ours, relative(ours, base)]
-            rows.append(tuple(row))
+    for pool, load in product(_POOLS, POOL_LOADS):
+        title = pool.title if load == POOL_LOADS[0] else ""
+        row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
+        *immediate, staggered = (_pool_cell(options, setup, pool, name, load) for name in (*IMMEDIATE, "sbs"))
+        for key in ("mean_ttft_ms", "p99_ttft_ms"):
+            base = of_all(min, (figure(store, cell, key, 1e-3) for cell in immediate))
+            sbs = figure(store, staggered, key, 1e-3)
+            row += [base, sbs, relative(sbs, base)]
+        rows.append(tuple(row))
     return Section(setup.title, columns, tuple(rows))
 
 
@@ -498,19 +473,18 @@ def _pool_title(section: Section, index: int) -> str:
     return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
 
 
-def _pool_document(options: PaperOptions, store: RunStore) -> Document:
+def _pool_document(options: PaperOptions, store: RunStore) -> Content:
     sections = tuple(_pool_section(options, store, setup) for setup in _SETUPS)
     notes = (
         "Setup of `sbs-figure6` with pools of other sizes; loads are shares of what the pool computes with full "
         "chunks. The better immediate policy is chosen for each figure and load. One instance alone and few requests: "
         "`sbs` dispatches at once, which makes it least-outstanding.",
         *_pool_findings(sections),
-        *pending(store, _pool_cells(options)),
     )
-    return Document("sbs-pools", "Staggered dispatch in pools of all sizes", sections, notes)
+    return sections, notes
 
 
 POOLS = PaperTable(
-    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", _pool_cells, _pool_document,
-    ("num_prompts",), whole=False,
+    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", "Staggered dispatch in pools of all sizes",
+    _pool_cells, _pool_document, ("num_prompts",), whole=False,
 )  # fmt: skip
