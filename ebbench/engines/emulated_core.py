@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -76,7 +76,7 @@ class SkippedDecodes:
 class StepReader:
     """Reads the sequence of SchedulerOutputs. ``tokens_of`` maps a request to its full token stream."""
 
-    def __init__(self, tokens_of: dict[str, Sequence[int]]) -> None:
+    def __init__(self, tokens_of: Mapping[str, Sequence[int]]) -> None:
         self._tokens_of = tokens_of
         self._prompt_tokens: dict[str, int] = {}
         self._partial: set[str] = set()  # requests with prompt tokens left
@@ -173,7 +173,7 @@ class DraftReader(StepReader):
     """
 
     def __init__(
-        self, tokens_of: dict[str, Sequence[int]], accepted_at: Callable[[str, int], int], tokens: int
+        self, tokens_of: Mapping[str, Sequence[int]], accepted_at: Callable[[str, int], int], tokens: int
     ) -> None:
         super().__init__(tokens_of)
         self._accepted_at, self._drafts = accepted_at, [0] * tokens

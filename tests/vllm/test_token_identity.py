@@ -204,7 +204,7 @@ def test_answers_are_those_of_v1_with_drafts_from_n_grams(
     served: dict[str, Served], small_model_folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's CPU build reads ``vars`` of all objects of all modules; llvmlite's library has none and says otherwise."""
-    from llvmlite.binding import ffi
+    from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
     attribute = ffi._lib_wrapper.__getattr__
 
