@@ -140,8 +140,9 @@ def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("engine", RunSpec.engine) not in VIRTUAL_TIME or name.startswith(GIVEN):
         return dict(settings)
     chosen = batch_limits(find_profile(name), settings.get("vllm_version") or DEFAULT_VLLM)
-    tokens = settings.get("max_num_batched_tokens") or chosen.max_num_batched_tokens
-    seqs = settings.get("max_num_seqs") or min(chosen.max_num_seqs, tokens)
+    tokens, seqs = settings.get("max_num_batched_tokens"), settings.get("max_num_seqs")
+    tokens = chosen.max_num_batched_tokens if tokens is None else tokens
+    seqs = min(chosen.max_num_seqs, max(tokens, 1)) if seqs is None else seqs  # vLLM's rule for the limit left out
     return {**settings, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
 
 

@@ -115,7 +115,7 @@ class EngineOptions:
         None, "Its processes per engine; default: one per data-parallel unit.", ENGINE
     )
     speculative: str | None = declare(
-        None, "Drafted tokens and how many are accepted: method=eagle3,tokens=3,acceptance=0.8,0.6,0.4.", ENGINE
+        None, "Speculative decoding, simulated: key=value pairs of method, tokens and acceptance.", ENGINE
     )
     warmup: int = declare(
         0, "Requests before the start, of the plan's lengths; not recorded.", LOAD, names=("--warmup", "--num-warmups")

@@ -165,7 +165,7 @@ def test_the_caveats_of_the_device_are_said_once(tmp_path: Path) -> None:
     found = answer(tmp_path / "search", *options)
     manifests = [json.loads((Path(run) / "manifest.json").read_text()) for run in found["run_dirs"]]  # type: ignore[attr-defined]
     warnings = [convert(one, RunWarning) for each in manifests for one in each["warnings"]]
-    assert {one.code for one in warnings if one.about == "device"} == {"host-unfitted"}
+    assert {one.code for one in warnings if one.about == "device"} == {"host-unfitted", "mixing-unmeasured"}
     device = {str(one) for one in warnings if one.about == "device"}
     begins = {text.partition(";")[0] for text in device}  # the rest is the size in each run
     assert sorted(text.partition(";")[0] for text in found["warnings"]) == sorted(begins)  # type: ignore[attr-defined]

@@ -91,5 +91,5 @@ def test_compare_says_the_caveats_of_the_device_in_every_format(
     assert sum(said.startswith(text) for said in alone["warnings"]) == 1
     assert alone["cases"][0]["warnings"] == alone["warnings"]
     both = json.loads(call(capsys, "compare", tmp_path / "l40s", tmp_path / "h200", "--json")[1])
-    assert sum(said.startswith(f"l40s: {text}") for said in both["warnings"]) == 1
+    assert sum(said.startswith("l40s") and text in said for said in both["warnings"]) == 1
     assert [any(text in said for said in case["warnings"]) for case in both["cases"]] == [True, False]
