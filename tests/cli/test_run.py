@@ -244,7 +244,10 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
         (["--policy", "eb:k=2000"], "k exceeds --max-num-seqs 1024"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens must be at least 1"),
-        (["--max-num-seqs", "1024", "--max-num-batched-tokens", "512"], "below --max-num-seqs 1024, which vLLM refuses; raise it to 1024"),
+        (
+            ["--max-num-seqs", "1024", "--max-num-batched-tokens", "512"],
+            "below --max-num-seqs 1024, which vLLM refuses; raise it to 1024",
+        ),
         (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
         (["--max-concurrency", "-3"], "--max-concurrency must be at least 1, not -3"),
         (["--request-rate", "0"], "--request-rate must be above 0, not 0"),
