@@ -210,6 +210,11 @@ def _warm_cache(
 
 def _other_model(answers: Mapping[str, int], asked: str, completed: int) -> str:
     others = sum(answers.values())
+    if set(answers) == {asked}:  # the name asked for is only in the count where a request named an adapter
+        return (
+            f"{others:,} of {completed:,} answers to requests for an adapter name {asked!r} itself as their model: the "
+            "server does not have these adapters, or names its base model for them"
+        )
     if others == completed and len(answers) == 1 and " and " not in (name := next(iter(answers))):
         return (
             f"every answer names {name!r} as its model, not {asked!r} as asked for: an alias of it, or another model "

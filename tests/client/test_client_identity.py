@@ -118,6 +118,12 @@ def test_names_that_never_repeat_are_bounded() -> None:
     assert done.facts["other_models"]["others"] == 40
 
 
+def test_a_base_model_that_answers_for_an_adapter_is_said() -> None:
+    said = str(other_models_warning({"base": 45}, "base", 68))
+    assert said.startswith("45 of 68 answers to requests for an adapter name 'base' itself")
+    assert "did not come from" not in said
+
+
 def test_a_model_that_changes_within_an_answer_is_kept_by_its_names() -> None:
     streamed = StreamedResponse(chat=False, keep_text=False)
     for name in ("a", "a", "b", "x" * 500, "c", "d", "e"):
