@@ -30,7 +30,7 @@ NEEDS_COSTS = ["eb", "ebplus", "marginal"]
 NEEDS_NONE = ["v1", "v0", "deferred:k=4", "eb:k=2", "eb:theta=0.1", "cadence:every=4"]
 
 
-@pytest.fixture(params=["NVIDIA A10G", "NVIDIA L4", ""])
+@pytest.fixture(params=["NVIDIA A10G", "Tesla T4", ""])
 def unprofiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A machine with hardware that has no profile; the name it goes by."""
     gpus = (machine.Gpu(request.param, 81920, "580.1"),) if request.param else ()
@@ -118,8 +118,8 @@ def test_a_model_without_a_profile_runs_where_no_costs_are_needed(
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-SXM4-40GB", None),  # slower memory, and half of it
-        ("NVIDIA H100 PCIe", None),  # less memory bandwidth and fewer multiprocessors than the one measured
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),  # slower memory, and half of it
+        ("NVIDIA H100 PCIe", "h100-pcie"),  # less memory bandwidth and fewer multiprocessors than the one measured
         ("NVIDIA GeForce RTX 4090 D", None),
     ],
 )

@@ -19,8 +19,8 @@ PACKAGE = Path(files.__file__).parents[1]
 # memory that worker processes share, a model's configuration in a temporary folder, a download that is renamed.
 OTHER_WRITERS = {
     "cli/gate.py", "client/prefix_cache.py", "client/release_schedule.py", "engines/emulated_core.py",
-    "engines/vllm.py", "engines/vllm_server.py", "records/files.py", "records/journal.py", "runs/key.py",
-    "validation/drive.py", "workloads/data_sets.py",
+    "engines/vllm.py", "engines/vllm_server.py", "records/files.py", "records/run.py", "runs/key.py",
+    "validation/borrowed.py", "validation/drive.py", "workloads/data_sets.py",
 }  # fmt: skip
 
 
