@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 
 UNTIL_CERTAIN = "auto"
+# `--repeats`: their number, a note before the first run about what they can show, and when `auto` stops.
+
 FEWEST, MOST = 2, 10_000
 """Least number of repeats before a decision, and the most that are run: beyond some hundred, nothing changes."""
-
-
-# `--repeats`: their number, a note before the first run about what they can show, and when `auto` stops.
 
 
 def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:

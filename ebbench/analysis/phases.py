@@ -16,7 +16,6 @@ from ebbench.analysis.summary import Summary, summarise_phases
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
 
-WINDOW_S, WINDOW_SHARE = 5.0, 0.1
 # How long a system takes to recover from a shift of its traffic.
 #
 # Definitions. A phase is *served* from the first output token of any of its requests to the first output token of the
@@ -36,6 +35,8 @@ WINDOW_S, WINDOW_SHARE = 5.0, 0.1
 #
 # A window is the larger of 5 s and a tenth of the span; phases served for less than four windows have no settled
 # rate.
+
+WINDOW_S, WINDOW_SHARE = 5.0, 0.1
 
 BAND = 0.95
 TTFT_FACTOR, _BLOCK = 1.5, 20

@@ -17,21 +17,6 @@ import numpy.typing as npt
 
 from ebbench.extras import need
 
-# Paired statistics that remain valid if they are evaluated after every pair.
-#
-# A fixed-n test is exact for one evaluation at n pairs. Testing after every pair and stopping at
-# the first p below 5 % is wrong far more often than in 5 % of cases. Here the evidence against "the loss is symmetric
-# about a value of at most `bound`" is an e-process, a product whose expectation does not grow while that is true::
-#
-#     E_n = mean over rates r of  prod_i (1 + tanh(r * (x_i - bound)))
-#
-# Given the size of a pair's loss, either sign is equally likely under the hypothesis, so each factor has mean 1, or
-# at most 1 if the centre is below `bound`. This is the hypothesis of the sign-flip test; it does not assume
-# normality. By Ville's inequality E_n ever reaches 1 / alpha with probability at most alpha, so `1 / max E` is a
-# p-value at every n (Ramdas, Gruenwald, Vovk, Shafer: Game-theoretic statistics and safe anytime-valid inference,
-# 2023). A factor is at most 2: n pairs cannot give p below 2**-n, as in the sign-flip test. The mean over rates is an
-# e-process too, so no rate has to be chosen after seeing data.
-
 Floats = npt.NDArray[np.float64]
 
 EXACT_PAIRS = 14
@@ -193,6 +178,21 @@ def _significant(trials: Floats, alpha: float) -> npt.NDArray[np.bool_]:
 def _stats() -> Any:
     return need("scipy.stats", "a paired comparison")
 
+
+# Paired statistics that remain valid if they are evaluated after every pair.
+#
+# A fixed-n test (above) is exact for one evaluation at n pairs. Testing after every pair and stopping at
+# the first p below 5 % is wrong far more often than in 5 % of cases. Here the evidence against "the loss is symmetric
+# about a value of at most `bound`" is an e-process, a product whose expectation does not grow while that is true::
+#
+#     E_n = mean over rates r of  prod_i (1 + tanh(r * (x_i - bound)))
+#
+# Given the size of a pair's loss, either sign is equally likely under the hypothesis, so each factor has mean 1, or
+# at most 1 if the centre is below `bound`. This is the hypothesis of the sign-flip test; it does not assume
+# normality. By Ville's inequality E_n ever reaches 1 / alpha with probability at most alpha, so `1 / max E` is a
+# p-value at every n (Ramdas, Gruenwald, Vovk, Shafer: Game-theoretic statistics and safe anytime-valid inference,
+# 2023). A factor is at most 2: n pairs cannot give p below 2**-n, as in the sign-flip test. The mean over rates is an
+# e-process too, so no rate has to be chosen after seeing data.
 
 RATES = (1.25, 5.0, 20.0, 80.0, 320.0, 1280.0)
 """Rates r per unit of log loss.

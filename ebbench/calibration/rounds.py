@@ -28,11 +28,12 @@ from ebbench.engines.vllm_server import reason_of
 from ebbench.errors import RunError, UsageError
 from ebbench.spec.server import EngineOptions
 
-FIRST_TOKEN, TOKENS = 3, 200  # prompt tokens are drawn from this range, which every vocabulary contains
 # Step times of a vLLM engine in this process: every step is called and timed directly, without a server.
 #
 # Over HTTP the composition of a step depends on arrival times; here it is exact. The time of a step is that of
 # `LLMEngine.step`: scheduling, model, sampling and output. `ebbench.calibration.rounds` decides what is measured.
+
+FIRST_TOKEN, TOKENS = 3, 200  # prompt tokens are drawn from this range, which every vocabulary contains
 
 CPU_KV_GIB = "2"
 

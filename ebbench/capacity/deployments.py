@@ -34,8 +34,8 @@ from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.capacity.saturation import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.devices import Device, load_device
-from ebbench.devices.base import Parallel
+from ebbench.devices.base import Device, Parallel
+from ebbench.devices.loader import load_device
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import rank_notes, start_notes
 from ebbench.engines.sim import SimEngine

@@ -133,7 +133,7 @@ def _measure_virtual(
     """Calibrate an engine in virtual time on an emulated device."""
     from ebbench.calibration.check import check_prediction
     from ebbench.calibration.measure import calibrate as measure
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
     from ebbench.engines import select_engine
     from ebbench.errors import UnknownNameError
     from ebbench.render.console import Console

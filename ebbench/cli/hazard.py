@@ -107,7 +107,7 @@ def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: 
 
 
 def _threshold(fit: HazardEstimate | None, device: str, model: str, max_num_seqs: int) -> Threshold | None:
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
     from vllm_eb.theory import optimal_threshold
 
     if fit is None:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ebbench.runs.prepare import Series
 
 
-# Checks of settings before a run starts.
-
 __all__ = [
     "check_counts",
     "check_fits",

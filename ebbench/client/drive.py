@@ -257,16 +257,11 @@ async def _drive(
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     facts = {
         "server": str(url),
-        "served_model": served.model,
         "client_transport": options.transport,
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
         **findings.facts,
         "request_id_prefix": id_prefix,
-        **_cache_facts(requests, server_metrics, ready.cache_reset),
-        **drafts(server_metrics),
-        "server_reports": _reported(server_metrics),
-        **({"server_version": ready.version} if ready.version else {}),
-        **({"other_models": dict(tally.other_models)} if tally.other_models else {}),
+        **_server_facts(ready, requests, server_metrics, tally.other_models),
     }
     return DriveResult(
         requests=requests,
@@ -286,9 +281,21 @@ async def _drive(
     )
 
 
-def _cache_facts(requests: pa.Table, server_metrics: pa.Table, reset: bool) -> dict[str, Any]:
+def _server_facts(
+    ready: _Ready, requests: pa.Table, server_metrics: pa.Table, other_models: Mapping[str, int]
+) -> dict[str, Any]:
+    """What the server said of itself, and what its answers and metrics show."""
     rate, source = hit_rate(requests, server_metrics)
-    return {"prefix_cache_reset": reset, "prefix_hit_rate": rate, "prefix_hit_source": source}
+    return {
+        "served_model": ready.served.model,
+        "prefix_cache_reset": ready.cache_reset,
+        "prefix_hit_rate": rate,
+        "prefix_hit_source": source,
+        **drafts(server_metrics),
+        "server_reports": _reported(server_metrics),
+        **({"server_version": ready.version} if ready.version else {}),
+        **({"other_models": dict(other_models)} if other_models else {}),
+    }
 
 
 def _about_server(

@@ -88,11 +88,8 @@ class Parallel:
 SINGLE = Parallel()
 
 
-# What vLLM takes from the memory of a GPU at its start, before the KV cache, by version.
-#
-# The rules were read in vLLM's source code, the sizes are from its logs: reports/fidelity/notes/kv-cache.md.
-
-# The arguments a device is loaded with, and what vLLM's version takes from its memory at the start.
+# The arguments a device is loaded with, and what vLLM's version takes from its memory at the start, before the KV
+# cache. The rules were read in vLLM's source code, the sizes are from its logs: reports/fidelity/notes/kv-cache.md.
 
 NEWEST = (0, 33)
 

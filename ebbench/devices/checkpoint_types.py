@@ -17,8 +17,9 @@ from ebbench.devices.geometry import WEIGHT_BITS, Mixer, ModelGeometry, Product
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import read_object
 
-ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
 # Names of a decoder's weights as checkpoints have them, with their sizes: quantization configurations name them.
+
+ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
 
 _LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa", "kv_a_proj"), ("kv_b_proj",), ("o_proj",))
 _STATE = (("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "qkv_proj"), ("out_proj", "o_proj"))

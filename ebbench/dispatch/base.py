@@ -119,9 +119,6 @@ class Dispatcher(Protocol):
 # costs time, never correctness.
 
 
-# The dispatcher's estimate of the state of every DP unit (section 4, figure 5), cached prefixes included.
-
-
 class PrefixMemory:
     """Remembers up to ``capacity_blocks`` prefix blocks per unit."""
 
@@ -151,6 +148,9 @@ class PrefixMemory:
     def forget(self, unit: int) -> None:
         """Clear the record of a unit that was restarted."""
         self._blocks[unit].clear()
+
+
+# The global state matrix: the dispatcher's estimate of the state of every DP unit (section 4, figure 5).
 
 
 @dataclass(slots=True)

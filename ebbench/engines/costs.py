@@ -49,7 +49,7 @@ def serving_costs(
     needing = [spec.name for spec in policies if needs_calibration(spec)]
     if not needing:
         return None
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
     from ebbench.engines.machine import local_device, machine_name
 
     profile = device or local_device()
@@ -125,7 +125,7 @@ def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Se
 
     Its KV cache is unknown: the server that starts has its own version and options, and reports what it has.
     """
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
 
     try:
         found = load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options, vllm_options))

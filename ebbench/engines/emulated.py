@@ -55,10 +55,9 @@ from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
 # In this order at the same nanosecond, as in the simulator's event loop; the engine's steps end before HANG_UP.
-ARRIVAL, RESUME, FOLLOW, ENTRY, DEPARTURE, HANG_UP = range(6)
-
-
 # Clients of the emulated engine: they send a plan's requests in virtual time.
+
+ARRIVAL, RESUME, FOLLOW, ENTRY, DEPARTURE, HANG_UP = range(6)
 
 
 class VirtualClients:

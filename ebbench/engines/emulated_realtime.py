@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.emulated_core import StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.engines.vllm_command import EMULATED_KEY, Emulation
 from ebbench.errors import UsageError

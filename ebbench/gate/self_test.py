@@ -27,8 +27,8 @@ from ebbench.analysis.metrics import measure
 from ebbench.analysis.statistics import evidence
 from ebbench.analysis.units import GateUnit, figures_of
 from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
-from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions

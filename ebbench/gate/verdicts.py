@@ -69,7 +69,7 @@ def _sequential(done: SelfTest) -> list[str]:
         "## Pairs until the answer is known",
         "",
         f"As `--max-pairs {most}` measures them: judged after every pair from the sixth on, by p-values and bounds "
-        "that hold at every look (ebbench/analysis/sequential.py). Pairs: median, in brackets the 90th percentile.",
+        "that hold at every look (ebbench/analysis/statistics.py). Pairs: median, in brackets the 90th percentile.",
         "",
         *_table("two equal sides", [(t.design.noise.name, t) for t in done.equal_sequential], pairs=True),
         "",

@@ -20,12 +20,13 @@ from ebbench.network.connections import Answer, ask
 from ebbench.network.credentials import KEY_VARIABLES, api_key
 from ebbench.untrusted import visible
 
-_SHARE, _LEAST_NS = 4, 1_000_000
 # Infers the ends of forward passes from the response streams of one upstream.
 #
 # An engine sends all tokens of a pass together, so messages arrive in bursts. The first message after a pause marks
 # the end of a pass; the time between two marks is the duration of a pass. A pause is a quarter of the smoothed
 # duration, at least 1 ms. Silence without open requests is not counted.
+
+_SHARE, _LEAST_NS = 4, 1_000_000
 
 _WEIGHT = 0.1
 

@@ -226,7 +226,7 @@ def _decode_s(cost: CostModel, batch: int) -> float:
 
 def _times(row: Row, batches: Sequence[int], *, prefill: bool) -> list[tuple[str, _Line, list[float]]]:
     """Step times (s) by batch: of the implied constants, and of our A100 where it has the model."""
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
 
     implied = implied_constants(row)
     line = _Line(implied.c_p, implied.prompt_s) if prefill else _Line(implied.c_d, implied.t_d)

@@ -442,13 +442,12 @@ def _kind(stored: pa.DataType) -> str:
     return "string" if pa.types.is_large_string(stored) else str(stored)
 
 
-ROWS, INTERVAL_S = 5_000, 5.0
-
-
 # Stores measurements during a run: in shards large enough not to slow it down, and until then in a tail file.
 #
 # A batch is in the tail file, and so with the operating system, as soon as it comes. It is lost only if the machine
 # stops, not if the program is killed.
+
+ROWS, INTERVAL_S = 5_000, 5.0
 
 
 class Journal:

@@ -16,8 +16,9 @@ from ebbench.extras import need
 from ebbench.records import files
 from ebbench.records.run import Run
 
-_ROWS, _COLUMNS = 16, 14
 # Attainment of a run as heat maps over TTFT and TPOT targets, one panel per phase.
+
+_ROWS, _COLUMNS = 16, 14
 
 _EDGES = (0.02, 0.995)  # quantiles between which targets are placed
 

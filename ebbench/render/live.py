@@ -248,6 +248,3 @@ def describe(progress: Progress) -> str:
         *(f"{name} {count(failures)}" for name, failures in progress.failures.items()),
     ]
     return "  ".join(part for part in parts if part)
-
-
-# Plans and runs with a line of progress.

@@ -1,6 +1,6 @@
 """Pools that run jobs in this process or in worker processes. Results arrive in order of completion.
 
-A pool runs any picklable function of one argument; ``ray_pool`` does the same on a Ray cluster.
+A pool runs any picklable function of one argument; :class:`RayPool` does the same on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.process.child import begin_pool_worker
 from ebbench.process.ray_connection import THIS_MACHINE, given_address, joined, ray_for
 from ebbench.process.termination import held
-
-# Runs jobs as tasks of a Ray cluster. Only the driver stores results.
-#
-# Results fit into Ray's own messages, so losing a node loses no finished job; Ray runs the unfinished jobs of that
-# node again on another one.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -179,6 +174,12 @@ def values(pool: Pool, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]
 RETRIES = 5
 """How often Ray may run a job again after its worker or node died."""
 _PER_CPU = 3  # tasks in flight per CPU of the cluster: keeps it busy and still stops quickly
+
+
+# Runs jobs as tasks of a Ray cluster. Only the driver stores results.
+#
+# Results fit into Ray's own messages, so losing a node loses no finished job; Ray runs the unfinished jobs of that
+# node again on another one.
 
 
 class RayCluster:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from ebbench.records.content import block_tokens
 from ebbench.records.plan import Plan
 
-ARRIVAL, RESUME, FOLLOW, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOTICE, TIMER, WAKE, HANG_UP = range(13)
 # Kinds of events of the event loop, and their order at the same nanosecond.
 #
 # Events at the same nanosecond are taken in the order of their priority, then in the order they were made:
@@ -31,6 +30,8 @@ ARRIVAL, RESUME, FOLLOW, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOT
 #
 # A signal comes before its engine wakes. Without network delay a dispatcher can therefore still hand a batch to the
 # step that is scheduled at this very moment; with a delay of `network_ns` each way it cannot.
+
+ARRIVAL, RESUME, FOLLOW, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOTICE, TIMER, WAKE, HANG_UP = range(13)
 
 NEVER_NS = 1 << 62
 TURNAROUND_NS = 1

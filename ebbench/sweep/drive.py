@@ -32,13 +32,14 @@ from ebbench.spec.run import RunSpec, known_settings, settings_of
 from ebbench.spec.server import OFF, is_server
 from ebbench.sweep.spec import Sweep
 
-RESULTS, SPEC = "results.parquet", "sweep.toml"
 # Results of a sweep on disk; a sweep can be killed at any moment.
 #
 #     DIR/sweep.toml               the spec as it was last run
 #     DIR/cells/<name>-<key>/      a finished cell (see runs.store): cell.json, and with keep_runs the run itself
 #     DIR/failed/<key>.json        a failed one; tried again by the next sweep
 #     DIR/results.parquet          all finished cells of the spec, one row each
+
+RESULTS, SPEC = "results.parquet", "sweep.toml"
 
 FIGURES = (
     "request_throughput", "output_throughput", "total_token_throughput", "request_goodput", "slo_attainment",

@@ -30,8 +30,9 @@ from ebbench.spec.server import DEFAULT_CLASS, OFF, is_server
 from ebbench.sweep.drive import Finished, Result, SweepProgress, named, summary_lines
 from ebbench.sweep.spec import Sweep, problem_of
 
-METRIC, GOODPUT = "request_throughput", "request_goodput"
 # Results of a sweep: per policy and setting of the other axes, the best configuration and the sensitivity.
+
+METRIC, GOODPUT = "request_throughput", "request_goodput"
 
 _BASELINE = "v1"
 _CONFIGURATION = ("policy", "max_num_batched_tokens", "max_num_seqs", "seed")

@@ -246,7 +246,7 @@ def _of_engine(cell: RunSpec) -> str:
 
 def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.metrics import parse_slo
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder, find_model, find_profile
     from ebbench.engines import ENGINES
     from ebbench.traffic.spec import load_scenario

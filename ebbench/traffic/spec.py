@@ -19,8 +19,6 @@ from ebbench.resources import bundled_dir, resolve
 from ebbench.traffic.arrivals import Curve, Process, arrival_times, substream
 from ebbench.traffic.lengths import LengthSpec
 
-# Default scenario, the same for all commands that take a load.
-
 
 class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Relative rate over time, scaled to a mean of one. Without ``period_s`` one period spans the whole phase.

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from ebbench.traffic.spec import ScenarioSpec
 
 
-_SESSIONS_PER_LEVEL, _MOST_LEVELS = 8, 1200
-"""Fewest sessions behind a level, and most levels."""
-
-
 # How the requests of a log become longer and shorter in its course.
 #
 # Requests drawn one by one have the log's lengths, but not its stretches of longer or shorter prompts. In the Azure
@@ -33,6 +29,9 @@ _SESSIONS_PER_LEVEL, _MOST_LEVELS = 8, 1200
 # vary 1.8 times as much as in random order; a burst of long prompts is a queue. So the mean of each stretch is
 # learned, and drawn requests are put into an order that has it (`ebbench.traffic.arrivals`). The lengths stay as
 # drawn. Of outputs, whose largest often makes the mean of a stretch, the mean square root is learned, too.
+
+_SESSIONS_PER_LEVEL, _MOST_LEVELS = 8, 1200
+"""Fewest sessions behind a level, and most levels."""
 
 
 class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
+from ebbench.devices.loader import load_device
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbench.devices import load_device
 from ebbench.devices.base import Device, StepShape
+from ebbench.devices.loader import load_device
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.benchmarks.policy_cells import LARGE, LENGTHS, MIDDLE, TPOT_S, TTFT_S

@@ -27,7 +27,7 @@ from ebbench.analysis.metrics import measure
 from ebbench.calibration.check import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import measure_steps, start
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan

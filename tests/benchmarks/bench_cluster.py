@@ -13,7 +13,7 @@ import sys
 import time
 
 from ebbench.config.topology import parse_topology
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions

@@ -35,7 +35,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.config.topology import parse_topology
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan

@@ -39,8 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from ebbench.devices import load_device
 from ebbench.devices.base import Device
+from ebbench.devices.loader import load_device
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.process.collector import collector_paused
 from ebbench.records.plan import Plan

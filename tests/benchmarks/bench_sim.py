@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan

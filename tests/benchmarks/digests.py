@@ -26,7 +26,7 @@ import msgspec
 import pyarrow as pa
 
 from ebbench.config.topology import parse_topology
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.devices import load_device
 from ebbench.devices.base import Device
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.papers.protocols import VLLM

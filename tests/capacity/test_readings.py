@@ -14,7 +14,7 @@ from ebbench.capacity.estimate import Estimate, MetCounts, Probe
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
 from ebbench.capacity.sentences import ENDS, nothing_usable
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.manifest import PhaseFact, phase_facts
 from ebbench.records.schema import STEPS

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from ebbench.analysis.environment import LATER_OPTIONS, differences, environment_of, machine_of_run
 from ebbench.cli.main import app
-from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
+from ebbench.devices.loader import load_device
 from ebbench.engines.vllm_command import Serving, serve_arguments
 from ebbench.records.run import Run
 from ebbench.spec.server import EngineOptions

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ebbench.cli import doctor
 from ebbench.cli.doctor import CheckResult, examine, runnable
 from ebbench.cli.main import app
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines import machine
 from vllm_eb.calibration import calibration_from_json
 from vllm_eb.config import parse_config

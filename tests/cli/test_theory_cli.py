@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.theory import app
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.errors import InputFileError, UsageError
 from vllm_eb.calibration import Calibration, MixedCost, calibration_to_json
 from vllm_eb.theory import base_threshold

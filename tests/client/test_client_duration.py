@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.devices import load_device
 from ebbench.devices.base import Device
+from ebbench.devices.loader import load_device
 from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine

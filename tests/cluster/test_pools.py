@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from ebbench.cli.main import app
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec, TopologySpec
-from ebbench.devices import load_device
-from ebbench.devices.loader import unit_device
+from ebbench.devices.loader import load_device, unit_device
 from ebbench.errors import UsageError
 from ebbench.simulation.transfer import ReceiveStore, StoreFullError, TransferFabric, TransferLink
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from ebbench.calibration.measure import ProbeGrid, calibrate, cost_grid, fit, probe_plan, r_squared, step_medians
 from ebbench.cli.main import app
-from ebbench.devices import StepShape, load_device
+from ebbench.devices.base import StepShape
 from ebbench.devices.gridcost import GridCost, measured_calibration
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
 from ebbench.records.schema import STEPS

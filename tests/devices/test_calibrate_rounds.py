@@ -12,8 +12,9 @@ import pytest
 from ebbench.calibration.check import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import SteppedVllm, measure_steps, summarise, without_stalls
-from ebbench.devices import StepShape, load_device
+from ebbench.devices.base import StepShape
 from ebbench.devices.gridcost import GridCost
+from ebbench.devices.loader import load_device
 from ebbench.engines.setup import unknown_device
 
 GRID = ProbeGrid((32, 128, 512), (1, 8, 32), (32, 256), repeats=4)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ebbench.devices import CostModel, StepShape, load_device
+from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.loader import load_device
 
 CASES = [
     ("rtx-pro-6000", "qwen3-8b", "table"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ebbench.devices import StepShape, load_device
+from ebbench.devices.base import StepShape
 from ebbench.devices.linear import decode_shape, prefill_shape
+from ebbench.devices.loader import load_device
 
 
 def test_published_coefficients_are_used() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ebbench.devices import load_device
 from ebbench.devices.base import EB_VLLM, Parallel, StepShape
 from ebbench.devices.capacity import batch_limits
+from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.runs.file import spec_of_file

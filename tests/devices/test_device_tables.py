@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ebbench.devices import StepShape, load_device
+from ebbench.devices.base import StepShape
 from ebbench.devices.describe import marginal_curve
 from ebbench.devices.kerneltables import SCHEMAS, kernel_table, read_table, select
 from ebbench.devices.linear import decode_shape, prefill_shape, published_calibration
+from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.devices.surfaces import US, surfaces
 from ebbench.devices.table import TableCost

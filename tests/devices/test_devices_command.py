@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.devices import list_devices, list_models
+from ebbench.devices.profiles import list_devices, list_models
 from ebbench.errors import EbbenchError, UnknownNameError, UsageError
 
 

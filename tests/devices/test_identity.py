@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ebbench.devices import load_device
 from ebbench.devices.base import Device
+from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, has_bundled_shape, list_models
 from ebbench.runs.key import key_of
 from ebbench.runs.store import RunStore

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ebbench.devices import load_device
 from ebbench.devices.base import Parallel
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.loader import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import as_decoder, find_model
 from ebbench.errors import InputFileError, UsageError

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ebbench.devices import load_device
 from ebbench.devices.base import Parallel
 from ebbench.devices.linear import decode_shape, prefill_shape
+from ebbench.devices.loader import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import find_model
 from ebbench.errors import InputFileError, UnknownNameError, UsageError

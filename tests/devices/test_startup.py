@@ -8,9 +8,9 @@ from statistics import median
 import pytest
 
 from ebbench.config.declare import DEFAULT_VLLM
-from ebbench.devices import load_device
 from ebbench.devices.base import EB_VLLM, STARTS, Parallel, start_up
 from ebbench.devices.capacity import reserve_bytes
+from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
 from ebbench.papers.fidelity.case import reference_rows

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.devices import load_device
 from ebbench.devices.base import Parallel
+from ebbench.devices.loader import load_device
 from ebbench.engines import machine
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.checks import check_fits
 from ebbench.engines.setup import unknown_device
 from ebbench.errors import UsageError

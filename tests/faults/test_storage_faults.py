@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from ebbench.analysis.rebuild import NOT_RECORDED, cut_off_runs, rebuild
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, RunError

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import read_profile
 from ebbench.engines.sim import SimEngine

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ebbench.devices import load_device
 from ebbench.devices.linear import decode_shape
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan

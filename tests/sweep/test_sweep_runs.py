@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbench.analysis.summary import summarise
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.records.run import Run
 from ebbench.runs.execute import Task, make
 from ebbench.runs.file import spec_of_file

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines import select_engine
 from ebbench.engines.base import Engine
 from ebbench.engines.endpoint import EndpointEngine

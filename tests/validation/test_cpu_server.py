@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.calibration.measure import ProbeGrid
-from ebbench.devices import Device
+from ebbench.devices.base import Device
 from ebbench.engines.vllm import StartedServers, VllmEngine, server_environment
 from ebbench.errors import RunError
 from ebbench.process.child import supervised

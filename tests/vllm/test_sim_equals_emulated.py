@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.runs.prepare import plan_of
 from ebbench.spec.run import simulated
 from ebbench.spec.server import EngineOptions

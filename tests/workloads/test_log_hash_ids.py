@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.content import block_tokens, token_ids
 from ebbench.spec.server import EngineOptions

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.client.prefix_cache import repeated_share
-from ebbench.devices import load_device
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.content import block_tokens, token_ids

@@ -70,7 +70,7 @@ _NOTES3 = (
 @cache
 def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
     """``deferred:k=K`` with the K that the exact chain finds best for the device's costs and mean output length."""
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
 
     costs = load_device(device, model).calibration
     chain = exact_chain(DeferredModel(max_num_seqs, 1 / MEAN_OUTPUT, costs.alpha_p, costs.alpha_d))

@@ -38,7 +38,7 @@ _WIDTH, _HEIGHT = 270, 180
 
 def device_cost(device: str, model: str, eager: bool = False) -> CostModel:
     """The cost model of a device serving a model."""
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
 
     return load_device(device, model, eager=eager).cost
 

@@ -75,7 +75,7 @@ def slow_refill(device: str, model: str) -> str:
 def linear_costs(device: str, model: str, alpha_p: float | None = None) -> str:
     """A device whose steps take the linear costs that its controller is told, for a RunSpec; ``alpha_p`` (s) replaces
     its own."""
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
 
     loaded = load_device(device, model)
     costs = loaded.calibration
@@ -152,7 +152,7 @@ def _columns10() -> tuple[Column, ...]:
 
 
 def _document10(options: PaperOptions, store: RunStore) -> Content:
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
 
     device, slow = both_devices(options, "h200")
     costs = load_device(device, options.model()).calibration

@@ -16,8 +16,7 @@ from ebbench.analysis.documents import (
     labels,
     relative,
 )  # fmt: skip
-from ebbench.devices import load_device
-from ebbench.devices.loader import DEFAULT_HOST
+from ebbench.devices.loader import DEFAULT_HOST, load_device
 from ebbench.devices.table import TableCost
 from ebbench.papers.eb.grid import best_of_grid, grid_cells, real_cell
 from ebbench.papers.published import (

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.devices import Device, load_device
+from ebbench.devices.base import Device
+from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.runs import timed_plan

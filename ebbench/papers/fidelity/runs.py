@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.devices import load_device
 from ebbench.devices.linear import (
     DECODE_CONTEXT_TOKENS,
     DECODE_SEQS,
@@ -21,6 +20,7 @@ from ebbench.devices.linear import (
     prefill_shape,
     published_calibration,
 )
+from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError

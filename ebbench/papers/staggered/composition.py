@@ -37,7 +37,7 @@ _Row = tuple[str, str, float | None]
 @cache
 def capacity_rps(device: str, model: str, workload: str) -> float:
     """Requests/s of all instances by the linear costs: prompts, then outputs in batches of 256 sequences."""
-    from ebbench.devices import load_device
+    from ebbench.devices.loader import load_device
 
     costs = load_device(device, model).calibration
     inputs, outputs = _WORKLOADS[workload]
