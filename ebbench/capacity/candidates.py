@@ -34,14 +34,19 @@ def with_candidates(
     Raises UnknownNameError for an unknown device.
     """
     version = task.spec.server.vllm_version or DEFAULT_VLLM
-    found = []
+    limits_per_device = []
     for device in devices:
         chosen = batch_limits(find_profile(device), version)
-        sizes = product(budgets or (chosen.max_num_batched_tokens,), seqs or (chosen.max_num_seqs,))
-        found.append([(device, *size) for size in sizes])
+        # Where the number of sequences is left out, vLLM takes no more than the budget has tokens.
+        sizes = [
+            (device, budget, most)
+            for budget in budgets or (chosen.max_num_batched_tokens,)
+            for most in seqs or (min(chosen.max_num_seqs, max(budget, 1)),)
+        ]
+        limits_per_device.append(sizes)
     return [
         task.on(Candidate(device, tp, policy, budget, most, dp, ep))
-        for limits in found
+        for limits in limits_per_device
         for (tp, dp, ep), policy, (device, budget, most) in product(shapes, policies, limits)
     ]
 

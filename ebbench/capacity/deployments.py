@@ -37,7 +37,7 @@ from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, Parallel
 from ebbench.devices.loader import load_device
 from ebbench.engines.base import EngineResult
-from ebbench.engines.checks import rank_notes, start_notes
+from ebbench.engines.checks import check_options, rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
@@ -233,6 +233,7 @@ def bound(task: PlanTask) -> Bound:
         return completed_once_full(_simulated(task, plan).requests, plan, concurrency), shares_prefixes(plan)
 
     try:
+        check_options(task.spec.server, [parse_policy(task.candidate.policy)])
         found = saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs)
         return Bound(task.candidate, found.per_s or math.inf)
     except UsageError as error:

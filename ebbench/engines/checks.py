@@ -9,7 +9,6 @@ from math import inf
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.config.declare import check_ranges
 from ebbench.config.setting_strings import option_name
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.apiserver import chosen_api_server
@@ -38,7 +37,6 @@ _MOST_WARMUP = 1_000_000
 
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
     """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
-    check_ranges(options)
     _check_vllm_limits(options)
     chosen_api_server(options.api_server, options.api_server_count)
     if not 0 <= options.warmup <= _MOST_WARMUP:

@@ -1,6 +1,6 @@
 """Pools that run jobs in this process or in worker processes. Results arrive in order of completion.
 
-A pool runs any picklable function of one argument; :class:`RayPool` does the same on a Ray cluster.
+A pool runs any picklable function of one argument; :class:`RayCluster` does the same on a Ray cluster.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, declare
+from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
 from ebbench.config.server_url import is_server_url
 from ebbench.spec.speculative import Speculative, speculative_of
 
@@ -122,6 +122,7 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if self.speculative is None:
             return
         drafts = speculative_of(self.speculative)

@@ -122,7 +122,7 @@ def test_a_deployment_has_the_fewest_replicas_that_meet_the_limits(too_many: int
 
 def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth, sized at the highest cost, needs half of its replicas behind a dispatcher."""
-    tasks = [task("h200").on(Candidate("h200", 1, "v1", budget, 32)) for budget in range(5)]
+    tasks = [task("h200").on(Candidate("h200", 1, "v1", budget, 32)) for budget in range(32, 37)]
     sized = {each.candidate: Deployment(each.candidate, 10 + at, READING, None, 10) for at, each in enumerate(tasks)}
     last = tasks[-1].candidate
     sized[last] = replace(sized[last], fewest=7)

@@ -61,3 +61,26 @@ def test_a_rate_beyond_all_replicas_is_said_as_such() -> None:
     assert "1 candidate left out: needs more than 512 replicas (h200 tp1)." in done.output
     done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split(), "--request-rate", "inf"])
     assert "--request-rate inf: give the sessions/s to serve, a finite rate" in done.output
+
+
+@pytest.mark.parametrize("option", ["--max-num-seqs", "--max-num-batched-tokens"])
+@pytest.mark.parametrize("number", ["0", "-4"])
+def test_a_limit_out_of_range_is_refused_before_anything_runs(option: str, number: str) -> None:
+    load = ["--request-rate", "5", "--goodput", "ttft:900", "--source", "profile", "--workers", "1"]
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *load, option, number])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{option} must be at least 1, not {number}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("-p v1 --max-num-seqs 64 --max-num-batched-tokens 32", "32 is below --max-num-seqs 64, which vLLM refuses"),
+        ("-p eb:k=9 --max-num-seqs 8", "policy eb:k=9: k exceeds --max-num-seqs 8"),
+    ],
+)
+def test_a_candidate_that_vllm_or_its_policy_refuses_is_left_out(options: str, words: str) -> None:
+    load = "--source profile --device h200 --tp 1 --workers 1 -q --goodput ttft:900 --request-rate 5"
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *load.split(), *options.split()])
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
