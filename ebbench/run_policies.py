@@ -271,7 +271,7 @@ def _saturated(series: Series, output: Output, engine: Engine, device: Device, m
     """The series with the saturated rate, measured here if the scenario needs it and it was not given."""
     if not needs_saturation(series.spec.plan):
         return series
-    from ebbench.capacity.saturation import with_saturation
+    from ebbench.sizing.saturation import with_saturation
 
     return with_saturation(
         series.labelled(engine), engine, device, messages, beside=output.directory, quiet=output.quiet
