@@ -11,10 +11,11 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, opt
-from ebbench.config.declare import CLUSTER, Declared
+from ebbench.config.declare import CLUSTER, Declared, declared_in
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.checks import check_counts, check_fits, check_options
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.spec.labels import Labels
 from ebbench.spec.run import known_settings
 from ebbench.spec.server import AUTO, EngineOptions, first_choice, is_server, only_if_busy
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
@@ -117,13 +118,17 @@ OF_A_SERVER = (
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
 
 
+OF_LABELS = tuple(declared_in(Labels))
+"""Settings that say what runs are called."""
+
+
 class RunsCommand(GoodputCommand):
     """A command that makes runs; its help shows the options that one needs every day."""
 
     everyday = frozenset((
         "policy", "engine", "device", "model", "max_num_seqs", "max_num_batched_tokens", "scenario", "max_concurrency",
         "request_rate", "num_prompts", "seed", "source", "input_len", "output_len", "topology", "goodput", "repeats",
-        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run",
+        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run", "name",
     ))  # fmt: skip
 
 
