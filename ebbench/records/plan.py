@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.errors import UsageError
+from ebbench.records.schema import REQUESTS_EXTRAS
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,14 @@ def turn_graph(table: pa.Table) -> TurnGraph:
         _parallel_starts(sessions, first, np.flatnonzero((waits == 0) & ~first)) if branched else {},
         branched,
     )
+
+
+def with_class(requests: pa.Table, plan: pa.Table) -> pa.Table:
+    """The table of a run's requests with their classes, if the plan gives them any."""
+    if "class" not in plan.column_names or "class" in requests.column_names:
+        return requests
+    rows = pc.index_in(requests["request_id"], value_set=plan["request_id"].combine_chunks())
+    return requests.append_column(REQUESTS_EXTRAS.field("class"), plan["class"].combine_chunks().take(rows))
 
 
 def optional_ns(table: pa.Table, name: str, null: int = 0) -> Ints | None:
