@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-NOT_NEEDED = (
+NOT_NEEDED = ("httpx", "pyarrow.compute", "prometheus_client", "rich", "typer", "ebbench.client.load_generator")
     "httpx",
     "pyarrow.compute",
     "prometheus_client",
