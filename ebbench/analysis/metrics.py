@@ -70,7 +70,7 @@ METRICS = settings_of(Slo)
 def parse_slo(texts: Iterable[str]) -> Slo:
     """Parse ``metric:milliseconds`` pairs, several per text if separated by spaces or commas.
 
-    Raises UsageError for an unknown or repeated metric, for a percentile (:mod:`ebbench.capacity.limits` has them) and
+    Raises UsageError for an unknown or repeated metric, for a percentile (:mod:`ebbench.sizing.limits` has them) and
     for a limit that is not a positive number.
     """
     pairs = pairs_of(texts)

@@ -72,11 +72,11 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Show step times, crossover, KV capacity and the sources of the numbers."""
-    from ebbench.cli.run_settings import check_counts
     from ebbench.devices.base import Parallel
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
+    from ebbench.engines.checks import check_counts
     from ebbench.spec.speculative import speculative_of
 
     check_tp(tp, link)

@@ -21,14 +21,12 @@ from ebbench.cli.run_settings import (
     Goodput,
     RunSettings,
     WorkloadArgument,
-    api_server_if_busy,
-    checked_server,
 )
 from ebbench.config.declare import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from ebbench.capacity.choose import DeploymentChoice
-    from ebbench.capacity.deployments import PlanTask
+    from ebbench.sizing.choose import DeploymentChoice
+    from ebbench.sizing.deployments import PlanTask
 
 _CHOICE = "Candidates"
 
@@ -126,13 +124,14 @@ def plan(
 
     Exit code 2 if no candidate carries the rate within the limits.
     """
-    from ebbench.capacity import chart
-    from ebbench.capacity.candidates import sized
-    from ebbench.capacity.deployments import plan_notes
-    from ebbench.capacity.plan_sentences import REFUSALS
-    from ebbench.capacity.prices import check_prices
     from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
+    from ebbench.runs.prepare import api_server_if_busy
+    from ebbench.sizing import chart
+    from ebbench.sizing.candidates import sized
+    from ebbench.sizing.deployments import plan_notes
+    from ebbench.sizing.plan_sentences import REFUSALS
+    from ebbench.sizing.prices import check_prices
 
     if output.plot is not None:
         chart.check_suffix(output.plot)
@@ -158,12 +157,12 @@ def plan(
 
 def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
-    from ebbench.capacity.candidates import instance_shapes, with_candidates
-    from ebbench.capacity.deployments import PlanTask
-    from ebbench.capacity.limits import parse_limits
-    from ebbench.cli.run_settings import each_once, parse_policies
     from ebbench.config.setting_strings import option_name
     from ebbench.devices.table import measured_devices
+    from ebbench.runs.prepare import checked_server, each_once, parse_policies
+    from ebbench.sizing.candidates import instance_shapes, with_candidates
+    from ebbench.sizing.deployments import PlanTask
+    from ebbench.sizing.limits import parse_limits
     from ebbench.spec.run import spec_of
     from ebbench.workloads.options import is_recorded
 
@@ -186,7 +185,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
 
 
 def _check_target(target: TargetFlags) -> None:
-    from ebbench.cli.run_settings import check_counts
+    from ebbench.engines.checks import check_counts
     from ebbench.errors import UsageError
 
     check_counts(request_rate=target.request_rate)
@@ -210,9 +209,9 @@ def _show(
     deployments: DeploymentChoice, task: PlanTask, choice: CandidateFlags, prices: Mapping[str, float],
     notes: Sequence[str], output: PlanOutput,
 ) -> None:  # fmt: skip
-    from ebbench.capacity import plan_sentences
-    from ebbench.capacity.prices import sources
     from ebbench.render.console import Console
+    from ebbench.sizing import plan_sentences
+    from ebbench.sizing.prices import sources
 
     priced_in = sources(choice.price or ())
     if output.as_json:

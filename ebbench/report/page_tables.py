@@ -12,10 +12,10 @@ from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Column, MeanFigure, Section, Value, text
 from ebbench.analysis.environment import load_of_run, policy_settings
 from ebbench.analysis.summary import Summary
-from ebbench.capacity import chart
-from ebbench.capacity.sentences import end_of, load
 from ebbench.records.run import Run
 from ebbench.render import numbers, tables
+from ebbench.sizing import chart
+from ebbench.sizing.sentences import end_of, load
 
 # Capacity searches on the page: a table, what was stopped or refused, and the curves that `--plot` draws, too.
 

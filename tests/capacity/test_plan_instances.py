@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from ebbench.capacity.choose import Costed, DeploymentChoice
-from ebbench.capacity.deployments import Candidate, Deployment, PlanTask, bound, size
-from ebbench.capacity.plan_sentences import parts
 from ebbench.cli import plan as plan_command
 from ebbench.cli.main import app
 from ebbench.runs.execute import Task, make
+from ebbench.sizing.choose import Costed, DeploymentChoice
+from ebbench.sizing.deployments import Candidate, Deployment, PlanTask, bound, size
+from ebbench.sizing.plan_sentences import parts
 from ebbench.spec.run import simulated
 from tests.capacity.test_plan import READING, task
 

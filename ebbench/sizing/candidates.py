@@ -8,9 +8,6 @@ from itertools import product
 
 import msgspec
 
-from ebbench.capacity.choose import DeploymentChoice, choose
-from ebbench.capacity.deployments import Candidate, PlanTask
-from ebbench.capacity.plan_sentences import api_servers_left_out
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.config.topology import parse_topology
 from ebbench.devices.capacity import batch_limits
@@ -20,6 +17,9 @@ from ebbench.render.console import Console
 from ebbench.render.live import Work, shown
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
 from ebbench.runs.pool import Pool
+from ebbench.sizing.choose import DeploymentChoice, choose
+from ebbench.sizing.deployments import Candidate, PlanTask
+from ebbench.sizing.plan_sentences import api_servers_left_out
 from ebbench.spec.server import DEFAULT_CLASS
 
 DEFAULT_TP = (1, 2, 4, 8)

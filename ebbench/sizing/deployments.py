@@ -4,7 +4,7 @@ A candidate is a device, the GPUs of an instance and how they share the model, a
 is simulated as one instance:
 
 1. Saturated, without limits: the rate of sessions that one instance completes when it is never idle
-   (:mod:`ebbench.capacity.saturation`). No load within limits completes more, so ``rate / saturated`` instances,
+   (:mod:`ebbench.sizing.saturation`). No load within limits completes more, so ``rate / saturated`` instances,
    rounded up, is a lower bound on the number needed.
 2. At ``rate / replicas``, for increasing numbers of replicas, until the limits are met; never above the saturated rate,
    at which a queue grows too slowly for a short run to show it. Candidates are sized in order of their lower bound on
@@ -28,10 +28,6 @@ from typing import Any
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.kv_pressure import kv_pressure
-from ebbench.capacity.drive import ALONE_SESSIONS
-from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
-from ebbench.capacity.saturation import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.engines.base import EngineResult
@@ -43,6 +39,10 @@ from ebbench.records.plan import Plan
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
 from ebbench.runs.prepare import device_of
+from ebbench.sizing.drive import ALONE_SESSIONS
+from ebbench.sizing.limits import LatencyLimits
+from ebbench.sizing.probe import ProbeReading, ProbeTables, read_measured
+from ebbench.sizing.saturation import SESSIONS_PER_OPEN, completed_once_full, saturated_rate, shares_prefixes
 from ebbench.spec.run import RunSpec
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.planner import make_plan

@@ -11,9 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
-from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.prober import RunProber, one_server
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import check_counts, refuse_undecided
 from ebbench.engines.setup import make_engine
@@ -25,13 +22,16 @@ from ebbench.records.run import default_run_dir
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.key import stored_form
 from ebbench.runs.prepare import Series, device_of
+from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
+from ebbench.sizing.limits import LatencyLimits
+from ebbench.sizing.prober import RunProber, one_server
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 
 if TYPE_CHECKING:
-    from ebbench.capacity.estimate import Estimate
-    from ebbench.capacity.probe import ProbeReading
     from ebbench.devices.base import Device
     from ebbench.render.console import Console
+    from ebbench.sizing.estimate import Estimate
+    from ebbench.sizing.probe import ProbeReading
 
 SETTINGS = "capacity.json"
 _LONGEST = {"virtual": 16, "real": 4}
@@ -93,8 +93,8 @@ class CapacityOutput:
 
 def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from ebbench.capacity import chart
     from ebbench.render.console import Console
+    from ebbench.sizing import chart
 
     messages = Console(stderr=True, highlight=False)
     search.check()
@@ -138,7 +138,7 @@ def _search_all(
     begun: float,
 ) -> None:  # fmt: skip
     """Results go to ``folder``, runs to ``probes``. ``begun``: when the command began, on the monotonic clock."""
-    from ebbench.capacity import sentences
+    from ebbench.sizing import sentences
 
     series = system.series
     left_out_processes = _api_servers_left_out(series, system.engine)
@@ -185,7 +185,7 @@ def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchB
 def _refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
     """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
     outcomes = list(found.values())
-    from ebbench.capacity.sentences import ENDS, nothing_usable
+    from ebbench.sizing.sentences import ENDS, nothing_usable
 
     refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]
     if len(refused) == len(outcomes):
@@ -230,7 +230,7 @@ def _search(
     search: CapacitySearch, prober: RunProber, budget: SearchBudget, messages: Console, api_servers: int
 ) -> SearchOutcome:
     """Raises ApiServerBusyError at a load within the limits that so many API servers (0: any number) cannot stream."""
-    from ebbench.capacity import sentences
+    from ebbench.sizing import sentences
 
     kind = "virtual" if prober.engine.name in VIRTUAL_TIME else "real"
     plan = search.series.spec.plan
@@ -264,17 +264,17 @@ def _show(
     api_servers_left_out: int,
 ) -> None:  # fmt: skip
     """Store the results beside the probes, then print or draw them."""
-    from ebbench.capacity import sentences
-    from ebbench.capacity.sentences import rows_of, store
     from ebbench.render.console import Console
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
+    from ebbench.sizing import sentences
+    from ebbench.sizing.sentences import rows_of, store
 
     rows = rows_of(outcomes, search.by_concurrency, search.limits, search.notes)
     if rows:
         store(rows, folder)
     if output.plot is not None and rows:
-        from ebbench.capacity.chart import save_curves
+        from ebbench.sizing.chart import save_curves
 
         save_curves(rows, output.plot)
     if output.as_json:
