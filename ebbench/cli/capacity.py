@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,30 +85,11 @@ def capacity(
 
     Every probe is an ordinary run directory. A stopped search continues with the same --output-dir.
     """
-    from ebbench.errors import UsageError
-    from ebbench.runs.prepare import series_of
-    from ebbench.sizing.command import CapacityOutput, CapacitySearch, search_all
-    from ebbench.sizing.limits import parse_limits
+    from ebbench.sizing.command import CapacityOutput, capacity_search, search_all
 
-    if searching.by not in ("rate", "concurrency"):
-        raise UsageError(f"--by is rate or concurrency, not {searching.by!r}")
-    limits = parse_limits(searching.goodput or (), searching.attainment)
-    arrivals = searching.scenario or ("gamma" if "burstiness" in settings else "poisson")
-    settings |= {"workload": workload, "scenario": arrivals, "vllm_options": vllm_options}
-    series = series_of(settings)
-    goodput = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
-    search_all(
-        CapacitySearch(
-            replace(series, spec=series.spec.changed(redraw=True, goodput=goodput)),
-            limits,
-            by_concurrency=searching.by == "concurrency",
-            precision=searching.precision,
-            max_probes=searching.max_probes,
-            max_time_s=searching.max_time,
-            arrivals_given=searching.scenario is not None or "burstiness" in settings,
-        ),
-        CapacityOutput(output.output_dir, output.plot, output.as_json, output.quiet),
-    )
+    settings |= {"workload": workload, "vllm_options": vllm_options}
+    search = capacity_search(settings, **{**vars(searching), "goodput": searching.goodput or ()})
+    search_all(search, CapacityOutput(output.output_dir, output.plot, output.as_json, output.quiet))
 
 
 capacity.command_class = RunsCommand  # type: ignore[attr-defined]
