@@ -213,7 +213,7 @@ DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 
 OF_A_SERVER = (
     "assume_decoder", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
-    "api_server", "api_server_count",
+    "api_server", "api_server_count", "speculative",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
 OF_A_PLAN = (
