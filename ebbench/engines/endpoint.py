@@ -1,7 +1,7 @@
 """Engine for any OpenAI-compatible server: the load generator behind the engine interface.
 
 Other engines that send requests to a server (``vllm``) also call :func:`drive`, which converts the client's snapshots
-for engine observers and returns what :func:`ebbench.client.drive` returns. Its settings are
+for engine observers and returns what the load generator returns. Its settings are
 :class:`ebbench.client.ClientOptions`.
 """
 
