@@ -6,14 +6,6 @@ import subprocess
 import sys
 
 NOT_NEEDED = ("httpx", "pyarrow.compute", "prometheus_client", "rich", "typer", "ebbench.client.load_generator")
-    "httpx",
-    "pyarrow.compute",
-    "prometheus_client",
-    "rich",
-    "typer",
-    "pandas",
-    "ebbench.client.load_generator",
-)
 
 
 def test_a_worker_loads_only_what_sends_requests() -> None:
