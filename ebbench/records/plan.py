@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.errors import UsageError
 from ebbench.records.schema import REQUESTS_EXTRAS
@@ -155,8 +154,8 @@ def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns
     after = table["after"].combine_chunks()
     listed = after.is_valid().to_numpy(zero_copy_only=False)
     by_default = ~listed[following]
-    waiting = pc.list_parent_indices(after).to_numpy(zero_copy_only=False).astype(np.int64)
-    wanted = pc.list_flatten(after).to_numpy(zero_copy_only=False).astype(np.int64)
+    waiting = after.value_parent_indices().to_numpy(zero_copy_only=False).astype(np.int64)
+    wanted = after.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
     _, codes = np.unique(sessions, return_inverse=True)
     width = int(turns.max()) + 1 if len(turns) else 1
     keys = codes * width + turns

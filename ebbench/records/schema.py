@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.process.without_pandas import skip_pandas
 
@@ -231,8 +230,8 @@ def tokens_after_first_of(requests: pa.Table) -> Ints:
     """:func:`tokens_after_first` of a table in the REQUESTS schema."""
     gaps = requests.column("itl_ns").combine_chunks()
     return tokens_after_first(
-        np.array(pc.fill_null(requests.column("output_tokens"), 0).to_numpy(), np.int64),
-        np.array(pc.fill_null(requests.column("bundled_tokens"), False).to_numpy(), np.bool_),
-        np.array(pc.fill_null(pc.list_value_length(gaps), 0).to_numpy(zero_copy_only=False), np.int64),
-        pc.list_flatten(gaps).to_numpy(zero_copy_only=False),
+        np.array(requests.column("output_tokens").fill_null(0).to_numpy(), np.int64),
+        np.array(requests.column("bundled_tokens").fill_null(False).to_numpy(), np.bool_),
+        np.array(gaps.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64),
+        gaps.flatten().to_numpy(zero_copy_only=False),
     )
