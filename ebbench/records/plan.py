@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.errors import UsageError
-from ebbench.records.schema import REQUESTS_EXTRAS
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,10 @@ def with_class(requests: pa.Table, plan: pa.Table) -> pa.Table:
     """The table of a run's requests with their classes, if the plan gives them any."""
     if "class" not in plan.column_names or "class" in requests.column_names:
         return requests
+    import pyarrow.compute as pc
+
+    from ebbench.records.schema import REQUESTS_EXTRAS
+
     rows = pc.index_in(requests["request_id"], value_set=plan["request_id"].combine_chunks())
     return requests.append_column(REQUESTS_EXTRAS.field("class"), plan["class"].combine_chunks().take(rows))
 
