@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli.options import grouped
-from ebbench.cli.run_settings import OF_LABELS, RunSettings
+from ebbench.cli.run_settings import RunSettings
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 from ebbench.runs.key import key_of
+from ebbench.spec.labels import OF_LABELS
 
 if TYPE_CHECKING:
     from ebbench.render.console import Console

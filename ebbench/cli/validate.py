@@ -12,8 +12,8 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli.calibrate import Contexts, Seqs, Tokens, grid_of
 from ebbench.cli.options import Command, grouped, opt
-from ebbench.cli.run_settings import OF_LABELS, RunSettings, VllmOptions
-from ebbench.spec.labels import Labels
+from ebbench.cli.run_settings import RunSettings, VllmOptions
+from ebbench.spec.labels import OF_LABELS, Labels
 
 if TYPE_CHECKING:
     from ebbench.validation.question import ValidationQuestion
@@ -142,8 +142,8 @@ validate.command_class = Command  # type: ignore[attr-defined]
 
 def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> ValidationQuestion:
     """The question that the options ask. Raises UsageError for invalid options."""
-    from ebbench.cli.run_settings import check_counts
     from ebbench.config.declare import DEFAULT_DEVICE
+    from ebbench.engines.checks import check_counts
     from ebbench.engines.vllm_command import check_vllm_options, random_weight_options
     from ebbench.errors import UsageError
     from ebbench.spec.server import DEFAULT_CLASS, OFF

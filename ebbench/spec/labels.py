@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ebbench.config.declare import LABELS, declare
+from ebbench.config.declare import LABELS, declare, declared_in
 from ebbench.errors import UsageError
 
 MOST_LETTERS = 200
@@ -46,6 +46,10 @@ class Labels:
         """The same with commit and label of the CI job that runs this process, where they are not given."""
         job = job_of(environ)
         return replace(self, commit=self.commit or job.commit or None, label=self.label or job.label or None)
+
+
+OF_LABELS = tuple(declared_in(Labels))
+"""The names of these settings."""
 
 
 # What common CI systems say of the job that they run. A pull request is named before its branch: a branch of a fork may
