@@ -39,10 +39,10 @@ class Console(rich.console.Console):
     every event in place of printing.
     """
 
-    follow: Callable[[ProgressEvent], None] | None = None
+    follow: Callable[[ProgressEvent], object] | None = None
 
     @classmethod
-    def followed_by(cls, follow: Callable[[ProgressEvent], None]) -> Console:
+    def followed_by(cls, follow: Callable[[ProgressEvent], object]) -> Console:
         """A console that prints nothing."""
         console = cls(file=io.StringIO())
         console.follow = follow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from ebbench.engines.base import Engine, EngineResult, Observer, Progress
 from ebbench.engines.checks import stated_limits
 from ebbench.engines.setup import journalled, policy_label, with_step_parts
 from ebbench.engines.sim import SimEngine
-from ebbench.process.termination import held, interruptible
+from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
@@ -149,6 +150,7 @@ def execute(
     Raises UsageError, RunError, NotStoredError.
     """
     spec, engine = ready.spec, ready.engine
+    observer = stoppable(observer)
     context = RunContext(
         ready.plan, ready.policy, engine.name, ready.device, spec.server, wall_clock_ns(),
         slo=parse_slo([spec.goodput] if spec.goodput else []), device_known=not is_server(spec.engine),
@@ -166,6 +168,23 @@ def execute(
             observer.update(_last_snapshot(ready.policy, plan, result))
         run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
     return Executed(run, summary, plan, result)
+
+
+def stoppable(observer: Observer | None) -> Observer | None:
+    """The observer; in a thread that another one may stop, one that also looks whether it has."""
+    own = threading.current_thread() is not threading.main_thread() and signals_here() is not None
+    return _Stoppable(observer) if own else observer
+
+
+@dataclass(frozen=True)
+class _Stoppable:
+    inner: Observer | None
+
+    def update(self, progress: Progress) -> None:
+        """Raise KeyboardInterrupt if the run was stopped, else pass the snapshot on."""
+        raise_if_stopped()
+        if self.inner is not None:
+            self.inner.update(progress)
 
 
 def _recording(engine: Engine, *, stored: bool) -> Engine:
