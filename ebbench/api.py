@@ -214,7 +214,7 @@ class CapacityResult(Shown):
 
         search, outcomes = self.searched.search, self.searched.outcomes
         by = search.by_concurrency
-        remarks = sentences.remarks(outcomes, search.limits, by, self.searched.api_servers_left_out)
+        remarks = sentences.remarks(outcomes, search.limits, by, self.searched.api_servers_left_out, bars=False)
         notes = (*remarks, *search.notes, *sentences.caveats(outcomes, by))
         title = sentences.announce(search.limits, by).removeprefix("searching for the ")
         document = Document("capacity", title[0].upper() + title[1:], (sentences.table(outcomes, by),), notes)
@@ -314,7 +314,8 @@ _PRE = '<pre style="line-height:normal">{code}</pre>'
 
 
 def _html(document: Document, chart: Any = None) -> str:
-    return f"<div>{as_html(document)}{'' if chart is None else _image(chart)}</div>"
+    told = replace(document, notes=tuple(_OPTION.sub(_keyword, note) for note in document.notes))
+    return f"<div>{as_html(told, 'h4')}{'' if chart is None else _image(chart)}</div>"
 
 
 def _image(chart: Any) -> str:
@@ -325,7 +326,9 @@ def _image(chart: Any) -> str:
 # Functions.
 
 
-def run(workload: str, *, policies: Sequence[str] | None = None, progress: OnProgress = None, **settings: Any) -> Runs:
+def run(
+    workload: str, *, policies: Sequence[str] | str | None = None, progress: OnProgress = None, **settings: Any
+) -> Runs:
     """Run a workload, or a TOML file of ``ebbench run``, under one or more policies, and return the runs.
 
     ``policies``: the setting ``policy`` under the name of several. ``settings``: those of a TOML file, such as
@@ -336,7 +339,7 @@ def run(workload: str, *, policies: Sequence[str] | None = None, progress: OnPro
     server that cannot be reached. KeyboardInterrupt, and an error after the first run, name what was kept.
     """
     with _named_as_keywords():
-        asked = asked_for(str(workload), of_keywords(_with_policies(settings, policies), but=("workload",)))
+        asked = asked_for(str(workload), _of_keywords(run, settings, policies))
         stored = "output_dir" in asked
         if not stored:
             asked["output_dir"] = str(_temporary() / "runs")
@@ -372,7 +375,7 @@ def load(*paths: str | Path, goodput: str | None = None) -> Runs:
 def capacity(
     workload: str, *, goodput: str, attainment: float = 0.95, by: str = "rate", scenario: str | None = None,
     precision: float = 0.02, max_probes: int = 40, max_time: float | None = None,
-    output_dir: str | Path | None = None, policies: Sequence[str] | None = None, progress: OnProgress = None,
+    output_dir: str | Path | None = None, policies: Sequence[str] | str | None = None, progress: OnProgress = None,
     **settings: Any,
 ) -> CapacityResult:  # fmt: skip
     """The highest load within latency limits, per policy, as ``ebbench capacity`` finds it.
@@ -386,7 +389,7 @@ def capacity(
     from ebbench.sizing.command import Searched, capacity_search, find_capacity, refuse_nothing
 
     with _named_as_keywords(), tempfile.TemporaryDirectory(prefix="ebbench-") as temporary:
-        given = of_keywords(_with_policies(settings, policies), but=("workload", *FURTHER, *SET_BY_SEARCH))
+        given = _of_keywords(capacity, settings, policies)
         search = capacity_search(
             {**given, "workload": workload}, [goodput], attainment=attainment, by=by, scenario=scenario,
             precision=precision, max_probes=max_probes, max_time=max_time,
@@ -404,7 +407,7 @@ def plan(
     workload: str, *, request_rate: float, goodput: str, attainment: float = 0.95, scenario: str | None = None,
     headroom: float = 0.0, spare: int = 0, device: Sequence[str] | str | None = None, model: str = DEFAULT_MODEL,
     tp: Sequence[int] | int | None = None, instance: Sequence[str] | str | None = None,
-    policies: Sequence[str] | None = None, max_num_batched_tokens: Sequence[int] | int | None = None,
+    policies: Sequence[str] | str | None = None, max_num_batched_tokens: Sequence[int] | int | None = None,
     max_num_seqs: Sequence[int] | int | None = None, price: Sequence[str] | str = (), workers: int | None = None,
     progress: OnProgress = None, **settings: Any,
 ) -> PlanResult:  # fmt: skip
@@ -419,13 +422,12 @@ def plan(
     from ebbench.sizing.candidates import find_plan, plan_tasks
 
     with _named_as_keywords():
-        but = tuple(name for name in (*known_settings(), *FURTHER) if name not in OF_A_PLAN)
-        question = {**of_keywords(settings, but=but), "workload": workload}
+        question = {**_of_keywords(plan, settings), "workload": workload}
         tasks = plan_tasks(
             question, request_rate=request_rate, goodput=[goodput], attainment=attainment, scenario=scenario,
             headroom=headroom, spare=spare, device=_several(device), model=model, tp=_several(tp),
-            instance=_several(instance), policy=policies, max_num_batched_tokens=_several(max_num_batched_tokens),
-            max_num_seqs=_several(max_num_seqs),
+            instance=_several(instance), policy=_several(policies),
+            max_num_batched_tokens=_several(max_num_batched_tokens), max_num_seqs=_several(max_num_seqs),
         )  # fmt: skip
         return PlanResult(
             find_plan(
@@ -451,7 +453,7 @@ def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, a
 
 
 async def run_async(
-    workload: str, *, policies: Sequence[str] | None = None, progress: OnProgress = None, **settings: Any
+    workload: str, *, policies: Sequence[str] | str | None = None, progress: OnProgress = None, **settings: Any
 ) -> Runs:
     """As :func:`run`, beside the event loop: other tasks go on meanwhile. ``progress`` is called in another thread."""
     return await _beside(partial(run, workload, policies=policies, progress=progress, **settings))
@@ -493,8 +495,15 @@ async def _beside(work: Callable[[], T]) -> T:
     return cast("T", result)
 
 
+def _of_keywords(
+    function: Callable[..., Any], settings: Mapping[str, Any], policies: Sequence[str] | str | None = None
+) -> dict[str, Any]:
+    """The settings of a function, checked, with ``policies`` under the name that files have."""
+    known = inspect.signature(function).parameters.keys()
+    return of_keywords(_with_policies(settings, policies), known | ({"policy"} if "policies" in known else set()))
+
+
 def _with_policies(settings: Mapping[str, Any], policies: Sequence[str] | str | None) -> dict[str, Any]:
-    """The settings with ``policies`` under the name that files have."""
     given = dict(settings)
     if policies is not None and given.get("policy") is not None:
         raise UsageError("policies and policy are one setting; give one of them")

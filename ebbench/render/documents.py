@@ -212,9 +212,9 @@ def _csv_name(column: Column) -> str:
     return "_".join(name.lower().split())
 
 
-def as_html(document: Document) -> str:
+def as_html(document: Document, heading: str = "h2") -> str:
     """An HTML fragment: a heading, one table per section, the notes. All text is escaped."""
-    parts = [f"<h2>{html.escape(document.title)}</h2>"]
+    parts = [f"<{heading}>{html.escape(document.title)}</{heading}>"]
     for section in document.sections:
         parts.append(_html_table(section))
     if document.notes:

@@ -137,12 +137,20 @@ def latency_chart(points: Mapping[str, Sequence[dict[str, Any]]], policies: Sequ
     alt = altair()
     shown = colour(list(policies), policy_colours(policies), field="policy")
     panels = []
-    for name, title in (("ttft", "time to first token, ms"), ("tpot", "time per output token, ms")):
-        x = alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False))
+    for name, title in (("ttft", "time to first token"), ("tpot", "time per output token")):
+        x = alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False), axis=ms_axis())
         y = alt.Y("share:Q", title="share of requests", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1]))
         curves = alt.Chart(values(list(points[f"cdf_{name}"]))).mark_line(clip=True)
         panels.append(curves.encode(x=x, y=y, color=shown, detail="run:N").properties(width=320, height=200))
     return alt.hconcat(*panels)
+
+
+_MS = "datum.value < 1000 ? format(datum.value, ',~r') + ' ms' : format(datum.value / 1000, ',~r') + ' s'"
+
+
+def ms_axis(**options: Any) -> Any:
+    """An axis of times in ms, labelled 20 ms, 1.5 s."""
+    return altair().Axis(labelExpr=_MS, labelSeparation=6, labelOverlap="greedy", **options)
 
 
 def svg(chart: Any) -> str:

@@ -102,14 +102,15 @@ def asked_for(workload: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return asked | given
 
 
-def of_keywords(given: Mapping[str, Any], *, but: Collection[str] = ()) -> dict[str, Any]:
+def of_keywords(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """What keywords of Python say, checked and converted like a file's; None is a setting that is not given.
 
-    ``but``: keys of a file that are no keywords here. Raises UnknownNameError, naming the nearest keyword, and
-    UsageError for a value of another type.
+    ``known``: keywords of the function. Raises UnknownNameError, naming the nearest keyword, and UsageError for a key
+    of a file that the function does not take, and for a value of another type.
     """
-    known = [key for key in _RunFile.__struct_fields__ if key not in but]
     for key in given:
+        if key not in known and key in _RunFile.__struct_fields__:
+            raise UsageError(f"{key} is not a setting of this function; leave it out")
         if key not in known:
             raise UnknownNameError("setting", key, known)
     asked = {key: _as_in_a_file(value) for key, value in given.items() if value is not None}
