@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from ebbench.engines.setup import journalled, policy_label, with_step_parts
 from ebbench.engines.sim import SimEngine
 from ebbench.process.termination import held, interruptible
 from ebbench.records.files import TableParts
-from ebbench.records.manifest import wall_clock_ns
+from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import RunWarning, caveat, warning
@@ -152,7 +153,7 @@ def execute(
     context = RunContext(
         ready.plan, ready.policy, engine.name, ready.device, spec.server, wall_clock_ns(),
         slo=_limits(ready), device_known=not is_server(spec.engine),
-        warnings=_warnings(ready),
+        warnings=_warnings(ready), labels=_labels(spec),
     )  # fmt: skip
     with held(), _writer(directory) as writer:
         if context.kind_of_time == "real" and directory is not None:
@@ -176,6 +177,12 @@ def _limits(ready: Prepared) -> Slo:
         known = table["class"].unique().drop_null().to_pylist() if "class" in table.column_names else []
         refuse_unknown_classes(slo, known)
     return slo
+
+
+def _labels(spec: RunSpec) -> RunLabels:
+    """The labels that the user gave, and those of the CI job."""
+    given = asdict(spec.labels.in_job(os.environ))
+    return RunLabels(**{name: value for name, value in given.items() if value})
 
 
 def _recording(engine: Engine, *, stored: bool) -> Engine:

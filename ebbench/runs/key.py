@@ -272,9 +272,10 @@ def _identity(spec: RunSpec) -> dict[str, Any]:
 
 
 def as_dict(spec: RunSpec) -> dict[str, Any]:
-    """The tree as nested dictionaries, as JSON stores it."""
+    """The tree as nested dictionaries, as JSON stores it; without labels, which change no result."""
     topology = spec.cluster.topology
     content = asdict(replace(spec, cluster=replace(spec.cluster, topology=None)))
+    del content["labels"]
     content["cluster"]["topology"] = msgspec.to_builtins(topology)
     return content
 
