@@ -23,10 +23,10 @@ from ebbench.advice.choice import (
     relative_gain,
     sign_changes,
 )
-from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.environment import time_note
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
+from ebbench.analysis.validity import by_policy, told_once
 from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
 from ebbench.records.warnings import RunWarning

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.schema import tokens_after_first
+from ebbench.records.files import tokens_after_first
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

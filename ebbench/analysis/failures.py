@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
+from ebbench.records.files import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 
 FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
 """Columns of the requests table that :func:`failures_of` reads."""

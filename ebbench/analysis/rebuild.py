@@ -16,14 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import measure
-from ebbench.analysis.steady import steady_windows
+from ebbench.analysis.metrics import measure, steady_windows
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
+from ebbench.records.files import PLAN, REQUESTS
 from ebbench.records.manifest import Manifest, decode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
-from ebbench.records.schema import PLAN, REQUESTS
 from ebbench.records.warnings import warning
 
 NOT_RECORDED = "not_recorded"

@@ -245,7 +245,7 @@ def _most(workload: str, columns: str | None) -> int:
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
     """Carry out the runs of the search."""
     from ebbench.advice.simulate import objective, search
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -257,7 +257,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
     """Carry out the runs of the crossovers."""
     from ebbench.advice.candidates import load_of
     from ebbench.advice.simulate import concurrency_cells, mix_cells
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     load = load_of(question, store)
     pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -267,7 +267,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from ebbench.advice.simulate import tune, tuning_cells
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
     cells = tuning_cells(question, policy, budget)
@@ -280,7 +280,7 @@ def _print(found: Advice) -> None:
     from rich.text import Text
 
     from ebbench.advice import sentences
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     question = found.question

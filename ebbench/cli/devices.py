@@ -30,8 +30,8 @@ def list_command(as_json: JsonFlag = False) -> None:
     if as_json:
         typer.echo(json.dumps({"devices": devices, "models": models}))
         return
-    from ebbench.render.console import Console
     from ebbench.render.devices import listing
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     for table in listing(devices, models):
@@ -106,8 +106,8 @@ def show(
 
 
 def _print(facts: DeviceFacts) -> None:
-    from ebbench.render.console import Console
     from ebbench.render.devices import page
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     for part in page(facts):

@@ -159,7 +159,7 @@ def plan(
 def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     from ebbench.cli.run_settings import each_once, parse_policies
-    from ebbench.config.setting_strings import option_name
+    from ebbench.config.declare import option_name
     from ebbench.devices.table import measured_devices
     from ebbench.sizing.candidates import instance_shapes, with_candidates
     from ebbench.sizing.deployments import PlanTask
@@ -210,7 +210,7 @@ def _show(
     deployments: DeploymentChoice, task: PlanTask, choice: CandidateFlags, prices: Mapping[str, float],
     notes: Sequence[str], output: PlanOutput,
 ) -> None:  # fmt: skip
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing import plan_sentences
     from ebbench.sizing.prices import sources
 

@@ -244,9 +244,8 @@ def series_of(settings: Mapping[str, Any]) -> Series:
 def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
     cannot have, before anything is simulated."""
-    from ebbench.devices.apiserver import chosen_api_server
     from ebbench.devices.base import quantised, start_up
-    from ebbench.devices.profiles import as_decoder, find_model
+    from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     quantised(find_model(name), settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
-from ebbench.untrusted import visible
+from ebbench.foreign.documents import visible
 
 if TYPE_CHECKING:
     from ebbench.errors import DataError
@@ -48,8 +48,7 @@ def show(
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render import report
-    from ebbench.render.console import Console
-    from ebbench.render.documents import rendered
+    from ebbench.render.documents import Console, rendered
 
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]

@@ -38,14 +38,14 @@ from ebbench.client.verdict import (
     other_models_warning,
     send_lag_p99_ms,
 )
-from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
+from ebbench.records.files import SERVER_METRICS
 from ebbench.records.plan import Plan
-from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
+from ebbench.spec.server import ServerUrl
 
 # Warm-up: requests before the start with the plan's lengths and other content, not recorded.
 

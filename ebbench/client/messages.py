@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from ebbench.config.server_url import ServerUrl
 from ebbench.records.plan import ClosedPhase
 from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import ServerUrl
 
 
 class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):

@@ -14,10 +14,10 @@ import httpx
 
 from ebbench.client.messages import ConnectionCounts
 from ebbench.client.response import HUNG_UP, StreamedResponse, transport_failure
-from ebbench.config.server_url import ServerUrl
 from ebbench.network.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections, tls_context
 from ebbench.network.credentials import api_key
 from ebbench.spec.client import ClientOptions, Connecting
+from ebbench.spec.server import ServerUrl
 
 # HTTP/1.1 for event streams: bytes are processed inside the read callback, without waking a task per token.
 #

@@ -18,7 +18,7 @@ import msgspec
 from ebbench.client import stream_messages
 from ebbench.client.server_numbers import TokenCounts, token_counts, whole_number
 from ebbench.client.stream_messages import ERROR, ChatChoice, Delta, Event, SseSplitter
-from ebbench.records.schema import ABANDONED
+from ebbench.records.files import ABANDONED
 
 _EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
 _STRAY_LIMIT = 64 << 10  # bytes kept of what is no message, to explain a stream that broke off

@@ -35,13 +35,13 @@ from ebbench.client.messages import (
 from ebbench.client.release_schedule import ReleaseSchedule, SharedMemory, memory_folder
 from ebbench.client.session_plan import PlanPart, SessionPlan
 from ebbench.client.worker import WorkerSockets, run_worker
-from ebbench.config.server_url import ServerUrl
 from ebbench.errors import UsageError
 from ebbench.network.connections import CA_VARIABLES
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.child import OTHER_FILES, Child, allow_open_files, child_command, child_environ
 from ebbench.process.termination import on_signal
 from ebbench.spec.client import ClientOptions
+from ebbench.spec.server import ServerUrl
 
 # Worker processes as seen by their parent: starting, messages, stopping, and ending in every case.
 

@@ -12,9 +12,8 @@ from ebbench.devices import library
 from ebbench.devices.base import SINGLE, CostModel, Device, DeviceRequest, Drafter, Parallel, StepShape, quantised
 from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.caveats import caveats
-from ebbench.devices.collectives import choose_link
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.layers import MAX_TOKENS
+from ebbench.devices.layers import MAX_TOKENS, choose_link
 from ebbench.devices.linear import (
     GIVEN,
     LEAST_FIXED_S,
@@ -38,8 +37,7 @@ from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import caveat
-from ebbench.spec.server import HostCosts
-from ebbench.spec.speculative import OPTION, Speculative
+from ebbench.spec.server import OPTION, HostCosts, Speculative
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")

@@ -14,7 +14,7 @@ from typing import Any
 from ebbench.devices.base import QUANTIZATIONS, Device
 from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
-from ebbench.foreign.opening import read_text
+from ebbench.foreign.documents import read_text
 from ebbench.records.warnings import caveat
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json

@@ -16,15 +16,14 @@ import pyarrow as pa
 from ebbench import client
 from ebbench.client import DriveResult
 from ebbench.client.progress import Snapshot
-from ebbench.config.server_url import ServerUrl
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
 from ebbench.engines.machine import machine_behind
+from ebbench.records.files import DECISIONS, STEPS
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, ServerUrl
 from vllm_eb.policy import PolicySpec
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ebbench.config.setting_strings import option_name
+from ebbench.config.declare import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
@@ -251,7 +251,7 @@ def _simulated(
 
 def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:
     """Several vLLM servers behind the gateway."""
-    from ebbench.extras import need
+    from ebbench.installation import need
 
     if spec is not None:
         raise UsageError(f"topology {spec.label} can only be simulated (--engine sim); for servers write --replicas N")

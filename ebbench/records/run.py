@@ -26,8 +26,8 @@ import pyarrow as pa
 
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
+from ebbench.records.files import DECISIONS, PLAN, REQUESTS, STEPS
 from ebbench.records.manifest import Manifest, decode_manifest, encode_manifest
-from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
 from ebbench.records.warnings import warning
 
 MANIFEST = "manifest.json"

@@ -1,4 +1,4 @@
-"""Renders documents as rich tables, HTML, CSV, Markdown and LaTeX."""
+"""Renders documents as rich tables, HTML, CSV, Markdown and LaTeX, and is the terminal that commands print on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,40 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
+import rich.console
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
-from ebbench.render.console import Console
-from ebbench.untrusted import csv_cell, markdown, visible
+from ebbench.foreign.documents import csv_cell, markdown, visible
+
+
+class Console(rich.console.Console):
+    """rich's console, on which the control characters of what is printed are visible.
+
+    rich writes its own control sequences separately, so any in the text came from outside.
+    """
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **how: Any) -> None:
+        """Print; ``soft_wrap`` leaves a line whole for files and pipes. A terminal would cut it within words."""
+        super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **how)
+
+    def say(self, text: str, *, quiet: bool = False) -> None:
+        """Print a line as it is, without markup; nothing if ``quiet``."""
+        if not quiet:
+            self.print(text, markup=False, soft_wrap=True)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of a renderable."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text, lines=True))
+
 
 LABEL_WIDTH = 22
 """Longer labels are wrapped."""

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from ebbench.engines.base import Progress
-from ebbench.render.console import Console
+from ebbench.render.documents import Console
 from ebbench.render.numbers import count, duration_ms, rate
 
 if TYPE_CHECKING:

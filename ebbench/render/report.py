@@ -16,8 +16,7 @@ from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
 from ebbench.analysis.failures import merge_failures
 from ebbench.analysis.summary import Summary
 from ebbench.render import sentences, tables
-from ebbench.render.console import Console
-from ebbench.render.documents import section_tables
+from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
 from ebbench.render.sentences import doubts_of
 

@@ -28,7 +28,6 @@ from ebbench.analysis.cases import (
     request_time,
     steady_throughput,
 )
-from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.certainty import (
     ALPHA,
     deciding_figure,
@@ -42,9 +41,9 @@ from ebbench.analysis.certainty import (
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary
+from ebbench.analysis.validity import by_policy, told_once
 from ebbench.records.warnings import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
-from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.eb import EstimatingSpec
 from vllm_eb.policy import known_policy
 
@@ -353,6 +352,8 @@ def _latencies(best: Group, reference: Group) -> str:
 
 def why(explanation: Explanation) -> list[str]:
     """How one run's time divides and what its controller decided; empty without recorded steps."""
+    from vllm_eb.policies.cadence import CadenceSpec
+
     lines = []
     if explanation.steps is not None:
         lines.append(_time(explanation.steps))

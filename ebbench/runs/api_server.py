@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from ebbench.analysis.drafting import Drafted
 from ebbench.analysis.metrics import Metrics
-from ebbench.devices.apiserver import find_api_server
+from ebbench.analysis.summary import Drafted
+from ebbench.devices.profiles import find_api_server
 from ebbench.engines.setup import topology_of
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.run import RunSpec

@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
-from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
-from ebbench.analysis.steady import steady_windows
+from ebbench.analysis.explain import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
+from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed, steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
@@ -28,6 +27,7 @@ from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
 from ebbench.engines.machine import engine_versions
 from ebbench.errors import RunError
+from ebbench.records.files import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from ebbench.records.manifest import (
     Clock,
     Manifest,
@@ -38,7 +38,6 @@ from ebbench.records.manifest import (
 )
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
-from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, RunWarning, caveat, warning
 from ebbench.runs.api_server import api_server_warning
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts

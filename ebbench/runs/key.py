@@ -22,11 +22,10 @@ import msgspec
 from ebbench.devices import library
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
+from ebbench.installation import bundled_dir
 from ebbench.records.run import slug
-from ebbench.resources import bundled_dir
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, is_server
-from ebbench.workloads.files import files_of
 from ebbench.workloads.options import RECORDED, is_recorded
 
 # The fingerprint of the code and data that compute a result.
@@ -350,6 +349,8 @@ def _file(value: str | None) -> Path | None:
 def _digest(path: Path) -> str:
     """The digest of a file's content, or of the files of a log that is a folder."""
     if path.is_dir():
+        from ebbench.workloads.files import files_of
+
         return _digest_of_files(files_of(path))
     try:
         stat = path.stat()

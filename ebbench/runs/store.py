@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
+from ebbench.analysis.validity import of_device
 from ebbench.errors import DataError, EbbenchError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash

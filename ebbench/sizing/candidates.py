@@ -13,7 +13,7 @@ from ebbench.config.topology import parse_topology
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
-from ebbench.render.console import Console
+from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
 from ebbench.runs.pool import Pool

@@ -29,7 +29,7 @@ from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing.estimate import Estimate
     from ebbench.sizing.probe import ProbeReading
 
@@ -93,7 +93,7 @@ class CapacityOutput:
 
 def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing import chart
 
     messages = Console(stderr=True, highlight=False)
@@ -264,8 +264,7 @@ def _show(
     api_servers_left_out: int,
 ) -> None:  # fmt: skip
     """Store the results beside the probes, then print or draw them."""
-    from ebbench.render.console import Console
-    from ebbench.render.documents import section_tables
+    from ebbench.render.documents import Console, section_tables
     from ebbench.render.report import notes
     from ebbench.sizing import sentences
     from ebbench.sizing.sentences import rows_of, store

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import to_builtins
 from rich.table import Table
 
-from ebbench.analysis.caveats import by_settings, told_once
+from ebbench.analysis.validity import by_settings, told_once
 from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers

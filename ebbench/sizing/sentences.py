@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.documents import Column, Section
+from ebbench.analysis.validity import by_policy, told_once
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts

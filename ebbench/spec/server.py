@@ -1,12 +1,259 @@
-"""The server that is simulated, emulated or started: scheduler limits, KV cache, data types, API server, host costs."""
+"""The server that is simulated, emulated or started: limits, KV cache, data types, API server, host costs, drafts.
+
+Also how the URL of an OpenAI-compatible server is read as users paste it.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl, urlsplit
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
-from ebbench.config.server_url import is_server_url
-from ebbench.spec.speculative import Speculative, speculative_of
+from ebbench.errors import UnknownNameError, UsageError
+
+_SCHEME = re.compile(r"https?://", re.IGNORECASE)
+_VERSION = re.compile(r"v\d+[a-z]*\d*")
+"""A path segment that names a version of an API: v1, v3, v1beta, v1alpha2."""
+_CREDENTIAL = re.compile(r"key|token|secret|passw|auth|credential|^sig", re.IGNORECASE)
+_PATHS: tuple[tuple[tuple[str, ...], Literal["completions", "chat"] | None], ...] = (
+    (("chat", "completions"), "chat"),
+    (("completions",), "completions"),
+    (("models",), None),
+)
+"""Last segments of URLs inside the API, and the endpoint that each names."""
+
+
+def is_server_url(text: str) -> bool:
+    """Whether the text is an http or https URL, in any case."""
+    return _SCHEME.match(text) is not None
+
+
+@dataclass(frozen=True)
+class ServerUrl:
+    """Where a server is.
+
+    ``root``: what precedes /health and /metrics. ``api``: what precedes /completions and /models, mostly ``root`` +
+    /v1. ``query``: appended to requests of the API, such as ``api-version=...``. ``named``: the endpoint that the URL
+    ends in, if it does.
+    """
+
+    root: str
+    api: str
+    query: str = ""
+    named: Literal["completions", "chat"] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ServerUrl:
+        """The server at a URL. Raises UsageError.
+
+        A path with a version (``/openai/v1``, ``/api/v3``), or one that ends in an endpoint, is the API's as it
+        stands; /v1 is added to any other path.
+        """
+        if not is_server_url(text) or re.search(r"[\s\x00-\x1f\x7f\\]", text):
+            raise UsageError(f"{text!r} is no server URL; write http://HOST:PORT")
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise UsageError(f"{text!r} is no server URL ({error}); write http://HOST:PORT") from None
+        if "@" in parts.netloc or any(_CREDENTIAL.search(name) for name, _ in parse_qsl(parts.query)):
+            raise UsageError("leave credentials out of the URL; give the API key in EBBENCH_API_KEY or OPENAI_API_KEY")
+        if not host or port == 0:
+            raise UsageError(f"{text!r} is no server URL; write http://HOST:PORT")
+        segments = [part for part in parts.path.split("/") if part]
+        end, named = next(((end, named) for end, named in _PATHS if tuple(segments[-len(end) :]) == end), ((), None))
+        versions = [place for place, part in enumerate(segments) if _VERSION.fullmatch(part)]
+        api = segments[: len(segments) - len(end)]
+        root = api[: versions[-1]] if versions else api
+        if not end and not versions:
+            api = [*root, "v1"]
+        origin = f"{parts.scheme}://{parts.netloc}"
+        return cls("/".join((origin, *root)), "/".join((origin, *api)), parts.query, named)
+
+    @property
+    def secure(self) -> bool:
+        """Whether requests are encrypted (https)."""
+        return self.root.startswith("https:")
+
+    def endpoint(self, path: str) -> str:
+        """The URL of a path of the API, such as ``models``."""
+        return f"{self.api}/{path}" + (f"?{self.query}" if self.query else "")
+
+    def page(self, path: str) -> str:
+        """The URL of a page beside the API, such as ``health``."""
+        return f"{self.root}/{path}"
+
+    def __str__(self) -> str:
+        """What is shown and stored: without /v1 where that was added."""
+        short = self.api == f"{self.root}/v1" and not self.query
+        return self.root if short else self.api + (f"?{self.query}" if self.query else "")
+
+
+MOST_TOKENS = 32
+OPTION = "--speculative"
+EXAMPLE = "method=eagle3,tokens=3,acceptance=0.8,0.6,0.4"
+
+
+@dataclass(frozen=True)
+class Method:
+    """How drafts are made. ``own_kv``: by layers with a KV cache of their own, which read the target's hidden states:
+    vLLM then reserves KV slots ahead of the drafts and computes the last block of a cached prefix again. ``layers``:
+    of the drafter; ``head_share``: of the target's vocabulary that it predicts. ``asynchronous``: vLLM can schedule the
+    next step before the drafts are known, and otherwise turns asynchronous scheduling off."""
+
+    own_kv: bool
+    layers: int
+    head_share: float = 1.0
+    asynchronous: bool = True
+
+
+METHODS = {
+    "mtp": Method(own_kv=True, layers=1),
+    "eagle": Method(own_kv=True, layers=1),
+    "eagle3": Method(own_kv=True, layers=1, head_share=0.25),
+    "ngram": Method(own_kv=False, layers=0, asynchronous=False),
+}
+_ELSEWHERE = ("draft_model", "medusa", "mlp_speculator", "suffix", "dflash", "dspark", "ngram_gpu")
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """``tokens`` drafted per decode step, of which ``acceptance[j]`` of the drafts have j + 1 accepted at least.
+
+    This is the rate per position that vLLM reports, so it cannot rise.
+    """
+
+    method: str
+    tokens: int
+    acceptance: tuple[float, ...]
+
+    @property
+    def text(self) -> str:
+        """The setting with all its values."""
+        rates = ",".join(f"{rate:.12g}" for rate in self.acceptance)
+        return f"method={self.method},tokens={self.tokens},acceptance={rates}"
+
+    @property
+    def rules(self) -> Method:
+        """What vLLM does for this method."""
+        return METHODS[self.method]
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """KV slots that vLLM reserves for a sequence beyond the tokens that it schedules."""
+        return self.tokens if self.rules.own_kv else 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens of a decode step per sequence, where no answer ends."""
+        return 1.0 + sum(self.acceptance)
+
+
+@cache
+def speculative_of(text: str) -> Speculative:
+    """Read the setting. Raises UsageError."""
+    given = _pairs(text)
+    method = given.pop("method", None)
+    if method is None:
+        raise UsageError(f"{OPTION} {text}: name the method, one of {', '.join(METHODS)}; for example {EXAMPLE}")
+    if method in _ELSEWHERE:
+        raise UsageError(f"{OPTION}: method {method} is vLLM's, but not simulated; use {', '.join(METHODS)}")
+    if method not in METHODS:
+        raise UnknownNameError("method of speculative decoding", method, tuple(METHODS))
+    tokens = _tokens(given.pop("tokens", None))
+    rates = _acceptance(given.pop("acceptance", None))
+    if given:
+        raise UnknownNameError(f"setting of {OPTION}", next(iter(given)), ("method", "tokens", "acceptance"))
+    tokens = len(rates) if tokens is None else tokens
+    if len(rates) > tokens:
+        raise UsageError(
+            f"{OPTION}: acceptance has {len(rates)} rates for {tokens} drafted tokens; give at most one per token"
+        )
+    return Speculative(method, tokens, _continued(rates, tokens))
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """``a=1,b=2,3`` by name: a part without a name belongs to the one before it."""
+    found: dict[str, str] = {}
+    name = ""
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if equals:
+            name = key.strip()
+            if name in found:
+                raise UsageError(f"{OPTION}: {name} is given twice")
+            found[name] = value.strip()
+        elif name:
+            found[name] += f",{part.strip()}"
+        else:
+            raise UsageError(f"{OPTION} {text!r}: expected name=value, for example {EXAMPLE}")
+    return found
+
+
+def _tokens(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MOST_TOKENS:
+        raise UsageError(f"{OPTION}: tokens must be a whole number from 1 to {MOST_TOKENS}, not {text}")
+    return int(text)
+
+
+def _acceptance(text: str | None) -> tuple[float, ...]:
+    """The rates that are given, or those of a file."""
+    if not text:
+        raise UsageError(f"{OPTION}: give the acceptance rate per position, for example {EXAMPLE}")
+    if text.endswith(".json"):
+        return _measured(Path(text))
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"{OPTION}: acceptance must be rates in [0, 1] or a .json file with measured ones, not {text}"
+        ) from None
+    return _checked(rates)
+
+
+def _checked(rates: tuple[float, ...]) -> tuple[float, ...]:
+    for position, rate in enumerate(rates, 1):
+        if not 0.0 <= rate <= 1.0:
+            raise UsageError(f"{OPTION}: acceptance at position {position} must lie in [0, 1], not {rate:g}")
+    for position, (before, rate) in enumerate(pairwise(rates), 2):
+        if rate > before:
+            raise UsageError(
+                f"{OPTION}: acceptance rises at position {position} from {before:g} to {rate:g}; it is the share of "
+                "drafts accepted at least that far, as vLLM reports it, which cannot rise"
+            )
+    return rates
+
+
+def _measured(path: Path) -> tuple[float, ...]:
+    """``acceptance`` of a JSON file, as `ebbench show RUN --json` gives it."""
+    from ebbench.foreign.documents import read_json
+
+    read = read_json(path)
+    try:
+        rates = tuple(float(rate) for rate in read["acceptance"])
+    except (ValueError, TypeError, KeyError):
+        raise UsageError(f'{OPTION}: {path} must be a JSON object with "acceptance": [0.8, 0.6, ...]') from None
+    if not rates:
+        raise UsageError(f"{OPTION}: {path} has no acceptance rates")
+    return _checked(rates)
+
+
+def _continued(rates: tuple[float, ...], tokens: int) -> tuple[float, ...]:
+    """The rates of all positions: further drafted tokens are accepted as often, given those before, as the last one."""
+    before = rates[-2] if len(rates) > 1 else 1.0
+    share = rates[-1] / before if before else 0.0
+    found = list(rates)
+    while len(found) < tokens:
+        found.append(found[-1] * share)
+    return tuple(found)
+
 
 # The free constants of a device and model, which a run may replace.
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
+from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.errors import EbbenchError, RunError
 from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.records import files
