@@ -207,6 +207,10 @@ def simulated(
     )
 
 
+DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
+"""Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
+
+
 def settings_of(spec: RunSpec) -> dict[str, Any]:
     """All declared settings of a run, in the order of :func:`known_settings`."""
     found = {
