@@ -22,7 +22,6 @@ from ebbench.analysis.environment import (
     machine_of_run,
 )
 from ebbench.analysis.explain import FIGURES as KV_FIGURES
-from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.analysis.metrics import (
     ECONOMY_FIGURES,
     FURTHER_LATENCIES,
@@ -36,6 +35,7 @@ from ebbench.analysis.metrics import (
     slo_from_limits,
     steady_windows,
 )
+from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.records.files import REQUESTS_EXTRAS
 from ebbench.records.run import Run
 from ebbench.records.warnings import RunWarning

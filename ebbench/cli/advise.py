@@ -139,7 +139,7 @@ def advise(
     """
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.advice.simulate import api_server_left_out
-    from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
+    from ebbench.runs.conclude import ApiServerBusyError, again_if_busy
     from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 

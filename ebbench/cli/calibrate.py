@@ -105,7 +105,7 @@ def _not_there(path: Path) -> None:
 
 
 def _gpu_name() -> str | None:
-    from ebbench.engines.machine import visible_gpus
+    from ebbench.engines.setup import visible_gpus
 
     return next((gpu.name for gpu in visible_gpus()), None)
 
@@ -171,8 +171,7 @@ def _measure_vllm(
     from ebbench.calibration.measure import cost_grid, fit
     from ebbench.calibration.rounds import measure_steps, start
     from ebbench.devices.profiles import find_model
-    from ebbench.engines.machine import machine_name
-    from ebbench.engines.setup import unknown_device
+    from ebbench.engines.setup import machine_name, unknown_device
     from ebbench.engines.vllm_command import check_positions, check_servable, check_vllm_options
     from ebbench.render.documents import Console
     from ebbench.render.live import Work, shown

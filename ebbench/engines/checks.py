@@ -18,7 +18,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.warnings import RunWarning, caveat, warning
 from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
-from vllm_eb.refills import LONGEST_PERIOD
+from vllm_eb.strategy import LONGEST_PERIOD
 
 
 def check_counts(**counts: int | float | None) -> None:

@@ -19,7 +19,7 @@ from ebbench.client.progress import Snapshot
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
-from ebbench.engines.machine import machine_behind
+from ebbench.engines.setup import machine_behind
 from ebbench.records.files import DECISIONS, STEPS
 from ebbench.records.plan import Plan
 from ebbench.spec.client import ClientOptions

@@ -56,7 +56,7 @@ from ebbench.simulation.tables import requests_table, table_of_records, with_fai
 from ebbench.spec.server import EngineOptions, Speculative
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
-from vllm_eb.refills import LONGEST_PERIOD
+from vllm_eb.strategy import LONGEST_PERIOD
 from vllm_eb.theory import NO_DRAFTS, Drafts
 
 if TYPE_CHECKING:

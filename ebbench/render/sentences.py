@@ -352,8 +352,6 @@ def _latencies(best: Group, reference: Group) -> str:
 
 def why(explanation: Explanation) -> list[str]:
     """How one run's time divides and what its controller decided; empty without recorded steps."""
-    from vllm_eb.policies.cadence import CadenceSpec
-
     lines = []
     if explanation.steps is not None:
         lines.append(_time(explanation.steps))
@@ -361,7 +359,7 @@ def why(explanation: Explanation) -> list[str]:
             lines.append(_modes(explanation.steps, explanation.decisions))
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
-    elif explanation.steps is not None and isinstance(known_policy(explanation.policy), CadenceSpec):
+    elif explanation.steps is not None and getattr(known_policy(explanation.policy), "kind", "") == "cadence":
         lines.append(NO_PROMPT_HELD)
     return lines
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.installation import bundled_dir
 from ebbench.records.run import slug
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, as_dict
 from ebbench.spec.server import VIRTUAL_TIME, is_server
 from ebbench.workloads.options import RECORDED, is_recorded
 
@@ -266,21 +266,6 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 def _identity(spec: RunSpec) -> dict[str, Any]:
     content = as_dict(spec)
     del content["weight"]
-    return content
-
-
-def as_dict(spec: RunSpec) -> dict[str, Any]:
-    """The tree as nested dictionaries, as JSON stores it."""
-    topology = spec.cluster.topology
-    content = asdict(replace(spec, cluster=replace(spec.cluster, topology=None)))
-    content["cluster"]["topology"] = msgspec.to_builtins(topology)
-    return content
-
-
-def stored_form(spec: RunSpec) -> dict[str, Any]:
-    """The tree as it is written beside a result: without values of headers, which may be secret."""
-    content = as_dict(spec)
-    content["client"]["headers"] = list(spec.client.headers)
     return content
 
 

@@ -15,7 +15,7 @@ from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
+from ebbench.runs.conclude import ApiServerBusyError, again_if_busy
 from ebbench.runs.pool import Pool
 from ebbench.sizing.choose import DeploymentChoice, choose
 from ebbench.sizing.deployments import Candidate, PlanTask

@@ -19,12 +19,12 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import default_run_dir
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
-from ebbench.runs.key import stored_form
+from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits
 from ebbench.sizing.prober import RunProber, one_server
+from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 
 if TYPE_CHECKING:
