@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
-from ebbench.records.files import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
+from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.records.warnings import KV_CACHE, OTHER_MODEL, WARM_CACHE, RunWarning
 from ebbench.spec.client import LAG_REMEDY, lag_limit_ms
 from ebbench.spec.server import VIRTUAL_TIME

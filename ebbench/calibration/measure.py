@@ -21,8 +21,8 @@ from ebbench.devices.base import Device
 from ebbench.devices.linear import fixed_and_each
 from ebbench.engines.base import Engine, Observer
 from ebbench.errors import DataError, UsageError
-from ebbench.records.files import PLAN
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, MixedCost
 from vllm_eb.policy import parse_policy

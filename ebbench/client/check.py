@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.client.drive import DriveResult, drive
+from ebbench.client.load_generator import DriveResult, drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
-from ebbench.records.files import PLAN
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
 from ebbench.spec.client import LAG_FLOOR_MS, ClientOptions
 
 LEVELS = (32, 64, 128, 256, 512, 1024, 2048)

@@ -24,11 +24,11 @@ from ebbench.client.messages import Batch, FromParent, NodeReport, NodeTask, Pla
 from ebbench.client.senders import Findings, LocalSenders, OnBatch, Seen, local_senders, missing_records
 from ebbench.client.server_queries import ServerQueries
 from ebbench.client.session_plan import PlanPart, split
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import ServerUrl
 
 START_S = 60.0
 """How long a node may take to start its client."""

@@ -21,12 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ebbench.client.server_numbers import finite_number, whole_number
 from ebbench.client.stream_messages import document_of
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.network.connections import Answer, AnswerTooLargeError, ask, one_off_limits, tls_context
+from ebbench.network.connections import tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
-from ebbench.records.files import SERVER_METRICS
+from ebbench.network.questions import Answer, AnswerTooLargeError, ask, one_off_limits
+from ebbench.records.schema import SERVER_METRICS
 from ebbench.spec.client import ClientOptions, secrets
-from ebbench.spec.server import ServerUrl
 
 # Why a server cannot be reached: certificates, TLS where none is spoken, proxies that are not used.
 

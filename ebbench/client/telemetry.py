@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from ebbench.errors import RunError, UsageError
 from ebbench.installation import need
-from ebbench.records.files import tokens_after_first_of
+from ebbench.records.schema import tokens_after_first_of
 from ebbench.spec.client import ClientOptions
 
 Sink = Callable[[pa.Table], None]

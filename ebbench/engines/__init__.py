@@ -7,9 +7,9 @@ import re
 import shutil
 from pathlib import Path
 
+from ebbench.config.server_url import is_server_url
 from ebbench.engines.base import Engine
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import is_server_url
 
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+(/|$)")
 ENGINES = ("auto", "sim", "emulated", "vllm")

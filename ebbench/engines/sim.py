@@ -32,8 +32,8 @@ from ebbench.engines.checks import (
 from ebbench.errors import RunError, UsageError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
-from ebbench.records.files import STEPS
 from ebbench.records.plan import Plan
+from ebbench.records.schema import STEPS
 from ebbench.records.warnings import caveat
 from ebbench.simulation.api_server import QueueLimits
 from ebbench.simulation.engine import Unit
@@ -53,11 +53,12 @@ from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.simulation.tables import requests_table, table_of_records, with_failures
-from ebbench.spec.server import EngineOptions, Speculative
+from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
+from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
 from vllm_eb.strategy import LONGEST_PERIOD
-from vllm_eb.theory import NO_DRAFTS, Drafts
+from vllm_eb.theory import NO_DRAFTS
 
 if TYPE_CHECKING:
     from ebbench.simulation.drafting import Drafting
@@ -129,13 +130,11 @@ def make_controller(
         keep_records=keep_records,
         ranks=ranks,
         pass_interval=LONGEST_PERIOD if ranks > 1 else 1,
-        drafts=NO_DRAFTS if options.drafts is None else _as_learnt(options.drafts),
+        # A policy knows no more than the number of drafts at first.
+        drafts=NO_DRAFTS
+        if options.drafts is None
+        else replace(options.drafts.theory, acceptance=(0.0,) * options.drafts.tokens),
     )
-
-
-def _as_learnt(drafts: Speculative) -> Drafts:
-    """What a policy knows of drafts at first: their number."""
-    return Drafts((0.0,) * drafts.tokens, lookahead_tokens=drafts.lookahead_tokens)
 
 
 def snapshot(
@@ -325,7 +324,7 @@ class _Simulation:
         return (self._stage(topology.replicas, unit.device, state, self._engine.dispatch, generates=generates),)
 
     def _pools(self, topology: TopologySpec) -> tuple[Stage, Stage, Handover]:
-        from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
+        from ebbench.simulation.transfer import Handover
 
         assert topology.prefill is not None
         assert topology.decode is not None

@@ -43,8 +43,8 @@ from ebbench.errors import DataError, RunError, UsageError
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.process.termination import interruptible
-from ebbench.records.files import DECISIONS, REQUESTS, STEPS, decisions_table
 from ebbench.records.plan import Plan
+from ebbench.records.schema import DECISIONS, REQUESTS, STEPS, decisions_table
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration

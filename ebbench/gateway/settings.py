@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from ebbench.config.declare import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
+from ebbench.config.server_url import ServerUrl
 from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 from ebbench.errors import UsageError
-from ebbench.spec.server import ServerUrl
 from vllm_eb.signals import endpoint_of_rank
 
 _POSITIVE = (

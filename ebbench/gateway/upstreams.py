@@ -11,13 +11,13 @@ from typing import Literal
 import httpx
 import msgspec
 
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.foreign.documents import BadValueError, json_value, visible
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
-from ebbench.network.connections import Answer, ask
 from ebbench.network.credentials import KEY_VARIABLES, api_key
-from ebbench.spec.server import ServerUrl
+from ebbench.network.questions import Answer, ask
 
 # Infers the ends of forward passes from the response streams of one upstream.
 #

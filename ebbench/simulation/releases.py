@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.records.files import PLAN
 from ebbench.records.plan import Plan, turn_graph
+from ebbench.records.schema import PLAN
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import FigureLog, StepLog, StepParts
 from vllm_eb.controller import Controller

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices.base import StepShape
-from ebbench.records.files import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
 from ebbench.records.plan import Plan, optional_ns
+from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.kv import CountedKv, KvBlocks, LaidOutKv
 from ebbench.simulation.releases import Beginning, since_beginning

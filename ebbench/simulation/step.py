@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.files import STEPS
+from ebbench.records.schema import STEPS
 from ebbench.simulation.state import Ints
 
 NO_ROWS: Ints = np.zeros(0, np.int64)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from ebbench.records.files import EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, decisions_table
 from ebbench.records.plan import Plan
+from ebbench.records.schema import EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, decisions_table
 from ebbench.simulation.api_server import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from vllm_eb.strategy import Record

@@ -1,98 +1,16 @@
-"""The server that is simulated, emulated or started: limits, KV cache, data types, API server, host costs, drafts.
-
-Also how the URL of an OpenAI-compatible server is read as users paste it.
-"""
+"""The server that is simulated, emulated or started: limits, KV cache, data types, API server, host costs, drafts."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
-from urllib.parse import parse_qsl, urlsplit
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
+from ebbench.config.server_url import is_server_url
 from ebbench.errors import UnknownNameError, UsageError
-
-_SCHEME = re.compile(r"https?://", re.IGNORECASE)
-_VERSION = re.compile(r"v\d+[a-z]*\d*")
-"""A path segment that names a version of an API: v1, v3, v1beta, v1alpha2."""
-_CREDENTIAL = re.compile(r"key|token|secret|passw|auth|credential|^sig", re.IGNORECASE)
-_PATHS: tuple[tuple[tuple[str, ...], Literal["completions", "chat"] | None], ...] = (
-    (("chat", "completions"), "chat"),
-    (("completions",), "completions"),
-    (("models",), None),
-)
-"""Last segments of URLs inside the API, and the endpoint that each names."""
-
-
-def is_server_url(text: str) -> bool:
-    """Whether the text is an http or https URL, in any case."""
-    return _SCHEME.match(text) is not None
-
-
-@dataclass(frozen=True)
-class ServerUrl:
-    """Where a server is.
-
-    ``root``: what precedes /health and /metrics. ``api``: what precedes /completions and /models, mostly ``root`` +
-    /v1. ``query``: appended to requests of the API, such as ``api-version=...``. ``named``: the endpoint that the URL
-    ends in, if it does.
-    """
-
-    root: str
-    api: str
-    query: str = ""
-    named: Literal["completions", "chat"] | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> ServerUrl:
-        """The server at a URL. Raises UsageError.
-
-        A path with a version (``/openai/v1``, ``/api/v3``), or one that ends in an endpoint, is the API's as it
-        stands; /v1 is added to any other path.
-        """
-        if not is_server_url(text) or re.search(r"[\s\x00-\x1f\x7f\\]", text):
-            raise UsageError(f"{text!r} is no server URL; write http://HOST:PORT")
-        try:
-            parts = urlsplit(text)
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise UsageError(f"{text!r} is no server URL ({error}); write http://HOST:PORT") from None
-        if "@" in parts.netloc or any(_CREDENTIAL.search(name) for name, _ in parse_qsl(parts.query)):
-            raise UsageError("leave credentials out of the URL; give the API key in EBBENCH_API_KEY or OPENAI_API_KEY")
-        if not host or port == 0:
-            raise UsageError(f"{text!r} is no server URL; write http://HOST:PORT")
-        segments = [part for part in parts.path.split("/") if part]
-        end, named = next(((end, named) for end, named in _PATHS if tuple(segments[-len(end) :]) == end), ((), None))
-        versions = [place for place, part in enumerate(segments) if _VERSION.fullmatch(part)]
-        api = segments[: len(segments) - len(end)]
-        root = api[: versions[-1]] if versions else api
-        if not end and not versions:
-            api = [*root, "v1"]
-        origin = f"{parts.scheme}://{parts.netloc}"
-        return cls("/".join((origin, *root)), "/".join((origin, *api)), parts.query, named)
-
-    @property
-    def secure(self) -> bool:
-        """Whether requests are encrypted (https)."""
-        return self.root.startswith("https:")
-
-    def endpoint(self, path: str) -> str:
-        """The URL of a path of the API, such as ``models``."""
-        return f"{self.api}/{path}" + (f"?{self.query}" if self.query else "")
-
-    def page(self, path: str) -> str:
-        """The URL of a page beside the API, such as ``health``."""
-        return f"{self.root}/{path}"
-
-    def __str__(self) -> str:
-        """What is shown and stored: without /v1 where that was added."""
-        short = self.api == f"{self.root}/v1" and not self.query
-        return self.root if short else self.api + (f"?{self.query}" if self.query else "")
-
+from vllm_eb.theory import Drafts
 
 MOST_TOKENS = 32
 OPTION = "--speculative"
@@ -147,6 +65,11 @@ class Speculative:
     def lookahead_tokens(self) -> int:
         """KV slots that vLLM reserves for a sequence beyond the tokens that it schedules."""
         return self.tokens if self.rules.own_kv else 0
+
+    @property
+    def theory(self) -> Drafts:
+        """As the formulas and the policies take it; the cost of drafting is left to the calibration."""
+        return Drafts(self.acceptance, lookahead_tokens=self.lookahead_tokens)
 
     @property
     def tokens_per_step(self) -> float:

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
 from ebbench.errors import UsageError
-from ebbench.records.files import PLAN, PLAN_EXTRAS
 from ebbench.records.plan import Plan, with_block_tokens
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import length_spec
@@ -137,9 +137,13 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
     if requests.lora is not None:
         found["lora"] = pa.array(requests.lora, pa.string())
     if requests.images is not None:
-        tokens = [requests.images.tokens] * requests.images.count
-        found["image_tokens"] = pa.array([tokens] * len(requests), pa.list_(pa.int32()))
-        found["image_side"] = ints(np.full(len(requests), requests.images.side), pa.int32())
+        tokens = [None if one is None else [one.tokens] * one.count for one in requests.images]
+        found["image_tokens"] = pa.array(tokens, pa.list_(pa.int32()))
+        found["image_side"] = pa.array([None if one is None else one.side for one in requests.images], pa.int32())
+    if requests.classes is not None:
+        found["class"] = pa.array(requests.classes, pa.string())
+    if requests.priority is not None:
+        found["priority"] = ints(requests.priority, pa.int32())
     return found
 
 
@@ -227,7 +231,7 @@ def with_images(requests: Requests, images: ImageSettings) -> Requests:
     return replace(
         requests,
         input_tokens=(requests.input_tokens + more).astype(np.int32),
-        images=images,
+        images=[images] * len(requests),
         facts={**requests.facts, "images": described},
     )
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.records.files import DECISIONS, PLAN, REQUESTS, STEPS
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec

@@ -15,8 +15,8 @@ from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineResult
-from ebbench.records.files import DECISIONS, STEPS
 from ebbench.records.run import Run, RunWriter
+from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from ebbench.analysis.explain import WORTH_SAYING, KvPressure, kv_pressure, kv_pressure_by_metrics
-from ebbench.records.files import SERVER_METRICS
 from ebbench.records.run import Run
+from ebbench.records.schema import SERVER_METRICS
 from tests.gate.gate_data import invoke
 
 LOAD = ("run", "balanced", "--engine", "sim", "-n", 60, "-c", 40, "-p", "v1", "-q", "--max-model-len", 1024)

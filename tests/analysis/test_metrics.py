@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ebbench.analysis import metrics
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import Distribution, Metrics, Slo, Window, measure, samples_needed, steady_windows
-from ebbench.records.files import SAME_TIME_NS
 from ebbench.records.manifest import PhaseFact
+from ebbench.records.schema import SAME_TIME_NS
 from tests.analysis.made_runs import MS, request, requests_table
 
 TIMES = st.integers(0, 2_000 * MS)

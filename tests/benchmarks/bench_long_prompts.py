@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from ebbench.client import DriveResult, drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
-from ebbench.records.files import PLAN
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
 from ebbench.spec.client import ClientOptions
 
 CONTROL_TOKENS = 16

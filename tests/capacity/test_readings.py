@@ -11,8 +11,8 @@ import pytest
 from ebbench.analysis.metrics import parse_slo
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.records.files import STEPS
 from ebbench.records.manifest import PhaseFact, phase_facts
+from ebbench.records.schema import STEPS
 from ebbench.records.warnings import Fact, fact
 from ebbench.sizing.drive import SearchConfig, SearchOutcome, _too_short, judged
 from ebbench.sizing.estimate import Estimate, MetCounts, Probe

@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from ebbench.client import DriveResult, drive
 from ebbench.engines.base import EngineResult
-from ebbench.records.files import PLAN
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
 from ebbench.spec.client import ClientOptions
 
 

@@ -20,8 +20,8 @@ from ebbench.client import DriveResult, drive
 from ebbench.client.progress import Snapshot
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
-from ebbench.records.files import REQUESTS
 from ebbench.records.plan import ClosedPhase
+from ebbench.records.schema import REQUESTS
 from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 from tests.client.client_runs import column, plan_of, run

@@ -11,7 +11,7 @@ import pytest
 
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
-from ebbench.records.files import SAME_TIME_NS
+from ebbench.records.schema import SAME_TIME_NS
 from tests.client.client_runs import column, plan_of, run
 
 # fault, expected status, expected class, what the kept body must contain

@@ -26,10 +26,10 @@ from ebbench.client.nodes import (
     this_place,
 )
 from ebbench.client.session_plan import PlanPart, shares, split, whole
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.spec.client import ClientOptions, read_senders
-from ebbench.spec.server import ServerUrl
 from tests.client.client_runs import plan_of
 
 

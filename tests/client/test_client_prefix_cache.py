@@ -13,8 +13,8 @@ from ebbench.analysis.summary import Drafted
 from ebbench.client.prefix_cache import drafts, hit_rate, repeated_share, unplanned_hits
 from ebbench.engines.endpoint import drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
-from ebbench.records.files import PLAN, SERVER_METRICS
 from ebbench.records.plan import Plan
+from ebbench.records.schema import PLAN, SERVER_METRICS
 from ebbench.spec.client import ClientOptions
 from ebbench.workloads import build_plan
 from tests.analysis.made_runs import request, requests_table

@@ -17,8 +17,8 @@ from ebbench.client import drive
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.progress import Snapshot
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
-from ebbench.records.files import PLAN_EXTRAS
 from ebbench.records.plan import Plan
+from ebbench.records.schema import PLAN_EXTRAS
 from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import column, plan_of, run
 

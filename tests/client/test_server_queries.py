@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ebbench.client.server_queries import Served, ServerQueries, run_to_end
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import ServerUrl
 from tests.client.client_runs import column, plan_of, run
 from tests.client.odd_server import Answer, OddServer, models, reply, running
 from tests.client.test_client_tls import certificates

@@ -14,8 +14,8 @@ from ebbench.devices.base import Device, StepShape
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
-from ebbench.records.files import PLAN
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import parse_policy

@@ -17,8 +17,8 @@ from ebbench.analysis.metrics import measure
 from ebbench.config.topology import TopologySpec, parse_topology
 from ebbench.engines import sim
 from ebbench.engines.base import EngineResult
-from ebbench.records.files import PLAN, PLAN_EXTRAS
 from ebbench.records.plan import Plan, turn_graph
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.simulation.loop import EventLoop
 from ebbench.spec.server import EngineOptions
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run

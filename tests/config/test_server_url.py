@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ebbench.config.server_url import ServerUrl, is_server_url
 from ebbench.errors import UsageError
-from ebbench.spec.server import ServerUrl, is_server_url
 
 HOST = "http://10.0.0.7:8000"
 

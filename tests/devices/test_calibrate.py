@@ -17,7 +17,7 @@ from ebbench.devices.gridcost import GridCost, measured_calibration
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
-from ebbench.records.files import STEPS
+from ebbench.records.schema import STEPS
 from vllm_eb.calibration import CostGrid
 
 GRID = ProbeGrid((64, 256, 1024), (2, 16, 64), (64, 512), repeats=4)

@@ -10,7 +10,7 @@ import pytest
 
 from ebbench.engines.vllm import joined_requests, planned_name, read_recording
 from ebbench.errors import DataError
-from ebbench.records.files import DECISIONS, REQUESTS, STEPS
+from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from vllm_eb.reports import Recorder, StepRecord
 from vllm_eb.strategy import Record
 

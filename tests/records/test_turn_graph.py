@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from ebbench.errors import UsageError
-from ebbench.records.files import PLAN, PLAN_EXTRAS
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import turn_graph
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from tests.simulation.worlds import plan
 
 

@@ -19,8 +19,8 @@ import pytest
 
 from ebbench.analysis.summary import summarise
 from ebbench.gate.baselines import BASELINES
-from ebbench.records.files import DECISIONS_EXTRAS, SERVER_METRICS
 from ebbench.records.run import SCHEMAS, Run
+from ebbench.records.schema import DECISIONS_EXTRAS, SERVER_METRICS
 from ebbench.report.database import TABLES
 from ebbench.sweep.drive import SCHEMA
 from tests.processes.process_tree import wait_until

@@ -8,8 +8,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.records.files import PLAN_EXTRAS
 from ebbench.records.plan import ClosedPhase
+from ebbench.records.schema import PLAN_EXTRAS
 from ebbench.simulation.releases import Releases
 from tests.simulation.worlds import plan
 

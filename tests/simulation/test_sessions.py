@@ -14,8 +14,8 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.config.topology import parse_topology
 from ebbench.engines.sim import SimEngine
-from ebbench.records.files import PLAN, PLAN_EXTRAS
 from ebbench.records.plan import Plan, turn_graph
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.simulation.state import TURNAROUND_NS
 from ebbench.spec.server import EngineOptions
 from tests.simulation.worlds import device, plan

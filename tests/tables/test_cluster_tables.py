@@ -26,8 +26,8 @@ from ebbench.papers.staggered.prefill import (
     prefill_cell,
 )
 from ebbench.papers.table import PaperOptions
-from ebbench.records.files import DECISIONS, REQUESTS, STEPS
 from ebbench.records.manifest import plan_hash
+from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.runs.conclude import pool_figures
 from ebbench.runs.key import key_of
 from ebbench.runs.prepare import plan_of

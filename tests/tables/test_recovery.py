@@ -18,7 +18,7 @@ from ebbench.analysis.phases import (
     token_times,
     ttft_recovery,
 )
-from ebbench.records.files import REQUESTS
+from ebbench.records.schema import REQUESTS
 from ebbench.runs.store import Measured
 
 S = 1_000_000_000

@@ -14,8 +14,8 @@ import pyarrow as pa
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
-from ebbench.records.files import PLAN, PLAN_EXTRAS
 from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec, parse_policy

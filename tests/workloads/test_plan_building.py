@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
-from ebbench.records.files import PLAN
 from ebbench.records.plan import Plan
+from ebbench.records.schema import PLAN
 from ebbench.workloads import build_plan, list_workloads, load_workload
 from ebbench.workloads.planner import describe
 

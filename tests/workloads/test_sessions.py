@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.errors import UsageError
-from ebbench.records.files import PLAN
 from ebbench.records.plan import Plan, turn_graph
+from ebbench.records.schema import PLAN
 from ebbench.workloads import build_plan
 from ebbench.workloads.sessions import DurationSpec, parse_duration
 

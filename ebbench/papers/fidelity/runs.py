@@ -28,8 +28,8 @@ from ebbench.papers.fidelity.case import FIT_ROWS, Case, reference_rows
 from ebbench.papers.fidelity.cases import sets_api_server, table3
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
-from ebbench.records.files import PLAN
 from ebbench.records.plan import Plan
+from ebbench.records.schema import PLAN
 from ebbench.runs.conclude import left_out_of
 from ebbench.runs.execute import Task, make
 from ebbench.runs.pool import pool_of

@@ -25,7 +25,7 @@ from ebbench.client.nodes import ClientNode, client_nodes, node_senders, wants_n
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
-from ebbench.client.request_sender import RequestSender
+from ebbench.client.request_sender import RequestSender, request_head
 from ebbench.client.response import StreamedResponse
 from ebbench.client.senders import Interrupts, Senders, local_senders
 from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
@@ -38,14 +38,14 @@ from ebbench.client.verdict import (
     other_models_warning,
     send_lag_p99_ms,
 )
+from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
-from ebbench.records.files import SERVER_METRICS
 from ebbench.records.plan import Plan
+from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
-from ebbench.spec.server import ServerUrl
 
 # Warm-up: requests before the start with the plan's lengths and other content, not recorded.
 
@@ -57,8 +57,8 @@ async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions
     if not options.warmup:
         return
     bodies = RequestBodies(model, options)
-    gate = asyncio.Semaphore(_AT_ONCE)
-    async with RequestSender(url, bodies.path, options, environ) as sender:
+    gate, target = asyncio.Semaphore(_AT_ONCE), url.target(options.endpoint)
+    async with RequestSender(target, request_head(target, options, environ), options, environ) as sender:
 
         async def one(number: int) -> StreamedResponse:
             streamed = StreamedResponse(options.endpoint == "chat", keep_text=False)
