@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,7 +208,8 @@ def dry_run(series: Series, output: Output, further: Mapping[str, Any]) -> None:
     names = [spec.name for spec in series.policies]
     runs = f"{'at most ' * series.until_clear}{series.runs} run{'s' * (series.runs > 1)}: {', '.join(names)}"
     if output.as_json:
-        settings = stored_form(series.spec) | {"policy": names, "repeats": series.repeats}
+        labels = asdict(series.spec.labels)
+        settings = stored_form(series.spec) | {"labels": labels, "policy": names, "repeats": series.repeats}
         sys.stdout.write(json.dumps({"engine": sentence, "settings": settings}, indent=2, default=str) + "\n")
         return
     api_server = AUTO if series.api_server_if_busy else series.spec.server.api_server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,9 +277,12 @@ def _number(value: Any) -> float | None:
 
 
 ENVIRONMENT = (
-    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options",
+    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options", "host",
 )  # fmt: skip
-"""Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology."""
+"""Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology.
+``host``: the machine of a server."""
+LATER = frozenset({"host"})
+"""Conditions that older runs and baselines do not know; where they are empty they are in no hash."""
 
 LATER_OPTIONS = {
     "enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto", "api_server": "off",
@@ -311,7 +315,17 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
         "scenario": manifest.scenario,
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
+        "host": host_of(manifest),
     }
+
+
+def host_of(manifest: Manifest) -> str:
+    """The machine of a server: as the user labelled it, else what is known of it where only its device was stated."""
+    facts = manifest.facts
+    label = facts.get("host_label")
+    if not label and manifest.device != UNKNOWN_DEVICE:
+        label = facts.get("server_machine")
+    return str(label or UNKNOWN)
 
 
 def _device(manifest: Manifest) -> str:
@@ -319,7 +333,8 @@ def _device(manifest: Manifest) -> str:
 
     Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
     """
-    machine = manifest.facts.get("server_machine") if manifest.device == UNKNOWN_DEVICE else None
+    unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
+    machine = manifest.facts.get("server_machine") if unstated else None
     facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
     apart = ", ".join(filter(None, facts))
     return f"{manifest.device} ({apart})" if apart else manifest.device
@@ -411,6 +426,11 @@ def _differing(
 
 def _shown(value: str) -> str:
     return value or "not recorded"
+
+
+def remedy(found: Sequence[str]) -> str:
+    """The options that allow these :func:`differences`."""
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(re.split(r"[.:]", text)[0] for text in found))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

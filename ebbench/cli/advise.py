@@ -20,6 +20,7 @@ from ebbench.cli.run_settings import (
     setting,
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.spec.labels import OF_LABELS
 from ebbench.spec.run import OF_A_SERVER
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.options import scenario_meant
@@ -125,7 +126,7 @@ def advise(
     ],
     server: ServerFlags,
     search: AdviceFlags,
-    settings: Annotated[dict[str, Any], RunSettings(_DEFAULTS, only=(*_TRAFFIC, *OF_A_SERVER))],
+    settings: Annotated[dict[str, Any], RunSettings(_DEFAULTS, only=(*_TRAFFIC, *OF_A_SERVER, *OF_LABELS))],
     runs: Annotated[Path, typer.Option("--runs", help="Directory of stored runs.")] = Path("runs/advise"),
     workers: Annotated[int | None, typer.Option("--workers", help="Processes. Default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -209,10 +210,10 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
 
 
 def _of_server(settings: Mapping[str, Any], api_server: str) -> dict[str, Any]:
-    """The server's other settings that differ from their defaults, by the names of ``RunSpec.changed``."""
+    """The server's other settings that differ from their defaults, and labels, by the names of ``RunSpec.changed``."""
     from ebbench.spec.run import known_settings
 
-    own = {name: settings[name] for name in OF_A_SERVER if name in settings} | {"api_server": api_server}
+    own = {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings} | {"api_server": api_server}
     left_out = ("assume_decoder", "max_model_len")  # in the model's name, and in the plan
     known = known_settings()
     return {name: value for name, value in own.items() if name not in left_out and value != known[name].default}

@@ -6,13 +6,15 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ebbench.cli.options import grouped
+from ebbench.cli.run_settings import RunSettings
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 from ebbench.runs.key import key_of
+from ebbench.spec.labels import OF_LABELS
 
 if TYPE_CHECKING:
     from ebbench.render.documents import Console
@@ -44,6 +46,7 @@ class PoolFlags:
 
 @grouped
 def sweep(
+    context: typer.Context,
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The grid; see docs/sweeps.md.")],
     output_dir: Annotated[
         Path | None,
@@ -51,6 +54,7 @@ def sweep(
     ] = None,
     *,
     pool: PoolFlags,
+    labels: Annotated[dict[str, Any], RunSettings(only=OF_LABELS)],
     metric: Annotated[
         str | None,
         typer.Option(
@@ -78,7 +82,7 @@ def sweep(
     from ebbench.sweep.show import findings
     from ebbench.sweep.spec import load_sweep, trace_notes
 
-    grid = load_sweep(spec)
+    grid = load_sweep(spec).labelled(labels)
     metric = _metric(grid, metric)
     store = SweepStore(output_dir or Path("sweeps") / slug(grid.name))
     output = Console(highlight=False)

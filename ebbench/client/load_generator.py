@@ -262,6 +262,7 @@ async def _drive(
         **findings.facts,
         "request_id_prefix": id_prefix,
         **_server_facts(ready, requests, server_metrics, tally.other_models),
+        **({} if options.host_label is None else {"host_label": options.host_label}),
     }
     return DriveResult(
         requests=requests,

@@ -96,7 +96,7 @@ DEFAULT_VLLM = "0.32"
 
 
 WORKLOAD, LOAD, SESSIONS, ENGINE = "Workload", "Load", "Sessions", "Engine"
-CLIENT, CLUSTER = "Client (with a server's URL)", "Several instances"
+CLIENT, CLUSTER, LABELS = "Client (with a server's URL)", "Several instances", "Labels"
 
 
 @dataclass(frozen=True)

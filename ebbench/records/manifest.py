@@ -86,6 +86,16 @@ class _Computed(msgspec.Struct, frozen=True):
     facts: _Facts = _Facts()
 
 
+class RunLabels(msgspec.Struct, frozen=True):
+    """What the user calls a run, and the commit and branch (or pull request) that it measures; empty if not given."""
+
+    name: str = ""
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    commit: str = ""
+    label: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run except measurements, stored as ``manifest.json``.
 
@@ -97,6 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str]
     git_commit: str | None = None
+    labels: RunLabels = RunLabels()
     anchor_unix_ns: int
     workload: str
     scenario: str

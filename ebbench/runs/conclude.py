@@ -34,6 +34,7 @@ from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
     Manifest,
+    RunLabels,
     git_commit,
     phase_facts,
     plan_hash,
@@ -401,6 +402,7 @@ class RunContext:
     device_known: bool = True
     warnings: tuple[RunWarning, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    labels: RunLabels = RunLabels()  # noqa: RUF009 - frozen
 
     @property
     def kind_of_time(self) -> Clock:
@@ -503,6 +505,7 @@ def _manifest(
     return Manifest(
         versions=software_versions({**engine_versions(context.engine), **context.versions}),
         git_commit=git_commit(),
+        labels=context.labels,
         anchor_unix_ns=context.anchor_unix_ns,
         workload=str(facts.get("workload", "")),
         scenario=str(facts.get("scenario", "")),

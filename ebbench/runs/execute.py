@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import InterruptedRunError
 from ebbench.process.termination import held, interruptible
 from ebbench.records.files import TableParts
-from ebbench.records.manifest import wall_clock_ns
+from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import RunWarning, caveat, warning
@@ -204,7 +205,7 @@ def execute(
     context = RunContext(
         ready.plan, ready.policy, engine.name, ready.device, spec.server, wall_clock_ns(),
         slo=parse_slo([spec.goodput] if spec.goodput else []), device_known=not is_server(spec.engine),
-        warnings=_warnings(ready),
+        warnings=_warnings(ready), labels=_labels(spec),
     )  # fmt: skip
     with held(), _writer(directory) as writer:
         if context.kind_of_time == "real" and directory is not None:
@@ -218,6 +219,12 @@ def execute(
             observer.update(_last_snapshot(ready.policy, plan, result))
         run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
     return Executed(run, summary, plan, result)
+
+
+def _labels(spec: RunSpec) -> RunLabels:
+    """The labels that the user gave, and those of the CI job."""
+    given = asdict(spec.labels.in_job(os.environ))
+    return RunLabels(**{name: value for name, value in given.items() if value})
 
 
 def _recording(engine: Engine, *, stored: bool) -> Engine:

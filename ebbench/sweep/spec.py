@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import GenericAlias
@@ -64,6 +64,11 @@ class Sweep:
     cells: tuple[RunSpec, ...]
     keep_runs: bool
     api_server_if_busy: bool = False
+
+    def labelled(self, labels: Mapping[str, Any]) -> Sweep:
+        """The same with these labels, by name, for every cell; cells without a name have the sweep's."""
+        cells = [cell.changed(**{"name": cell.labels.name or self.name, **labels}) for cell in self.cells]
+        return replace(self, cells=tuple(cells))
 
 
 def load_sweep(path: Path) -> Sweep:
