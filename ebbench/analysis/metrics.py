@@ -220,6 +220,16 @@ def parse_slo(texts: Iterable[str]) -> Slo:
     return slo_from_limits(found)
 
 
+def slo_of(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> Slo:
+    """The limits of a run: those of ``--goodput``, and for other latencies those that the plan's classes bring.
+
+    ``classes``: by name, as in a plan's facts. Raises UsageError.
+    """
+    brought = {name: str(one["goodput"]) for name, one in classes.items() if one.get("goodput")}
+    own = [f"{name}:{','.join(pairs_of([text]))}" for name, text in brought.items()]
+    return slo_from_limits(parse_slo(own).limits() | parse_slo([goodput]).limits())
+
+
 def pairs_by_class(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The pairs of ``--goodput``, each with the class whose requests it limits; empty for all requests.
 
@@ -479,13 +489,19 @@ def measure_classes(columns: RequestColumns, slo: Slo, duration_s: float | None)
 
     Raises UsageError if a class has limits and no request.
     """
-    if unknown := [name for name, _ in slo.classes if name not in columns.classes]:
-        known = f"; its classes are {', '.join(filter(None, columns.classes))}" if columns.classes else ""
-        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{known}")
+    refuse_unknown_classes(slo, columns.classes)
     return {
         name: measure(columns, rows=columns.request_class == name, slo=slo, duration_s=duration_s)
         for name in columns.classes
     }
+
+
+def refuse_unknown_classes(slo: Slo, classes: Iterable[str]) -> None:
+    """Raise UsageError for limits of a class that is not among the ``classes`` of a run."""
+    known = sorted(filter(None, classes))
+    if unknown := [name for name, _ in slo.classes if name not in known]:
+        of = f"; its classes are {', '.join(known)}" if known else ""
+        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{of}")
 
 
 def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None:

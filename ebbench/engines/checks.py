@@ -163,13 +163,23 @@ def stated_limits(options: EngineOptions) -> list[RunWarning]:
 IMAGES_AS_TOKENS = caveat("images-as-tokens")
 
 
-def refuse_adapters(plan: Plan, engine: str) -> None:
-    """Raise UsageError for LoRA adapters on an engine that has none: they would change nothing there."""
+def refuse_unsimulated(plan: Plan, engine: str) -> None:
+    """Raise UsageError for LoRA adapters and priorities on an engine that has none: they would change nothing there."""
+    if _uses(plan, "priority"):
+        raise UsageError(
+            f"priorities of classes are sent to a server; engine {engine} has none: leave them out, or give "
+            "--engine URL (or vllm, with -- --scheduling-policy priority)"
+        )
     if _uses(plan, "lora"):
         raise UsageError(
             f"--lora-assignment chooses adapters of a server; engine {engine} simulates none: leave it out, or give "
             "--engine URL (or vllm, with -- --enable-lora --lora-modules NAME=PATH)"
         )
+
+
+def unverified_priorities(plan: Plan) -> list[RunWarning]:
+    """A warning if requests carry priorities: a server does not report whether it schedules by them."""
+    return [warning("priorities-unverified")] if _uses(plan, "priority") else []
 
 
 def notes_of(plan: Plan) -> tuple[str, ...]:

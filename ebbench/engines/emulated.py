@@ -29,7 +29,7 @@ import pyarrow as pa
 from ebbench.devices.base import Device
 from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_adapters
+from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_unsimulated
 from ebbench.errors import RunError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
@@ -250,7 +250,7 @@ class EmulatedEngine:
         """
         check_options(options, [policy])
         check_fits(plan, device, options)
-        refuse_adapters(plan, self.name)
+        refuse_unsimulated(plan, self.name)
         try:
             import ebbench.engines.emulated_core as emulated_core
         except ImportError as error:

@@ -25,9 +25,9 @@ from ebbench.engines.checks import (
     check_fits,
     notes_of,
     num_kv_blocks,
-    refuse_adapters,
     refuse_queue_limits,
     refuse_undecided,
+    refuse_unsimulated,
 )
 from ebbench.errors import RunError, UsageError
 from ebbench.process.interpreter import collector_paused
@@ -213,7 +213,7 @@ class SimEngine:
             raise UsageError(
                 "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
             )
-        refuse_adapters(plan, self.name)
+        refuse_unsimulated(plan, self.name)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
                 try:

@@ -309,7 +309,7 @@ def _worst_classes(groups: Sequence[Group]) -> list[str]:
         met = {name: [s.classes[name].slo_attainment for s in group.summaries if name in s.classes] for name in names}
         shares = {name: [share for share in each if share is not None] for name, each in met.items()}
         known = {name: fmean(each) for name, each in shares.items() if each}
-        if len(known) > 1:
+        if len(set(known.values())) > 1:
             worst = min(known, key=lambda name: known[name])
             found.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
     return [f"Worst class, by the share of its requests within limits: {', '.join(found)}."] if found else []

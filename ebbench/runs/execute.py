@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.markup import escape
 
-from ebbench.analysis.metrics import parse_slo
+from ebbench.analysis.metrics import Slo, refuse_unknown_classes, slo_of
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
-from ebbench.engines.checks import stated_limits
+from ebbench.engines.checks import stated_limits, unverified_priorities
 from ebbench.engines.setup import journalled, policy_label, with_step_parts
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InterruptedRunError
@@ -204,7 +204,7 @@ def execute(
     spec, engine = ready.spec, ready.engine
     context = RunContext(
         ready.plan, ready.policy, engine.name, ready.device, spec.server, wall_clock_ns(),
-        slo=parse_slo([spec.goodput] if spec.goodput else []), device_known=not is_server(spec.engine),
+        slo=_limits(ready), device_known=not is_server(spec.engine),
         warnings=_warnings(ready), labels=_labels(spec),
     )  # fmt: skip
     with held(), _writer(directory) as writer:
@@ -219,6 +219,16 @@ def execute(
             observer.update(_last_snapshot(ready.policy, plan, result))
         run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
     return Executed(run, summary, plan, result)
+
+
+def _limits(ready: Prepared) -> Slo:
+    """The limits of the run. Raises UsageError for those of a class that no request has."""
+    slo = slo_of(ready.spec.goodput, ready.plan.facts.get("classes") or {})
+    if slo.classes:
+        table = ready.plan.table
+        known = table["class"].unique().drop_null().to_pylist() if "class" in table.column_names else []
+        refuse_unknown_classes(slo, known)
+    return slo
 
 
 def _labels(spec: RunSpec) -> RunLabels:
@@ -240,7 +250,7 @@ def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
     """Warnings of the policy about this load, or about what is not known of a running server."""
     if is_server(ready.spec.engine):
         label = policy_label(ready.engine, ready.policy, stated=ready.policy_stated)
-        return (*label.warnings, *stated_limits(ready.spec.server))
+        return (*label.warnings, *stated_limits(ready.spec.server), *unverified_priorities(ready.plan))
     open_at_most = max((phase.max_concurrency for phase in ready.plan.phases), default=0)
     doubt = ready.policy.load_doubt(open_at_most, ready.spec.server.max_num_seqs)
     return () if doubt is None else (warning(doubt[0], **doubt[1]),)

@@ -26,6 +26,7 @@ from ebbench.installation import bundled_dir
 from ebbench.records.run import slug
 from ebbench.spec.run import RunSpec, as_dict
 from ebbench.spec.server import VIRTUAL_TIME, is_server
+from ebbench.workloads.mixture import files_of_mixture
 from ebbench.workloads.options import RECORDED, is_recorded
 
 # The fingerprint of the code and data that compute a result.
@@ -311,7 +312,8 @@ def _named(spec: RunSpec) -> Mapping[str, str | None]:
 
 
 def _files(spec: RunSpec) -> dict[str, str]:
-    found = {name: _digest(path) for name, value in _named(spec).items() if (path := _file(value)) is not None}
+    named = {**_named(spec), **files_of_mixture(spec.plan.workload)}
+    found = {name: _digest(path) for name, value in named.items() if (path := _file(value)) is not None}
     if spec.model is not None and (folder := Path(spec.model).expanduser()).is_dir():
         found["model"] = _digest_of_files([path for name in MODEL_FILES if (path := folder / name).is_file()])
     if spec.device is not None and spec.device.endswith(".toml"):

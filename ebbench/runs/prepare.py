@@ -36,6 +36,7 @@ from ebbench.runs.file import starts_a_server
 from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, spec_of
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
+from ebbench.workloads.mixture import has_priorities
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
@@ -212,6 +213,9 @@ class Series:
         plan = self.spec.plan
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
+        by_priority = any(word.endswith("priority") for word in self.spec.vllm_options)
+        if engine.name == "vllm" and has_priorities(plan) and not by_priority:
+            raise UsageError("priorities need a server that schedules by them: add -- --scheduling-policy priority")
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 

@@ -26,6 +26,7 @@ from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
+from ebbench.workloads.mixture import check_workload
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +80,7 @@ class CapacitySearch:
             raise UsageError(f"--precision is a share between 0 and 0.5, such as 0.02, not {self.precision:g}")
         if self.max_time_s is not None and not self.max_time_s > 0:
             raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
-        _check_workload(self.series.spec.plan.workload)
+        check_workload(self.series.spec.plan.workload)
         self.series.check()
 
 
@@ -244,17 +245,6 @@ def refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
         raise UsageError("; ".join(dict.fromkeys(reason.worded(ENDS) for reason in refused)))
     if not any(outcome.decided for outcome in outcomes):
         raise RunError(nothing_usable(next((outcome.stopped for outcome in outcomes if outcome.stopped), None)))
-
-
-def _check_workload(workload: str) -> None:
-    """Raise UsageError for a workload that does not exist or has no valid lengths, before anything is announced."""
-    from ebbench.workloads.options import is_recorded, recorded_file
-    from ebbench.workloads.spec import load_workload
-
-    if not is_recorded(workload):
-        load_workload(workload)
-    elif (path := recorded_file(workload)) is None or not path.exists():
-        raise UsageError(f"{workload}: no such file")
 
 
 def _folder(search: CapacitySearch, directory: Path | None) -> Path:

@@ -256,15 +256,10 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.devices.profiles import as_decoder, find_model, find_profile
     from ebbench.engines import ENGINES
     from ebbench.traffic.spec import load_scenario
-    from ebbench.workloads.spec import load_workload
+    from ebbench.workloads.mixture import check_workload
 
     for name in _values([cell.plan for cell in cells], "workload"):
-        if is_recorded(name):
-            path = recorded_file(name)
-            if path is None or not path.exists():
-                raise UsageError(f"{name}: no such file")
-        else:
-            load_workload(name)
+        check_workload(name)
     for name in _values([cell.plan for cell in cells], "scenario"):
         load_scenario(name)
     trace_notes(cells)

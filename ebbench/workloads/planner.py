@@ -19,6 +19,7 @@ from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import length_spec
 from ebbench.traffic.spec import Replay, ScenarioSpec, Schedule, closed_phases, load_scenario, make_schedule, phase_rate
+from ebbench.workloads.mixture import Mixture, mixed, mixture_of, options_of, parse_priorities, with_priorities
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import (
     Floats,
@@ -283,9 +284,58 @@ def _arrival_statistics(plan: Plan) -> Mapping[str, float]:
 
 def make_plan(options: PlanOptions) -> Plan:
     """Build the plan. Raises UsageError, InputFileError, RunError."""
-    trace = is_recorded(options.workload)
-    workload = None if trace else load_workload(options.workload)
-    scenario = _scenario(options, workload)
+    mixture = mixture_of(options.workload)
+    if mixture is not None:
+        scenario = load_scenario(options.scenario or "saturated")
+        requests, schedule = _from_mixture(options, scenario, mixture)
+        priorities = {one.name: one.priority for one in mixture.classes if one.priority is not None}
+    else:
+        requests, schedule, scenario = _single(options)
+        priorities = {}
+    requests = with_priorities(requests, priorities | parse_priorities(options.priorities or ""))
+    cap = options.max_concurrency or scenario.max_concurrency
+    limits = LengthLimits(options.max_model_len, options.drop_too_long)
+    facts = _facts(options, scenario, requests)
+    plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
+    return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
+
+
+def _from_mixture(options: PlanOptions, scenario: ScenarioSpec, mixture: Mixture) -> tuple[Requests, Schedule]:
+    """The requests of all classes, each from its own workload with its own options."""
+    if scenario.loop == "trace" or scenario.own_lengths:
+        own = "replays recorded times" if scenario.loop == "trace" else "brings its own lengths"
+        raise UsageError(f"scenario {scenario.name!r} {own}; several workloads take --request-rate, -c or both")
+    _check_times(options, scenario, trace=False)
+    own_options = [options_of(one, options) for one in mixture.classes]
+    default = mixture.num_prompts or mixture.most([_held(each) for each in own_options])
+    schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
+    counts, parts = mixture.counts(schedule.sessions), []
+    for one, each, count in zip(mixture.classes, own_options, counts, strict=True):
+        try:
+            parts.append(_single(replace(each, num_prompts=count), load_scenario("saturated"))[0])
+        except UsageError as error:
+            raise UsageError(f"class {one.name}: {error}") from None
+    have = [part.sessions for part in parts]
+    if have != counts:  # a data set has texts for no more
+        schedule = make_schedule(scenario, options.load, mixture.most(have), default, options.seed)
+        parts = [part_of(one, count) for one, count in zip(parts, mixture.counts(schedule.sessions), strict=True)]
+    return mixed(mixture, parts, options.seed), schedule
+
+
+def _held(options: PlanOptions) -> int:
+    """Sessions that a workload holds, or plans by default."""
+    path = recorded_file(options.workload)
+    if path is None:
+        return load_workload(options.workload).num_prompts
+    from ebbench.workloads.trace import read_trace
+
+    return read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text).requests.sessions
+
+
+def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple[Requests, Schedule, ScenarioSpec]:
+    """The requests of a single workload, when they are released, and the scenario that says so (None: its own)."""
+    workload = None if is_recorded(options.workload) else load_workload(options.workload)
+    scenario = scenario or _scenario(options, workload)
     _check(options, scenario, workload)
     requests, schedule = (
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
@@ -299,11 +349,7 @@ def make_plan(options: PlanOptions) -> Plan:
         requests = with_images(requests, parse_images(options.images))
     if options.lora_assignment is not None:
         requests = with_adapters(requests, parse_adapters(options.lora_assignment), options.seed)
-    cap = options.max_concurrency or scenario.max_concurrency
-    limits = LengthLimits(options.max_model_len, options.drop_too_long)
-    facts = _facts(options, scenario, requests)
-    plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
-    return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
+    return requests, schedule, scenario
 
 
 def _scenario(options: PlanOptions, workload: WorkloadSpec | None) -> ScenarioSpec:
