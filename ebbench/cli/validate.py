@@ -180,7 +180,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
 
 
 def _loads(text: str | None) -> tuple[int, ...]:
-    from ebbench.config.setting_strings import Setting, values_of
+    from ebbench.config.declare import Setting, values_of
 
     found = values_of("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
     return tuple(sorted(set(found)))

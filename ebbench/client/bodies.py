@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.records.content import CHUNK_TOKENS, token_ids
+from ebbench.records.plan import CHUNK_TOKENS, token_ids
 from ebbench.spec.client import ClientOptions
 
 # JSON of synthetic prompts, written from tables of bytes.

@@ -9,16 +9,16 @@ from math import inf
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.config.setting_strings import option_name
+from ebbench.config.declare import option_name
 from ebbench.config.topology import TopologySpec
-from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
+from ebbench.devices.profiles import chosen_api_server
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import RunWarning, caveat, warning
 from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
-from vllm_eb.refills import LONGEST_PERIOD
+from vllm_eb.strategy import LONGEST_PERIOD
 
 
 def check_counts(**counts: int | float | None) -> None:

@@ -26,15 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
+from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_unsimulated
 from ebbench.errors import RunError
-from ebbench.process.collector import collector_paused
+from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
-from ebbench.records.content import token_ids
-from ebbench.records.plan import Plan, optional_ns
+from ebbench.records.plan import Plan, optional_ns, token_ids
 from ebbench.simulation.api_server import ApiServers, QueueLimits
 from ebbench.simulation.drafting import DraftCounts, accepted_drafts
 from ebbench.simulation.releases import (

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.process.without_pandas import skip_pandas
+from ebbench.process.interpreter import skip_pandas
 
 skip_pandas()
 EARLIER_TURN_FAILED = "earlier_turn_failed"

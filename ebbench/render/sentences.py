@@ -29,7 +29,6 @@ from ebbench.analysis.cases import (
     request_time,
     steady_throughput,
 )
-from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.certainty import (
     ALPHA,
     deciding_figure,
@@ -43,9 +42,9 @@ from ebbench.analysis.certainty import (
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary, named
+from ebbench.analysis.validity import by_policy, told_once
 from ebbench.records.warnings import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
-from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.eb import EstimatingSpec
 from vllm_eb.policy import known_policy
 
@@ -374,7 +373,7 @@ def why(explanation: Explanation) -> list[str]:
             lines.append(_modes(explanation.steps, explanation.decisions))
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
-    elif explanation.steps is not None and isinstance(known_policy(explanation.policy), CadenceSpec):
+    elif explanation.steps is not None and getattr(known_policy(explanation.policy), "kind", "") == "cadence":
         lines.append(NO_PROMPT_HELD)
     return lines
 

@@ -347,11 +347,10 @@ def each_once(option: str, values: Sequence[Any]) -> None:
 def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
     cannot have, before anything is simulated."""
-    from ebbench.devices.apiserver import chosen_api_server
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
-    from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.spec.speculative import speculative_of
+    from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
+    from ebbench.spec.server import speculative_of
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)

@@ -22,18 +22,18 @@ from typing import Any
 
 import msgspec
 
-from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
+from ebbench.analysis.validity import of_device
 from ebbench.errors import DataError, EbbenchError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
 from ebbench.runs.execute import Made, Task, make
-from ebbench.runs.key import directory_name, key_of, stored_form, with_absolute_paths
+from ebbench.runs.key import directory_name, key_of, with_absolute_paths
 from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
 from ebbench.runs.prepare import device_of, plan_of
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, stored_form
 from ebbench.spec.server import is_server
 from ebbench.workloads import load_scenario
 from ebbench.workloads.mixture import check_workload

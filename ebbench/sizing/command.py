@@ -19,12 +19,12 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import default_run_dir
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
-from ebbench.runs.key import stored_form
+from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, series_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
+from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 from ebbench.workloads.mixture import check_workload
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ebbench.devices.base import Device
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing.estimate import Estimate
     from ebbench.sizing.probe import ProbeReading
 
@@ -139,7 +139,7 @@ def capacity_search(
 
 def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing import chart
 
     if output.plot is not None:
@@ -303,7 +303,7 @@ def _search(
 
 def _show(done: Searched, output: CapacityOutput) -> None:
     """Store the results beside the probes, then print or draw them."""
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing.sentences import store
 
     rows = done.rows

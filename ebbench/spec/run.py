@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any
+
+import msgspec
 
 from ebbench.config.declare import (
     CLIENT,
@@ -243,3 +245,19 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
     if isinstance(spec.cluster.topology, TopologySpec):
         found["topology"] = spec.cluster.topology.label
     return found
+
+
+def as_dict(spec: RunSpec) -> dict[str, Any]:
+    """The tree as nested dictionaries, as JSON stores it; without labels, which change no result."""
+    topology = spec.cluster.topology
+    content = asdict(replace(spec, cluster=replace(spec.cluster, topology=None)))
+    del content["labels"]
+    content["cluster"]["topology"] = msgspec.to_builtins(topology)
+    return content
+
+
+def stored_form(spec: RunSpec) -> dict[str, Any]:
+    """The tree as it is written beside a result: without values of headers, which may be secret."""
+    content = as_dict(spec)
+    content["client"]["headers"] = list(spec.client.headers)
+    return content

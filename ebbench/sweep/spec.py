@@ -20,8 +20,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server
-from ebbench.spec.speculative import speculative_of
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, speculative_of
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 

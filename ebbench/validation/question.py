@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ebbench.calibration.measure import ProbeGrid
-from ebbench.devices.apiserver import chosen_api_server
+from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.resources import located
+from ebbench.installation import located
 
 if TYPE_CHECKING:
     from ebbench.traffic.spec import Load

@@ -11,11 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.config.declare import MOST_SECONDS
-from ebbench.config.setting_strings import named_settings, settings_of
+from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
 from ebbench.errors import UsageError
-from ebbench.records.content import with_block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
@@ -42,8 +40,7 @@ from ebbench.workloads.sessions import (
     with_sessions,
 )
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.sources import draw_requests, gather
-from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, gather, load_workload
 
 # Assembles a plan from requests and a schedule.
 

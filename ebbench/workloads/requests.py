@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.setting_strings import setting
+from ebbench.config.declare import setting
 
 # Builds Arrow arrays directly from numpy buffers.
 #

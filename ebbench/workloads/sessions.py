@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.setting_strings import named_settings, setting, settings_of
+from ebbench.config.declare import named_settings, setting, settings_of
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import not_positive
 from ebbench.records.content import CHUNK_TOKENS
