@@ -19,14 +19,9 @@ from ebbench.cli.run_settings import (
     VllmOptions,
     WorkloadArgument,
 )
-from ebbench.spec.run import DEFAULTS
+from ebbench.spec.run import DEFAULTS, SET_BY_SEARCH
 
 _SEARCH = "Search"
-_NOT_TAKEN = (
-    "scenario", "max_concurrency", "request_rate", "saturation_rate", "rate_scale", "speed", "time_unit", "duration_s",
-    "think_time", "tool_time", "tool_share", "sub_agents", "abandon_after", "thinking_len", "lora_assignment", "images",
-)  # fmt: skip
-"""The search sets the load."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ def capacity(
     context: typer.Context,
     workload: WorkloadArgument,
     searching: SearchFlags,
-    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=_NOT_TAKEN)],
+    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=SET_BY_SEARCH)],
     output: OutputFlags,
     vllm_options: VllmOptions = None,
 ) -> None:

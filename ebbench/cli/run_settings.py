@@ -20,7 +20,10 @@ LIMITS, OUTPUT = "Limits", "Output"
 
 WorkloadArgument = Annotated[
     str,
-    typer.Argument(help="A workload (`ebbench workloads list`), or log:FILE.", autocompletion=completion.workloads),
+    typer.Argument(
+        help="A workload (`ebbench workloads list`), log:FILE, or several with shares.",
+        autocompletion=completion.workloads,
+    ),
 ]
 VllmOptions = Annotated[
     list[str] | None,
@@ -44,20 +47,13 @@ Attainment = Annotated[
 Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parallelism.", panel=CLUSTER)]
 
 
-OF_A_SERVER = (
-    "assume_decoder", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
-    "api_server", "api_server_count", "speculative",
-)  # fmt: skip
-"""Settings of a simulated server besides its device, model and the limits of its scheduler."""
-
-
 class RunsCommand(GoodputCommand):
     """A command that makes runs; its help shows the options that one needs every day."""
 
     everyday = frozenset((
         "policy", "engine", "device", "model", "max_num_seqs", "max_num_batched_tokens", "scenario", "max_concurrency",
         "request_rate", "num_prompts", "seed", "source", "input_len", "output_len", "topology", "goodput", "repeats",
-        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run",
+        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run", "name",
     ))  # fmt: skip
 
 
