@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ebbench.spec.server import EngineOptions
-from ebbench.spec.speculative import Speculative
+from ebbench.spec.server import EngineOptions, Speculative
 from tests.vllm.emulation import CALIBRATION, TestCost
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy

@@ -22,7 +22,7 @@ from unittest.mock import create_autospec
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from ebbench.spec.speculative import speculative_of
+from ebbench.spec.server import speculative_of
 from tests.vllm.core_engine import Engine
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.scene_checks import LOST_BY_VLLM, Checks
