@@ -13,19 +13,24 @@ Definitions (all times from a monotonic clock, in ns from the start of the run):
 - goodput: completed requests that met every limit, or their output tokens, / duration; attainment: those requests /
   all planned ones
 - tokens/s per user: 1 / median TPOT
+- end-to-end interactivity: output tokens / sum of E2EL (MLPerf Endpoints); its p90 is 1 / p90 of E2EL per output token,
+  so that nine tenths of the requests are faster (InferenceX)
 - cost of abandoned requests: output tokens made before their clients hung up, and prompt tokens of those whose first
   token was made, or whose prompt a prefill instance had computed
 - cost: ``price_per_hour`` of everything that serves, all GPUs together, over the throughput of the whole run, so that
   idle times at its start and end count; energy: that of the GPUs alone, from the start to the last token, of whole runs
 - prefix hit rate: prompt tokens that a prefix cache held / prompt tokens, of completed requests that report both
+- of a class of requests: the same of its requests alone, its rates over the duration of the whole run, so that those of
+  all classes add up to the run's
 
 Only completed requests count elsewhere; partial outputs are excluded.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -35,27 +40,153 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
-from ebbench.analysis.steady import Window
-from ebbench.config.setting_strings import named_settings, pairs_of, setting, settings_of
+from ebbench.config.declare import named_settings, pairs_of, setting, settings_of
 from ebbench.errors import UsageError
+from ebbench.records.manifest import PhaseFact
 from ebbench.records.schema import ABANDONED
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Window:
+    """A steady window ``(start_ns, end_ns]`` of one phase; ``target``: the intended number of open sessions."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
+    target: float
+
+    @property
+    def duration_s(self) -> float:
+        """Length in seconds."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class _OpenSessions:
+    """Open sessions as a step function: ``count[i]`` holds from ``time[i]`` to ``time[i+1]``."""
+
+    time: Ints
+    count: Ints
+
+    def mean(self, start: int, end: int) -> float:
+        """Time-weighted mean over [start, end]."""
+        edges = np.clip(np.append(self.time, end), start, end)
+        return float(np.dot(np.diff(edges), self.count) / (end - start))
+
+    def first_and_last_at(self, level: float, start: int, end: int) -> tuple[int, int] | None:
+        """First and last time in [start, end] with at least ``level`` open sessions."""
+        until = np.append(self.time[1:], self.time[-1])
+        held = (self.count >= level) & (until > start) & (self.time < end)
+        if not held.any():
+            return None
+        first, last = np.flatnonzero(held)[[0, -1]]
+        return max(int(self.time[first]), start), min(int(until[last]), end)
+
+
+def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+    """Windows in time order, at most one per phase; none if the load was never reached. No ``phases``: open loop."""
+    started = columns.intended != MISSING
+    if not started.any():
+        return ()
+    load = _load(columns)
+    if phases:
+        return _closed_loop(columns, load, phases)
+    return _open_loop(columns, load)
+
+
+def completed_sessions_per_s(columns: RequestColumns, windows: Sequence[Window]) -> float:
+    """Sessions per second whose last request ended in the steady windows."""
+    length_s = sum(window.duration_s for window in windows)
+    if length_s <= 0:
+        return 0.0
+    last = session_ends_ns(columns)
+    ended = sum(int(((last > window.start_ns) & (last <= window.end_ns)).sum()) for window in windows)
+    return ended / length_s
+
+
+def session_ends_ns(columns: RequestColumns) -> Ints:
+    """When the last request of each session ended; the largest integer for sessions that did not end."""
+    _, which = np.unique(columns.session, return_inverse=True)
+    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
+    return last
+
+
+def _load(columns: RequestColumns) -> _OpenSessions:
+    started = columns.intended != MISSING
+    session, intended, end = columns.session[started], columns.intended[started], columns.end[started]
+    last = np.where(end == MISSING, columns.last_token[started], end)
+    horizon = max(int(last.max()), int(intended.max()))
+    last = np.where(last == MISSING, horizon, last)  # interrupted while open
+    _, which = np.unique(session, return_inverse=True)
+    opened = np.full(which.max() + 1, np.iinfo(np.int64).max)
+    closed = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.minimum.at(opened, which, intended)
+    np.maximum.at(closed, which, last)
+    times, index = np.unique(np.concatenate([opened, closed]), return_inverse=True)
+    change = np.zeros(len(times), np.int64)
+    np.add.at(change, index[: len(opened)], 1)
+    np.add.at(change, index[len(opened) :], -1)  # a slot that is freed and refilled at the same time is not a dip
+    return _OpenSessions(times, np.cumsum(change))
+
+
+def _closed_loop(columns: RequestColumns, load: _OpenSessions, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+    starts = [_first_intended(columns, phase.name) for phase in phases]
+    known = [(phase, start) for phase, start in zip(phases, starts, strict=True) if start is not None]
+    ends = [start for _, start in known[1:]] + [int(load.time[-1])]
+    windows = []
+    for (phase, start), end in zip(known, ends, strict=True):
+        target = phase.max_concurrency
+        span = load.first_and_last_at(LEVEL * target, start, end)
+        if span is not None and span[1] > span[0]:
+            windows.append(Window(phase.name, *span, float(target)))
+    return tuple(windows)
+
+
+def _open_loop(columns: RequestColumns, load: _OpenSessions) -> tuple[Window, ...]:
+    intended = columns.intended[columns.intended != MISSING]
+    first, last = int(intended.min()), int(intended.max())
+    if last <= first:
+        return ()
+    target = load.mean(first, last)
+    span = load.first_and_last_at(LEVEL * target, first, last)
+    if span is None or span[0] >= last:
+        return ()
+    return (Window("", span[0], last, target),)
+
+
+def _first_intended(columns: RequestColumns, phase: str) -> int | None:
+    times = columns.intended[(columns.phase == phase) & (columns.intended != MISSING)]
+    return int(times.min()) if len(times) else None
+
 
 # Service-level objectives: limits on request latencies, as in `--goodput ttft:500 tpot:50 e2el:5000`.
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Upper limits in ms; None is no limit. Without any limit, goodput is not computed."""
+    """Upper limits in ms; None is no limit. Without any limit, goodput is not computed.
+
+    ``classes``: limits of classes of requests by name, each in place of the limit on the same latency for all.
+    """
 
     ttft: float | None = setting(None, "time to first token", unit="ms", above=0, example=500)
     tpot: float | None = setting(None, "mean time per output token after the first", unit="ms", above=0, example=50)
     e2el: float | None = setting(None, "from sending to the last token", unit="ms", above=0, example=5000)
     ttfat: float | None = setting(None, "time to first answer token, after thinking", unit="ms", above=0, example=5000)
+    classes: tuple[tuple[str, Slo], ...] = ()
 
     def limits(self) -> dict[str, float]:
-        """The given limits, by metric."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {name: value for name, value in given if value is not None}
+        """The given limits, by metric; those of a class as ``class:metric``."""
+        given = ((name, getattr(self, name)) for name in METRICS)
+        own = {name: value for name, value in given if value is not None}
+        return own | {f"{name}:{metric}": ms for name, slo in self.classes for metric, ms in slo.limits().items()}
+
+    def of_class(self, name: str) -> Slo:
+        """The limits in force for a class."""
+        return slo_from_limits(replace(self, classes=()).limits() | dict(self.classes).get(name, Slo()).limits())
 
     def __bool__(self) -> bool:
         return bool(self.limits())
@@ -70,22 +201,58 @@ METRICS = settings_of(Slo)
 def parse_slo(texts: Iterable[str]) -> Slo:
     """Parse ``metric:milliseconds`` pairs, several per text if separated by spaces or commas.
 
+    ``class:metric:milliseconds`` limits the requests of a class; further pairs after a comma limit the same class.
     Raises UsageError for an unknown or repeated metric, for a percentile (:mod:`ebbench.sizing.limits` has them) and
     for a limit that is not a positive number.
     """
-    pairs = pairs_of(texts)
-    for pair in pairs:
+    pairs: dict[str, list[str]] = {}
+    for name, pair in pairs_by_class(texts):
         if pair.count(":") > 1:
             raise UsageError(
                 f"--goodput: {pair} limits a percentile, which only capacity and plan do; here the requests within a "
                 "limit are counted, e.g. ttft:500"
             )
-    return slo_from_limits(named_settings(" ".join(pairs), METRICS, "--goodput", noun="metric", equals=":"))
+        pairs.setdefault(name, []).append(pair)
+    found: dict[str, float] = {}
+    for name, own in pairs.items():
+        limits = named_settings(" ".join(own), METRICS, "--goodput", noun="metric", equals=":")
+        found |= {f"{name}:{metric}" if name else metric: limit for metric, limit in limits.items()}
+    return slo_from_limits(found)
+
+
+def slo_of(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> Slo:
+    """The limits of a run: those of ``--goodput``, and for other latencies those that the plan's classes bring.
+
+    ``classes``: by name, as in a plan's facts. Raises UsageError.
+    """
+    brought = {name: str(one["goodput"]) for name, one in classes.items() if one.get("goodput")}
+    own = [f"{name}:{','.join(pairs_of([text]))}" for name, text in brought.items()]
+    return slo_from_limits(parse_slo(own).limits() | parse_slo([goodput]).limits())
+
+
+def pairs_by_class(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The pairs of ``--goodput``, each with the class whose requests it limits; empty for all requests.
+
+    ``chat:ttft:500,tpot:50 e2el:9000`` limits TTFT and TPOT of the class ``chat``, and E2EL of all.
+    """
+    for word in (word for text in texts for word in text.split()):
+        name, _, rest = word.partition(":")
+        named = ":" in rest and name not in METRICS and _PERCENTILE.match(rest) is None
+        for pair in pairs_of([rest if named else word]):
+            yield (name if named else ""), pair
+
+
+_PERCENTILE = re.compile(r"p[0-9.]+:")
 
 
 def slo_from_limits(limits: Mapping[str, float]) -> Slo:
     """The inverse of :meth:`Slo.limits`."""
-    return Slo(**limits)
+    own: dict[str, dict[str, Any]] = {}
+    for name, limit in limits.items():
+        of_class, _, metric = name.rpartition(":")
+        own.setdefault(of_class, {})[metric] = limit
+    whole = Slo(**own.pop("", {}))
+    return replace(whole, classes=tuple((name, Slo(**each)) for name, each in own.items()))
 
 
 # Mean, standard deviation and percentiles of a latency; a percentile is null if there are too few samples for it.
@@ -250,6 +417,8 @@ class Metrics:
     ttfat: Distribution = field(default=Distribution(0))
     thinking_tokens: int = 0
     mean_acceptance_length: float | None = None
+    interactivity: float | None = None  # end to end, output tokens/s, as its p90
+    p90_interactivity: float | None = None
 
     @property
     def tokens_per_s_per_user(self) -> float | None:
@@ -263,17 +432,23 @@ def measure(
     rows: Mask | None = None,
     slo: Slo = Slo(),
     windows: Sequence[Window] = (),
+    duration_s: float | None = None,
 ) -> Metrics:
-    """Metrics of the requests in ``rows`` (default: all). Steady rates are those of the whole system."""
+    """Metrics of the requests in ``rows`` (default: all). Steady rates are those of the whole system.
+
+    ``duration_s``: of the rates; by default from the first intended start of these requests to their last completion.
+    """
     chosen = np.ones(len(columns.status), np.bool_) if rows is None else rows
     ok = chosen & columns.ok
-    duration_s = _duration_s(columns, chosen, ok)
+    duration_s = duration_s or _duration_s(columns, chosen, ok)
     tokens_in, tokens_out = int(columns.input_tokens[ok].sum()), int(columns.output_tokens[ok].sum())
     good = meets(columns, ok, slo) if slo else None
     met = None if good is None else int(good.sum())
     planned = int(chosen.sum())
     left = chosen & (columns.status == ABANDONED)
     answer_began = columns.answer_began
+    e2el_ns, outputs = (columns.last_token - columns.intended)[ok], columns.output_tokens[ok]
+    slow_ms = Distribution.of_ns(e2el_ns / np.maximum(outputs, 1)).p90
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
     return Metrics(
         planned=planned,
@@ -294,7 +469,7 @@ def measure(
         ttft=Distribution.of_ns((columns.first_token - columns.intended)[ok]),
         tpot=Distribution.of_ns(tpot_ns(columns, ok)),
         itl=Distribution.of_ns(itl_ns(columns, ok)),
-        e2el=Distribution.of_ns((columns.last_token - columns.intended)[ok]),
+        e2el=Distribution.of_ns(e2el_ns),
         ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
         input_throughput=_rate(tokens_in, duration_s),
@@ -304,7 +479,29 @@ def measure(
         abandoned_output_tokens=int(columns.output_tokens[left].sum()),
         ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
         thinking_tokens=int(columns.thinking_tokens[ok].sum()),
+        interactivity=_rate(tokens_out, float(e2el_ns.sum()) / 1e9),
+        p90_interactivity=1e3 / slow_ms if slow_ms else None,
     )
+
+
+def measure_classes(columns: RequestColumns, slo: Slo, duration_s: float | None) -> dict[str, Metrics]:
+    """Metrics of each class of requests by name, with rates over ``duration_s``; empty if no request has a class.
+
+    Raises UsageError if a class has limits and no request.
+    """
+    refuse_unknown_classes(slo, columns.classes)
+    return {
+        name: measure(columns, rows=columns.request_class == name, slo=slo, duration_s=duration_s)
+        for name in columns.classes
+    }
+
+
+def refuse_unknown_classes(slo: Slo, classes: Iterable[str]) -> None:
+    """Raise UsageError for limits of a class that is not among the ``classes`` of a run."""
+    known = sorted(filter(None, classes))
+    if unknown := [name for name, _ in slo.classes if name not in known]:
+        of = f"; its classes are {', '.join(known)}" if known else ""
+        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{of}")
 
 
 def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None:
@@ -354,8 +551,13 @@ def itl_ns(columns: RequestColumns, rows: Mask) -> Ints:
 def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
     """Requests that completed and met every limit."""
     met = ok.copy()
-    for metric, limit_ms in slo.limits().items():
-        met &= limited_ns(columns, metric) <= limit_ms * NS_PER_MS
+    for metric in METRICS:
+        limit_ms: npt.NDArray[np.float64] = np.full(len(ok), getattr(slo, metric) or np.inf)
+        for name, own in slo.classes:
+            if (limit := getattr(own, metric)) is not None:
+                limit_ms[columns.request_class == name] = limit
+        if np.isfinite(limit_ms).any():
+            met &= ~np.isfinite(limit_ms) | (limited_ns(columns, metric) <= limit_ms * NS_PER_MS)
     return met
 
 

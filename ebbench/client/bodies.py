@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.records.content import CHUNK_TOKENS, token_ids
+from ebbench.records.plan import CHUNK_TOKENS, token_ids
 from ebbench.spec.client import ClientOptions
 
 # JSON of synthetic prompts, written from tables of bytes.
@@ -103,6 +103,7 @@ class Turn:
     lora: str | None = None
     image_tokens: Sequence[int] = ()
     image_side: int = 0
+    priority: int | None = None
 
 
 class RequestBodies:
@@ -124,7 +125,6 @@ class RequestBodies:
         self._fixed = {name: value for name, value in self._fixed.items() if value is not None}
         self._limit = options.max_tokens_field or ("max_completion_tokens" if self._chat else "max_tokens")
         self._table = PromptTable.of_words(_WORDS) if self._chat else PromptTable.of_ids(options.vocab_size)
-        self.path = "chat/completions" if self._chat else "completions"
 
     def build(self, turn: Turn, history: Sequence[tuple[str, str]] = (), *, may_hang_up: bool = False) -> bytes:
         """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session.
@@ -143,6 +143,8 @@ class RequestBodies:
         whole = self._fixed | prompt | {self._limit: turn.output_tokens}
         if turn.lora is not None:
             whole["model"] = turn.lora
+        if turn.priority is not None:
+            whole["priority"] = turn.priority
         if may_hang_up and isinstance(whole.get("stream_options"), dict):
             whole["stream_options"] = {**whole["stream_options"], "continuous_usage_stats": True}
         return msgspec.json.encode(whole)

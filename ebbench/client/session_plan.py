@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.release_schedule import Arrivals, Slots
 from ebbench.errors import UsageError
-from ebbench.records.content import CHUNK_TOKENS, block_tokens
-from ebbench.records.plan import ClosedPhase, TurnGraph, turn_graph
+from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, TurnGraph, block_tokens, turn_graph
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class SessionPlan:
     def turn(self, row: int) -> Turn:
         """One request."""
         fields: dict[str, Any] = {name: self.columns[name][row] for name in _TURN_COLUMNS}
-        for name in ("lora", "image_tokens", "image_side"):
+        for name in _ATTACHED:
             if name in self.columns and (value := self.columns[name][row]) is not None:
                 fields[name] = value
         return Turn(row=row, block_tokens=self.block_tokens, **fields)
@@ -70,6 +68,8 @@ class _LazyColumn(Sequence[Any]):
 
 
 _LARGE = ("hash_ids", "prompt")
+_ATTACHED = ("lora", "image_tokens", "image_side", "priority")
+"""Columns of PLAN_EXTRAS that a body depends on."""
 _TURN_COLUMNS = ("request_id", "turn", "input_tokens", "output_tokens", "content", "hash_ids", "prompt")
 
 
@@ -83,17 +83,18 @@ def plan_sessions(
         name: _LazyColumn(table.column(name)) if name in _LARGE else table.column(name).to_pylist()
         for name in _TURN_COLUMNS
     }
-    for name in ("hang_up_ns", "lora", "image_tokens", "image_side"):
+    for name in ("hang_up_ns", *_ATTACHED):
         if name in table.column_names:
             columns[name] = table.column(name).to_pylist()
     graph = turn_graph(table)
     if phases:
         slots = Slots.of_phases(phases, spacing_ns)
         return SessionPlan(columns, rows, starts, slots, None, graph, block_tokens(table))
-    first = table.column("arrival_ns").take(pa.array([rows[s] for s in starts[:-1]]))
-    if first.null_count:
+    times_ns = table.column("arrival_ns").to_pylist()
+    first_ns = [times_ns[rows[start]] for start in starts[:-1]]
+    if None in first_ns:
         raise UsageError("an open-loop plan needs an arrival time for each session")
-    arrival_ns = first.to_numpy()
+    arrival_ns = np.array(first_ns, np.int64)
     # An open loop releases sessions in the order of their arrival times.
     order = np.argsort(arrival_ns, kind="stable")
     if np.any(np.diff(arrival_ns) < 0):
@@ -162,7 +163,8 @@ def _grouped(table: pa.Table) -> tuple[list[int], list[int]]:
     """Row numbers grouped by session (in order of first appearance, turns ascending), and the start of each group."""
     if table.num_rows == 0:
         raise UsageError("the plan has no requests")
-    codes = pc.dictionary_encode(table.column("session").combine_chunks()).indices.to_numpy()
+    _, first, codes = np.unique(table.column("session").to_numpy(), return_index=True, return_inverse=True)
+    codes = np.argsort(np.argsort(first))[codes]  # numbered in order of first appearance
     turns = table.column("turn").to_numpy()
     rows = np.lexsort((turns, codes))
     starts = np.searchsorted(codes[rows], np.arange(codes.max() + 2))

@@ -36,7 +36,7 @@ from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse,
 from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm
-from ebbench.process.collector import no_full_collections
+from ebbench.process.interpreter import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets, spacing_ns
 
@@ -200,7 +200,7 @@ async def _send_part(
             session_plan.slots,
             session_plan.arrivals,
         )
-        async with RequestSender(assignment.url, bodies.path, assignment.options, environ) as sender:
+        async with RequestSender(assignment.target, assignment.head, assignment.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
             await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
             worker.ahead.start(worker.first_sessions())

@@ -17,17 +17,16 @@ import pyarrow as pa
 
 import ebbench
 from ebbench.errors import DataError
-from ebbench.foreign.documents import BadValueError, json_value
+from ebbench.foreign.documents import BadValueError, json_value, visible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning
-from ebbench.untrusted import visible
 
 SCHEMA_VERSION = 2
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
 
 LIMITS = ("ttft", "tpot", "e2el", "ttfat")
-"""The latencies that ``slo`` may limit."""
+"""The latencies that ``slo`` may limit, of all requests or as ``class:latency`` of a class."""
 
 Clock = Literal["virtual", "real"]
 
@@ -87,6 +86,16 @@ class _Computed(msgspec.Struct, frozen=True):
     facts: _Facts = _Facts()
 
 
+class RunLabels(msgspec.Struct, frozen=True):
+    """What the user calls a run, and the commit and branch (or pull request) that it measures; empty if not given."""
+
+    name: str = ""
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    commit: str = ""
+    label: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run except measurements, stored as ``manifest.json``.
 
@@ -98,6 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str]
     git_commit: str | None = None
+    labels: RunLabels = RunLabels()
     anchor_unix_ns: int
     workload: str
     scenario: str
@@ -162,7 +172,7 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None
-    unknown = [name for name in manifest.slo if name not in LIMITS]
+    unknown = [name for name in manifest.slo if name.rpartition(":")[2] not in LIMITS]
     if unknown:
         raise DataError(f"{path}: unknown limit {unknown[0]!r} in slo; it can limit {', '.join(LIMITS)}")
     return manifest

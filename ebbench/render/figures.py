@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.phases import Surface, latencies_ms, run_surfaces
 from ebbench.errors import DataError, UnknownNameError
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.records import files
 from ebbench.records.run import Run
 from ebbench.render.palette import policy_colours

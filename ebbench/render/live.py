@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from ebbench.engines.base import Progress
-from ebbench.render.console import Console, ProgressEvent
+from ebbench.render.documents import Console, ProgressEvent
 from ebbench.render.numbers import count, duration_ms, rate
 
 LINES_EVERY_S = 10.0

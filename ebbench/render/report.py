@@ -13,11 +13,10 @@ from rich.text import Text
 from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Document
 from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
-from ebbench.analysis.failures import merge_failures
 from ebbench.analysis.summary import Summary
+from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
-from ebbench.render.console import Console
-from ebbench.render.documents import section_tables
+from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
 from ebbench.render.sentences import doubts_of
 
@@ -188,7 +187,7 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     for section in document.sections:
         parts += [Text(), *section_tables(section, width)]
     parts += [Text(note, style="dim") for note in document.notes]
-    for section in filter(None, map(tables.phases, cases)):
+    for section in (one for case in cases for one in tables.parts(case)):
         parts += [Text(), *section_tables(section, width)]
     parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
@@ -212,8 +211,8 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
         *doubts_of(cases),
         *sentences.caveats(groups),
     ]
-    phases = tuple(filter(None, map(tables.phases, cases)))
-    return replace(compared, title=machine(summaries), sections=(*compared.sections, *phases), notes=tuple(said))
+    parts = [section for case in cases for section in tables.parts(case)]
+    return replace(compared, title=machine(summaries), sections=(*compared.sections, *parts), notes=tuple(said))
 
 
 def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench import __version__
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.records import files
 from ebbench.render import palette
 from ebbench.render.figures import altair, ms_axis

@@ -36,6 +36,7 @@ from ebbench.runs.file import starts_a_server
 from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, spec_of
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
+from ebbench.workloads.mixture import has_priorities
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
@@ -212,6 +213,9 @@ class Series:
         plan = self.spec.plan
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
+        by_priority = any(word.endswith("priority") for word in self.spec.vllm_options)
+        if engine.name == "vllm" and has_priorities(plan) and not by_priority:
+            raise UsageError("priorities need a server that schedules by them: add -- --scheduling-policy priority")
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 
@@ -343,11 +347,10 @@ def each_once(option: str, values: Sequence[Any]) -> None:
 def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
     cannot have, before anything is simulated."""
-    from ebbench.devices.apiserver import chosen_api_server
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
-    from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.spec.speculative import speculative_of
+    from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
+    from ebbench.spec.server import speculative_of
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)

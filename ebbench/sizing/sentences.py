@@ -11,13 +11,13 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.documents import Column, Section
+from ebbench.analysis.validity import by_policy, told_once
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
-from ebbench.runs.api_server import left_out
+from ebbench.runs.conclude import left_out
 from ebbench.sizing.drive import SearchOutcome
 from ebbench.sizing.estimate import Estimate
 from ebbench.sizing.limits import LatencyLimits

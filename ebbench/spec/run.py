@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any
+
+import msgspec
 
 from ebbench.config.declare import (
     CLIENT,
@@ -20,6 +22,7 @@ from ebbench.config.declare import (
 )
 from ebbench.config.topology import TopologySpec
 from ebbench.spec.client import ClientOptions
+from ebbench.spec.labels import Labels
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server
 from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
 
@@ -71,6 +74,8 @@ class RunSpec:
     server: EngineOptions = field(default_factory=EngineOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     client: ClientOptions = field(default_factory=ClientOptions, hash=False)
+    labels: Labels = field(default_factory=Labels, compare=False)
+    """Changes no result; not part of the key."""
     calibration: str | None = declare(
         None, "Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).", ENGINE
     )
@@ -114,7 +119,9 @@ class RunSpec:
         return replace(self, **own)
 
 
-_SECTIONS: Mapping[str, type] = {"plan": PlanOptions, "server": EngineOptions, "cluster": ClusterOptions}
+_SECTIONS: Mapping[str, type] = {
+    "plan": PlanOptions, "server": EngineOptions, "cluster": ClusterOptions, "labels": Labels,
+}  # fmt: skip
 _OWN = frozenset(one.name for one in fields(RunSpec))
 _FIRST = ("workload", "policy", "engine", "device", "model", "scenario", "seed", "num_prompts", "source")
 
@@ -128,7 +135,7 @@ def known_settings() -> Mapping[str, Declared]:
     """Every declared setting by name, the most important ones first."""
     found: dict[str, Declared] = {}
     for part, kind in (("plan", PlanOptions), ("", RunSpec), ("server", EngineOptions), ("cluster", ClusterOptions),
-                       ("client", ClientOptions)):  # fmt: skip
+                       ("client", ClientOptions), ("labels", Labels)):  # fmt: skip
         for name, one in declared_in(kind, part).items():
             found.setdefault(name, one)
     found["max_model_len"] = declared_in(EngineOptions, "server")["max_model_len"]
@@ -141,7 +148,7 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
     A rate without a scenario means Poisson arrivals. Plans of simulated engines contain no text, unless ``with_text``
     says so. A server keeps its own length limit unless ``max_model_len`` is given.
     """
-    parts: dict[str, dict[str, Any]] = {"plan": {}, "": {}, "server": {}, "cluster": {}, "client": {}}
+    parts: dict[str, dict[str, Any]] = {"plan": {}, "": {}, "server": {}, "cluster": {}, "client": {}, "labels": {}}
     for name, value in settings.items():
         parts[known_settings()[name].part][name] = value
     engine = settings.get("engine", RunSpec.engine)
@@ -158,6 +165,7 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
         server=EngineOptions(max_model_len=limit or EngineOptions.max_model_len, **server),
         cluster=ClusterOptions(**parts["cluster"]),
         client=ClientOptions(**parts["client"]),
+        labels=Labels(**parts["labels"]),
         **own,
     )
 
@@ -237,3 +245,19 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
     if isinstance(spec.cluster.topology, TopologySpec):
         found["topology"] = spec.cluster.topology.label
     return found
+
+
+def as_dict(spec: RunSpec) -> dict[str, Any]:
+    """The tree as nested dictionaries, as JSON stores it; without labels, which change no result."""
+    topology = spec.cluster.topology
+    content = asdict(replace(spec, cluster=replace(spec.cluster, topology=None)))
+    del content["labels"]
+    content["cluster"]["topology"] = msgspec.to_builtins(topology)
+    return content
+
+
+def stored_form(spec: RunSpec) -> dict[str, Any]:
+    """The tree as it is written beside a result: without values of headers, which may be secret."""
+    content = as_dict(spec)
+    content["client"]["headers"] = list(spec.client.headers)
+    return content
