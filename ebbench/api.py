@@ -41,8 +41,7 @@ from ebbench.errors import (
 from ebbench.process.termination import Signals, stoppable_from
 from ebbench.records.run import Run, find_runs
 from ebbench.render import figures, report
-from ebbench.render.console import Console, ProgressEvent
-from ebbench.render.documents import as_html
+from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
 from ebbench.runs.file import FURTHER, asked_for, of_keywords
 from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, known_settings

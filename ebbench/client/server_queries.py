@@ -25,8 +25,8 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.connections import tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
-from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.network.questions import Answer, AnswerTooLargeError, ask, one_off_limits
+from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.spec.client import ClientOptions, secrets
 
