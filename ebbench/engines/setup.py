@@ -310,9 +310,19 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
 
 def with_step_parts(engine: Engine) -> Engine:
     """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
-    from ebbench.engines.sim import SimEngine
+    return replace(engine, steps_in_parts=True) if engine.name == "sim" else engine  # type: ignore[type-var]
 
-    return replace(engine, steps_in_parts=True) if isinstance(engine, SimEngine) else engine
+
+def without_step_tables(engine: Engine) -> Engine:
+    """The engine as a run needs it of which only figures are kept: a simulation of one instance stores no steps."""
+    alone = engine.name == "sim" and simulated_pools(engine) is None
+    return replace(engine, figures_only=True) if alone else engine  # type: ignore[type-var]
+
+
+def simulated_pools(engine: Engine) -> TopologySpec | None:
+    """The instances of a simulation; None for one, and for other engines."""
+    pools: TopologySpec | None = getattr(engine, "topology", None) if engine.name == "sim" else None
+    return pools
 
 
 def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) -> tuple[Engine, str]:
