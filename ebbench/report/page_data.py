@@ -66,7 +66,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
             searches: Sequence[SearchSection] = ()) -> Page:  # fmt: skip
     """Read everything the page needs. Raises DataError if a file of a run is damaged.
 
-    Runs are grouped by :func:`cases_of`: one table, one verdict and one set of curves per load and environment.
+    Runs are grouped by :func:`cases_of_results`: one table, one verdict and one set of curves per load and environment.
     """
     cases = cases_of_results([result_of(run, slo) for run in runs])
     by_directory = {str(run.path): run for run in runs}

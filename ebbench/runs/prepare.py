@@ -16,7 +16,6 @@ from ebbench.analysis.metrics import PRICE, parse_slo
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import SINGLE, Device, DeviceRequest
-from ebbench.engines import chosen_engine, select_engine
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import (
     check_counts,
@@ -26,7 +25,16 @@ from ebbench.engines.checks import (
     refuse_server_settings,
     refuse_simulated,
 )
-from ebbench.engines.setup import client_of, make_engine, policy_label, topology_of, unknown_device, with_ramp
+from ebbench.engines.setup import (
+    chosen_engine,
+    client_of,
+    make_engine,
+    policy_label,
+    select_engine,
+    topology_of,
+    unknown_device,
+    with_ramp,
+)
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.runs.file import starts_a_server, with_batch_limits
