@@ -321,7 +321,8 @@ class _EmulatedRun:
         self._controller = None if policy.native else self._scheduler.controller
         if not policy.native:
             self._scheduler.use_clock(self._clock.now_s)
-        self._beginning = Beginning(begun=not options.warmup)
+        warmup = len(whole) - len(plan)
+        self._beginning = Beginning(begun=not warmup)
         controller = self._controller
         if controller is not None:
             controller.keep_records()
@@ -331,7 +332,7 @@ class _EmulatedRun:
         self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
         self._queue_limits = QueueLimits.of(self._state, options.max_num_queued_reqs, options.max_num_queued_tokens)
-        self._clients = VirtualClients(plan, self._state, options.warmup, begin, self._api_servers, self._queue_limits)
+        self._clients = VirtualClients(plan, self._state, warmup, begin, self._api_servers, self._queue_limits)
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._reader(options))
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted

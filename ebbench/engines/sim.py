@@ -264,7 +264,8 @@ class _Simulation:
         self._device, self._options, self._make_kv = device, options, make_kv
         self._whole = with_warmup(plan, options.warmup)
         self._log: StepLog | FigureLog = FigureLog() if engine.figures_only else StepLog()
-        self._beginning = Beginning(begun=not options.warmup)
+        warmup = len(self._whole) - len(plan)
+        self._beginning = Beginning(begun=not warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
         self._notes: list[str] = []
@@ -277,7 +278,7 @@ class _Simulation:
             plan,
             *stages,
             network_ns=self._network_ns,
-            warmup=options.warmup,
+            warmup=warmup,
             begin=self._begin,
             queue_limits=self._queue_limits,
         )
@@ -420,7 +421,7 @@ class _Simulation:
         blocks, layout = num_kv_blocks(device, options), device.kv_layout
         if layout is None:
             return blocks, self._make_kv
-        if not options.enable_prefix_caching or _nothing_shared(self._plan):
+        if not options.enable_prefix_caching or _nothing_shared(self._whole):
             return blocks, lambda state, total: LaidOutKv(state, total, layout)
         table = self._plan.table
         tokens = pc.add(table["input_tokens"].cast(pa.int64()), table["output_tokens"])

@@ -214,6 +214,28 @@ def turn_graph(table: pa.Table) -> TurnGraph:
     )
 
 
+def primed(table: pa.Table) -> pa.Table:
+    """The requests (PLAN, one row each) that put what a plan's table takes for held into the prefix cache."""
+    from ebbench.records.plan import block_tokens
+    from ebbench.records.schema import PLAN
+
+    if "primed_tokens" not in table.column_names:
+        return PLAN.empty_table()
+    rows = table.filter(table["primed_tokens"].is_valid())
+    tokens, size = rows["primed_tokens"].to_pylist(), block_tokens(table)
+    ids = [each and each[: -(-n // size)] for each, n in zip(rows["hash_ids"].to_pylist(), tokens, strict=True)]
+    sessions = np.arange(rows.num_rows) + 2 * int(np.asarray(table["session"]).max(initial=0)) + table.num_rows + 1
+    changed = {
+        "request_id": pa.array([f"primed-{name}" for name in rows["request_id"].to_pylist()], pa.string()),
+        "session": pa.array(sessions, pa.int64()),
+        "turn": pa.array(np.zeros(rows.num_rows), pa.int32()),
+        "input_tokens": pa.array(tokens, pa.int32()),
+        "output_tokens": pa.array(np.ones(rows.num_rows), pa.int32()),
+        "hash_ids": pa.array(ids, PLAN.field("hash_ids").type),
+    }
+    return pa.table({name: changed.get(name, rows[name]) for name in PLAN.names}, schema=PLAN)
+
+
 def with_class(requests: pa.Table, plan: pa.Table) -> pa.Table:
     """The table of a run's requests with their classes, if the plan gives them any."""
     if "class" not in plan.column_names or "class" in requests.column_names:

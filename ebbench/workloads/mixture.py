@@ -26,7 +26,7 @@ from ebbench.workloads.options import PlanOptions, is_recorded, mixture_parts, r
 from ebbench.workloads.requests import Int64s, Requests, int_lists_of
 from ebbench.workloads.spec import load_workload
 
-OF_THE_WHOLE = ("num_prompts", "seed", "drop_too_long", "redraw", "priorities")
+OF_THE_WHOLE = ("num_prompts", "seed", "drop_too_long", "redraw", "priorities", "session_start")
 """Settings of workloads that a class cannot have for itself."""
 _OF_A_CLASS = {
     name: one.kind
@@ -156,8 +156,9 @@ def options_of(one: RequestClass, options: PlanOptions) -> PlanOptions:
     Settings of logs go to classes that are logs only, and the source of data sets to the others.
     """
     seed = int(substream(options.seed, f"class/{one.name}").integers(2**62))
-    without = dict.fromkeys(("scenario", "num_prompts", "priorities", *_OF_LOAD))
-    others = {"source": "auto"} if is_recorded(one.workload) else {"columns": None, "keep_text": False}
+    without = dict.fromkeys(("scenario", "num_prompts", "priorities", "session_start", *_OF_LOAD))
+    of_logs = {"columns": None, "keep_text": False, "recorded_pauses": False}
+    others = {"source": "auto"} if is_recorded(one.workload) else of_logs
     return replace(options, **{**without, **others, "workload": one.workload, "seed": seed, **one.settings})
 
 
@@ -194,6 +195,7 @@ def mixed(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Requests:
         thinking_tokens=rows.array("thinking_tokens", 0, optional=True),
         lora=rows.listed("lora"),
         images=rows.listed("images"),
+        offset_s=rows.array("offset_s", np.nan, optional=True),
         classes=names[order].tolist(),
         facts={"source": "classes", "source_reason": "each class has its own", "classes": described},
         warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),

@@ -139,6 +139,18 @@ class PlanOptions:
     thinking_len: int | None = declare(
         None, "Mean thinking tokens before each answer, in addition to it.", SESSIONS, at_least=1
     )
+    recorded_pauses: bool = declare(
+        False, "Keep pauses and parallel requests within a log's sessions under another load than its own times.",
+        SESSIONS, names=("--recorded-pauses",),
+    )  # fmt: skip
+    max_pause_s: float | None = declare(
+        None, "Longest pause between turns, in seconds; longer ones are cut.", SESSIONS, names=("--max-pause",),
+        at_least=0, at_most=MOST_SECONDS,
+    )  # fmt: skip
+    session_start: str | None = declare(
+        None, "Where in their course the first open sessions begin, their history cached: 0.5, or a range: 0.25-0.75.",
+        SESSIONS,
+    )  # fmt: skip
     lora_assignment: str | None = declare(
         None, "Adapters by name, one per session, over HTTP: sql=3,chat=1,base.", WORKLOAD
     )

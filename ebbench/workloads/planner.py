@@ -32,7 +32,13 @@ from ebbench.workloads.requests import (
     repeatable,
     strings,
 )
-from ebbench.workloads.sessions import session_spec, with_sessions
+from ebbench.workloads.sessions import (
+    begun_before,
+    parse_start,
+    session_spec,
+    with_longest_pause,
+    with_sessions,
+)
 from ebbench.workloads.shared_prefix import with_shared_prefixes
 from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, gather, load_workload
 
@@ -145,6 +151,8 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
         found["class"] = pa.array(requests.classes, pa.string())
     if requests.priority is not None:
         found["priority"] = ints(requests.priority, pa.int32())
+    if requests.primed_tokens is not None:
+        found["primed_tokens"] = ints(requests.primed_tokens, pa.int32(), valid=requests.primed_tokens > 0)
     return found
 
 
@@ -293,6 +301,8 @@ def make_plan(options: PlanOptions) -> Plan:
         requests, schedule, scenario = _single(options)
         priorities = {}
     requests = with_priorities(requests, priorities | parse_priorities(options.priorities or ""))
+    if options.session_start is not None:
+        requests = begun_before(requests, parse_start(options.session_start), schedule.concurrency, options.seed)
     cap = options.max_concurrency or scenario.max_concurrency
     limits = LengthLimits(options.max_model_len, options.drop_too_long)
     facts = _facts(options, scenario, requests)
@@ -343,6 +353,8 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
     spec = session_spec(None if workload is None else workload.sessions, options.sessions, options.length_distribution)
     if spec is not None:
         requests = with_sessions(requests, spec, options.seed)
+    if options.max_pause_s is not None:
+        requests = with_longest_pause(requests, options.max_pause_s)
     if options.prefixes.asked:
         requests = with_shared_prefixes(requests, options.prefixes, options.seed)
     if options.images is not None:
@@ -383,7 +395,7 @@ def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -
         raise UsageError(f"burstiness shapes the gaps of gamma arrivals; scenario {scenario.name!r} has none")
     if scenario.loop != "trace" and options.speed not in (None, 1.0):
         raise UsageError(f"speed scales recorded times; scenario {scenario.name!r} has none")
-    if scenario.loop != "trace" and options.time_unit is not None:
+    if scenario.loop != "trace" and options.time_unit is not None and not options.recorded_pauses:
         problem = f"--time-unit is for recorded times; scenario {scenario.name!r} does not use them, leave it out"
         raise UsageError(problem)
     if options.rate_scale is not None and (problem := _unscalable(options, scenario)):
@@ -429,8 +441,11 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
         raise UsageError(f"a trace is its own source; leave out --source {options.source}")
     if not trace and scenario.own_lengths and options.source not in ("auto", "profile"):
         raise UsageError(f"scenario {scenario.name!r} brings its own lengths; leave out --source {options.source}")
-    if not trace and (options.columns is not None or options.keep_text):
-        option = "--columns" if options.columns is not None else "--keep-text"
+    if options.recorded_pauses and scenario.loop == "trace":
+        raise UsageError("--recorded-pauses: a replay at recorded times keeps them anyway; leave it out")
+    if not trace and (options.columns is not None or options.keep_text or options.recorded_pauses):
+        option = "--recorded-pauses" if options.recorded_pauses else "--keep-text"
+        option = "--columns" if options.columns is not None else option
         raise UsageError(f"{option} is for log:FILE; leave it out for {options.workload}")
     if options.prefixes.asked and (trace or (workload is not None and not _draws_lengths(options, scenario, workload))):
         problem = f"--prefix-share and --cache-hit-rate are for synthetic prompts; {options.workload} brings its own"
@@ -491,6 +506,10 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     if scenario.loop == "trace":
         return _replay(options, scenario, trace.timed(options.time_unit))
     requests = trace.requests
+    if options.recorded_pauses:
+        requests = replace(trace.timed(options.time_unit), arrival_s=None)
+        if requests.pause_s is None:
+            raise UsageError(f"--recorded-pauses: {path} has no sessions whose requests' ends are known; leave it out")
     if scenario.own_lengths:
         schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
         return phase_requests(scenario, schedule.sizes, options.seed), schedule
