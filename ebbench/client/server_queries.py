@@ -19,7 +19,7 @@ import pyarrow as pa
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbench.client.server_numbers import finite_number, whole_number
+from ebbench.client.response import finite_number, whole_number
 from ebbench.client.stream_messages import document_of
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError

@@ -23,8 +23,7 @@ from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
 from ebbench.engines.checks import stated_limits, unverified_priorities
-from ebbench.engines.setup import journalled, policy_label, with_step_parts
-from ebbench.engines.sim import SimEngine
+from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
 from ebbench.errors import InterruptedRunError
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
@@ -260,9 +259,7 @@ def _recording(engine: Engine, *, stored: bool) -> Engine:
     """A simulator that keeps as much as is stored: steps in parts, or none; other engines unchanged."""
     if stored:
         return with_step_parts(engine)
-    if isinstance(engine, SimEngine) and engine.topology is None:
-        return replace(engine, figures_only=True)
-    return engine
+    return without_step_tables(engine)
 
 
 def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
@@ -322,8 +319,9 @@ def _figures(ready: Prepared, done: Executed) -> Made:
     run, engine = done.run, ready.engine
     phases = summarise_phases(run) if len(done.plan.table["phase"].unique()) > 1 else ()
     figures = done.summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
-    if "topology" in done.result.facts and isinstance(engine, SimEngine) and engine.topology is not None:
-        figures |= pool_figures(done.result, engine.topology, ready.spec.server.max_num_batched_tokens)
+    pools = simulated_pools(engine)
+    if "topology" in done.result.facts and pools is not None:
+        figures |= pool_figures(done.result, pools, ready.spec.server.max_num_batched_tokens)
     parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
     return Made(figures, tuple(parts), of_device(run.manifest.engine, run.manifest.warnings))
 

@@ -11,13 +11,12 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from ebbench.config.declare import Declared
-from ebbench.devices.capacity import with_batch_limits
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM, Declared
 from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.run import RunSpec, known_settings, settings_of, spec_of
-from ebbench.spec.server import is_server
+from ebbench.spec.server import VIRTUAL_TIME, is_server
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
@@ -44,6 +43,24 @@ def spec_of_file(settings: Mapping[str, Any]) -> RunSpec:
         given = [name for name in settings if starts_a_server(name) or name in _STATED]
         refuse_server_settings(engine, given, "leave it out, or set it in [[overrides]] for the engines that take it")
     return spec_of(with_batch_limits(settings))
+
+
+def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings with the limits that vLLM chooses on its device where they state none; for servers unchanged."""
+    if settings.get("engine", RunSpec.engine) not in VIRTUAL_TIME:
+        return dict(settings)
+    from ebbench.devices.capacity import batch_limits
+    from ebbench.devices.linear import GIVEN
+    from ebbench.devices.profiles import find_profile
+
+    name = str(settings.get("device") or DEFAULT_DEVICE)
+    if name.startswith(GIVEN):
+        return dict(settings)
+    chosen = batch_limits(find_profile(name), settings.get("vllm_version") or DEFAULT_VLLM)
+    tokens, seqs = settings.get("max_num_batched_tokens"), settings.get("max_num_seqs")
+    tokens = chosen.max_num_batched_tokens if tokens is None else tokens
+    seqs = min(chosen.max_num_seqs, max(tokens, 1)) if seqs is None else seqs  # vLLM's rule for the limit left out
+    return {**settings, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
 
 
 def settings_table(name: str, **changed: Any) -> Any:

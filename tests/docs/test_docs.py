@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli import main
-from ebbench.engines import _gpu_visible
+from ebbench.engines.setup import _gpu_visible
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
