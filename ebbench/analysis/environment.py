@@ -48,6 +48,7 @@ class LoadFacts:
     trace: str = ""
     trace_rate: float | None = None
     single_requests: bool = False
+    begun_before: str = ""
 
     @property
     def open_loop(self) -> bool:
@@ -80,6 +81,8 @@ class LoadFacts:
         found |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
         if self.ramp_up_s:
             found["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+        if self.begun_before:
+            found["session start"] = self.begun_before
         return found
 
     def conditions(self) -> dict[str, str]:
@@ -116,7 +119,16 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         trace=time_note(facts),
         trace_rate=_trace_rate(facts),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
+        begun_before=_begun_before(facts),
     )
+
+
+def _begun_before(facts: Mapping[str, Any]) -> str:
+    """How many sessions had begun before the run, and what of them was cached; empty without."""
+    if not facts.get("begun_before"):
+        return ""
+    where = f"in {facts['session_start']} of their course"
+    return f"{facts['begun_before']:,} sessions begun before ({where}, {facts['primed_tokens']:,} tokens cached)"
 
 
 def _trace_rate(facts: Mapping[str, Any]) -> float | None:

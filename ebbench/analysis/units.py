@@ -16,11 +16,11 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, differences, load_of, machine_of_run, remedy
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
-from ebbench.config.setting_strings import Setting, pairs_of, value_of
+from ebbench.analysis.validity import of_device
+from ebbench.config.declare import Setting, pairs_of, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.run import Run, find_runs
 from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE, RunWarning

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ebbench.analysis.caveats import told_once
 from ebbench.analysis.environment import differences, remedy
 from ebbench.analysis.statistics import (
     PairedInterval,
@@ -33,6 +32,7 @@ from ebbench.analysis.statistics import (
     sign_flip_p,
 )
 from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
+from ebbench.analysis.validity import told_once
 from ebbench.errors import DataError, UsageError
 from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE
 

@@ -20,8 +20,7 @@ from ebbench.cli.run_settings import (
     setting,
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.spec.labels import OF_LABELS
-from ebbench.spec.run import OF_A_SERVER
+from ebbench.spec.run import OF_A_SERVER, OF_LABELS
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.options import scenario_meant
 
@@ -140,7 +139,7 @@ def advise(
     """
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.advice.simulate import api_server_left_out
-    from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
+    from ebbench.runs.conclude import ApiServerBusyError, again_if_busy
     from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 
@@ -246,7 +245,7 @@ def _most(workload: str, columns: str | None) -> int:
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
     """Carry out the runs of the search."""
     from ebbench.advice.simulate import objective, search
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -258,7 +257,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
     """Carry out the runs of the crossovers."""
     from ebbench.advice.candidates import load_of
     from ebbench.advice.simulate import concurrency_cells, mix_cells
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     load = load_of(question, store)
     pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -268,7 +267,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from ebbench.advice.simulate import tune, tuning_cells
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
     cells = tuning_cells(question, policy, budget)
@@ -281,7 +280,7 @@ def _print(found: Advice) -> None:
     from rich.text import Text
 
     from ebbench.advice import sentences
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     question = found.question

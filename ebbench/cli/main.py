@@ -23,8 +23,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from ebbench.cli.options import Command, ShownWhole, refuse_repeats
 from ebbench.errors import EbbenchError, UsageError
+from ebbench.foreign.documents import visible
 from ebbench.process.termination import finish, held, received
-from ebbench.untrusted import visible
 
 # What is wrong with a command's surroundings, found before anything is measured.
 

@@ -20,7 +20,10 @@ LIMITS, OUTPUT = "Limits", "Output"
 
 WorkloadArgument = Annotated[
     str,
-    typer.Argument(help="A workload (`ebbench workloads list`), or log:FILE.", autocompletion=completion.workloads),
+    typer.Argument(
+        help="A workload (`ebbench workloads list`), log:FILE, or several with shares.",
+        autocompletion=completion.workloads,
+    ),
 ]
 VllmOptions = Annotated[
     list[str] | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
-from ebbench.untrusted import visible
+from ebbench.foreign.documents import visible
 
 if TYPE_CHECKING:
     from ebbench.errors import DataError
@@ -44,8 +44,7 @@ def show(
         return _finish(damaged)
     from ebbench.analysis.cases import cases_of_results, result_of
     from ebbench.render import report
-    from ebbench.render.console import Console
-    from ebbench.render.documents import rendered
+    from ebbench.render.documents import Console, rendered
 
     cases = cases_of_results([result_of(run, slo) for run in loaded])
     if style == "table":

@@ -14,10 +14,10 @@ from ebbench.cli.options import grouped
 from ebbench.cli.run_settings import RunSettings
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 from ebbench.runs.key import key_of
-from ebbench.spec.labels import OF_LABELS
+from ebbench.spec.run import OF_LABELS
 
 if TYPE_CHECKING:
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.runs.pool import Pool
     from ebbench.sweep.drive import Result, SweepStore
     from ebbench.sweep.spec import Sweep
@@ -76,7 +76,7 @@ def sweep(
     fails is reported, the others continue, and the next call tries it again. Cells on a server's URL run one at a time.
     """
     from ebbench.records.run import slug
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sweep import show
     from ebbench.sweep.drive import SweepStore, run_sweep
     from ebbench.sweep.show import findings

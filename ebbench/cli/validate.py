@@ -13,7 +13,7 @@ from ebbench.cli import completion
 from ebbench.cli.calibrate import Contexts, Seqs, Tokens, grid_of
 from ebbench.cli.options import Command, grouped, opt
 from ebbench.cli.run_settings import RunSettings, VllmOptions
-from ebbench.spec.labels import OF_LABELS, Labels
+from ebbench.spec.run import OF_LABELS, Labels
 
 if TYPE_CHECKING:
     from ebbench.validation.question import ValidationQuestion
@@ -180,7 +180,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
 
 
 def _loads(text: str | None) -> tuple[int, ...]:
-    from ebbench.config.setting_strings import Setting, values_of
+    from ebbench.config.declare import Setting, values_of
 
     found = values_of("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
     return tuple(sorted(set(found)))

@@ -469,6 +469,10 @@ TEXTS: Texts = {
         "All {sessions:,} sessions of the plan were released before --duration {duration_s:g} was over; a larger "
         "--num-prompts fills it."
     ),
+    "priorities-unverified": (
+        "requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
+        "it does not report"
+    ),
     "published-lengths": (
         "lengths come from the published statistics of {workload}, not from the data set: {why} (--source profile uses "
         "them without asking the hub)"

@@ -15,7 +15,7 @@ from ebbench.analysis.environment import flat_load, load_of_run, machine_of_run
 from ebbench.analysis.sessions import SESSIONS
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.process.termination import interruptible
 from ebbench.records.run import MANIFEST, SCHEMAS, Run, find_runs
 from ebbench.records.schema import REQUEST_LATENCIES, REQUESTS, SERVER_METRICS

@@ -19,19 +19,20 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
-from ebbench.runs.key import stored_form
+from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, series_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
+from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
+from ebbench.workloads.mixture import check_workload
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ebbench.devices.base import Device
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing.estimate import Estimate
     from ebbench.sizing.probe import ProbeReading
 
@@ -78,7 +79,7 @@ class CapacitySearch:
             raise UsageError(f"--precision is a share between 0 and 0.5, such as 0.02, not {self.precision:g}")
         if self.max_time_s is not None and not self.max_time_s > 0:
             raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
-        _check_workload(self.series.spec.plan.workload)
+        check_workload(self.series.spec.plan.workload)
         self.series.check()
 
 
@@ -112,6 +113,13 @@ class Searched:
 
         return rows_of(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
 
+    def store(self) -> None:
+        """Write the results into the directory of the search."""
+        from ebbench.sizing.sentences import store
+
+        if self.outcomes:
+            store(self.rows, self.folder)
+
 
 def capacity_search(
     settings: Mapping[str, Any], goodput: Sequence[str], *, attainment: float = 0.95, by: str = "rate",
@@ -137,7 +145,7 @@ def capacity_search(
 
 def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing import chart
 
     if output.plot is not None:
@@ -269,17 +277,6 @@ def refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
         raise RunError(nothing_usable(next((outcome.stopped for outcome in outcomes if outcome.stopped), None)))
 
 
-def _check_workload(workload: str) -> None:
-    """Raise UsageError for a workload that does not exist or has no valid lengths, before anything is announced."""
-    from ebbench.workloads.options import is_recorded, recorded_file
-    from ebbench.workloads.spec import load_workload
-
-    if not is_recorded(workload):
-        load_workload(workload)
-    elif (path := recorded_file(workload)) is None or not path.exists():
-        raise UsageError(f"{workload}: no such file")
-
-
 def _folder(search: CapacitySearch, directory: Path | None) -> Path:
     """Directory of the probes: a new one, or that of an earlier search with the same settings."""
     spec = search.series.spec
@@ -336,12 +333,10 @@ def _search(
 
 def _show(done: Searched, output: CapacityOutput) -> None:
     """Store the results beside the probes, then print or draw them."""
-    from ebbench.render.console import Console
-    from ebbench.sizing.sentences import store
+    from ebbench.render.documents import Console
 
     rows = done.rows
-    if rows:
-        store(rows, done.folder)
+    done.store()
     if output.plot is not None and rows:
         from ebbench.sizing.chart import save_curves
 

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Any
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.kv_pressure import kv_pressure
+from ebbench.analysis.explain import kv_pressure
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.engines.base import EngineResult

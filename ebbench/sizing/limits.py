@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbench.analysis.metrics import METRICS, Slo, parse_slo, slo_from_limits
-from ebbench.config.setting_strings import Setting, named_settings, pairs_of, value_of
+from ebbench.config.declare import Setting, named_settings, pairs_of, value_of
 from ebbench.errors import UsageError
 from ebbench.sizing.estimate import Requirement
 

@@ -14,16 +14,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
-from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
-from ebbench.analysis.metrics import NS_PER_MS, Slo, limited_ns, meets, slo_from_limits, tpot_ns
-from ebbench.analysis.steady import Window, completed_sessions_per_s, session_ends_ns, steady_windows
-from ebbench.analysis.validity import FAILURE_LIMIT
+from ebbench.analysis.explain import FIGURES as KV_FIGURES
+from ebbench.analysis.metrics import (
+    NS_PER_MS,
+    Slo,
+    Window,
+    completed_sessions_per_s,
+    limited_ns,
+    meets,
+    session_ends_ns,
+    slo_from_limits,
+    steady_windows,
+    tpot_ns,
+)
+from ebbench.analysis.validity import FAILURE_LIMIT, of_device
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 from ebbench.records.warnings import KV_CACHE
-from ebbench.runs.api_server import processes_needed
+from ebbench.runs.conclude import processes_needed
 from ebbench.sizing.estimate import Floats, MetCounts, Probe
 from ebbench.sizing.limits import LatencyLimits
 

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from ebbench.config.declare import CLIENT, MOST_SECONDS, check_ranges, declare, declared_in
-from ebbench.config.setting_strings import check_range
+from ebbench.config.declare import CLIENT, MOST_SECONDS, check_range, check_ranges, declare, declared_in
 from ebbench.errors import UsageError
 from ebbench.network.credentials import api_key, forms_of
 from vllm_eb.settings import Setting

@@ -20,8 +20,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server
-from ebbench.spec.speculative import speculative_of
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, speculative_of
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
@@ -255,17 +254,12 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.metrics import parse_slo
     from ebbench.devices.loader import check_drafts, load_device
     from ebbench.devices.profiles import as_decoder, find_model, find_profile
-    from ebbench.engines import ENGINES
+    from ebbench.engines.setup import ENGINES
     from ebbench.traffic.spec import load_scenario
-    from ebbench.workloads.spec import load_workload
+    from ebbench.workloads.mixture import check_workload
 
     for name in _values([cell.plan for cell in cells], "workload"):
-        if is_recorded(name):
-            path = recorded_file(name)
-            if path is None or not path.exists():
-                raise UsageError(f"{name}: no such file")
-        else:
-            load_workload(name)
+        check_workload(name)
     for name in _values([cell.plan for cell in cells], "scenario"):
         load_scenario(name)
     trace_notes(cells)

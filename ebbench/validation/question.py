@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 
 from ebbench.calibration.measure import ProbeGrid
-from ebbench.devices.apiserver import chosen_api_server
+from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.runs.execute import Task, make
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.labels import Labels
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import Labels, RunSpec
 from ebbench.spec.server import OFF, EngineOptions
 from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import parse_policy
