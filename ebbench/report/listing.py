@@ -11,8 +11,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.environment import host_of
 from ebbench.records.run import read_manifest
 from ebbench.render import numbers
-from ebbench.render.console import Console
-from ebbench.render.documents import narrowed, rendered, section_tables
+from ebbench.render.documents import Console, narrowed, rendered, section_tables
 from ebbench.runs.stored import Listing, StoredRun
 from ebbench.sizing.chart import capacity_of
 from ebbench.sizing.sentences import load
