@@ -48,10 +48,10 @@ class Console(rich.console.Console):
     every event in place of printing.
     """
 
-    follow: Callable[[ProgressEvent], None] | None = None
+    follow: Callable[[ProgressEvent], object] | None = None
 
     @classmethod
-    def followed_by(cls, follow: Callable[[ProgressEvent], None]) -> Console:
+    def followed_by(cls, follow: Callable[[ProgressEvent], object]) -> Console:
         """A console that prints nothing."""
         console = cls(file=io.StringIO())
         console.follow = follow
@@ -268,9 +268,9 @@ def _csv_name(column: Column) -> str:
     return "_".join(name.lower().split())
 
 
-def as_html(document: Document) -> str:
+def as_html(document: Document, heading: str = "h2") -> str:
     """An HTML fragment: a heading, one table per section, the notes. All text is escaped."""
-    parts = [f"<h2>{html.escape(document.title)}</h2>"]
+    parts = [f"<{heading}>{html.escape(document.title)}</{heading}>"]
     for section in document.sections:
         parts.append(_html_table(section))
     if document.notes:

@@ -114,6 +114,13 @@ class Searched:
 
         return rows_of(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
 
+    def store(self) -> None:
+        """Write the results into the directory of the search."""
+        from ebbench.sizing.sentences import store
+
+        if self.outcomes:
+            store(self.rows, self.folder)
+
 
 def capacity_search(
     settings: Mapping[str, Any], goodput: Sequence[str], *, attainment: float = 0.95, by: str = "rate",
@@ -304,11 +311,9 @@ def _search(
 def _show(done: Searched, output: CapacityOutput) -> None:
     """Store the results beside the probes, then print or draw them."""
     from ebbench.render.documents import Console
-    from ebbench.sizing.sentences import store
 
     rows = done.rows
-    if rows:
-        store(rows, done.folder)
+    done.store()
     if output.plot is not None and rows:
         from ebbench.sizing.chart import save_curves
 
