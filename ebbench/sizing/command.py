@@ -26,7 +26,7 @@ from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
-from ebbench.workloads.mixture import check_workload
+from ebbench.workloads.mixture import brought_limits, check_workload
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,7 +122,7 @@ def capacity_search(
     """The search with these settings of a run, by name. Raises UsageError."""
     if by not in ("rate", "concurrency"):
         raise UsageError(f"--by is rate or concurrency, not {by!r}")
-    limits = parse_limits(goodput, attainment)
+    limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], attainment)
     arrivals = scenario or ("gamma" if "burstiness" in settings else "poisson")
     series = series_of({**settings, "scenario": arrivals})
     limits_ms = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
@@ -323,14 +323,18 @@ def _show(done: Searched, output: CapacityOutput) -> None:
 
 def parts(done: Searched, width: int) -> list[RenderableType]:
     """The results for a terminal of ``width`` characters: table, curves, remarks, caveats."""
+    from rich.text import Text
+
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
     from ebbench.sizing import sentences
 
     search, outcomes = done.search, done.outcomes
     caveats = [*search.notes, *sentences.caveats(outcomes, search.by_concurrency)]
+    by_class = sentences.classes(outcomes, search.by_concurrency)
     return [
         *section_tables(sentences.table(outcomes, search.by_concurrency), width),
+        *([Text(), *section_tables(by_class, width)] if by_class is not None else ()),
         *sentences.remarks(outcomes, search.limits, search.by_concurrency, done.api_servers_left_out),
         *notes("Keep in mind", caveats),
     ]
