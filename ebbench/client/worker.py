@@ -169,9 +169,10 @@ async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None
         done = await _send_part(assignment, sockets, environ, reader, writer)
     except Exception as problem:
         done = WorkerDone(b"", 0.0, f"{type(problem).__name__}: {problem}")
-    send(writer, done)
-    with contextlib.suppress(ConnectionError):
-        await writer.drain()
+    if not writer.is_closing():  # as it is where the run was interrupted before it began
+        send(writer, done)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
     writer.close()
 
 

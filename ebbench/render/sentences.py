@@ -45,7 +45,6 @@ from ebbench.analysis.summary import Summary, named
 from ebbench.analysis.validity import by_policy, told_once
 from ebbench.records.warnings import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
-from vllm_eb.policies.eb import EstimatingSpec
 from vllm_eb.policy import known_policy
 
 # What a comparison leaves open: chance, and differences between the whole run and its steady window.
@@ -417,6 +416,8 @@ def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
 
 def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, policy: str) -> str:
     """When a refill begins; as a share of the batch, so that batches that are never full are refilled too."""
+    from vllm_eb.policies.eb import EstimatingSpec
+
     spec, star = known_policy(policy), "*" if facts.updates else ""
     by_share = isinstance(spec, EstimatingSpec)
     slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"

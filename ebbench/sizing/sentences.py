@@ -319,11 +319,13 @@ def _row(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> tuple[str
 
 
 def remarks(
-    found: Mapping[str, SearchOutcome], limits: LatencyLimits, by_concurrency: bool, api_servers_left_out: int = 0
-) -> list[str]:
+    found: Mapping[str, SearchOutcome], limits: LatencyLimits, by_concurrency: bool, api_servers_left_out: int = 0, *,
+    bars: bool = True,
+) -> list[str]:  # fmt: skip
     """Notes below the table: curves, why a search stopped, what the limit means.
 
-    ``api_servers_left_out``: processes of vLLM's API server that a simulation leaves out; 0 if it does not.
+    ``bars``: of characters, for the curves. ``api_servers_left_out``: processes of vLLM's API server that a
+    simulation leaves out; 0 if it does not.
     """
     lines = []
     if any(outcome.readings for outcome in found.values()):
@@ -338,7 +340,7 @@ def remarks(
             continue
         lines += [
             f"{policy}: {line}" if index == 0 else line
-            for index, line in enumerate(curves(outcome, limits, by_concurrency))
+            for index, line in enumerate(curves(outcome, limits, by_concurrency) if bars else ())
         ]
         if outcome.limited_by in _LIMITED:
             meaning = _WAITING if by_concurrency and outcome.limited_by == "queue" else _LIMITED[outcome.limited_by]

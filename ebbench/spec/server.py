@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
 from ebbench.config.server_url import is_server_url
 from ebbench.errors import UnknownNameError, UsageError
-from vllm_eb.theory import Drafts
+
+if TYPE_CHECKING:
+    from vllm_eb.theory import Drafts
 
 MOST_TOKENS = 32
 OPTION = "--speculative"
@@ -69,6 +72,8 @@ class Speculative:
     @property
     def theory(self) -> Drafts:
         """As the formulas and the policies take it; the cost of drafting is left to the calibration."""
+        from vllm_eb.theory import Drafts
+
         return Drafts(self.acceptance, lookahead_tokens=self.lookahead_tokens)
 
     @property
