@@ -146,6 +146,15 @@ def pieces(section: Section, width: int) -> Iterator[Section]:
     yield _part(section, taken)
 
 
+def narrowed(section: Section, width: int, least: Sequence[str]) -> Section:
+    """The section without the columns named first in ``least``, as far as it does not fit ``width`` with them."""
+    for name in least:
+        if sum(_natural_width(section, index) for index in range(len(section.columns))) <= width:
+            break
+        section = _part(section, [index for index, column in enumerate(section.columns) if column.name != name])
+    return section
+
+
 def _unbroken(columns: Sequence[Column]) -> list[int]:
     """Lengths of the runs of columns that are not split: a named group, or one column without a group."""
     return [one for name, count in grouped(columns) for one in ([count] if name else [1] * count)]

@@ -18,7 +18,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use
-from ebbench.records.run import default_run_dir
+from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
 from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, series_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ebbench.sizing.estimate import Estimate
     from ebbench.sizing.probe import ProbeReading
 
-SETTINGS = "capacity.json"
 _LONGEST = {"virtual": 16, "real": 4}
 """A probe gets at most this many times its least number of sessions."""
 _FEWEST = {"virtual": 4000, "real": 300}
@@ -187,6 +186,30 @@ def find_capacity(done: Searched, directory: Path | None, messages: Console, *, 
             return _search_all(done, _system(done.search), messages, probes, begun, quiet=quiet)
 
         again_if_busy(attempt, partial(messages.say, quiet=quiet))
+        shrink_probes(done.folder, [outcome.nearest.run_dir for outcome in done.outcomes.values()])
+
+
+def shrink_probes(folder: Path, nearest: Sequence[str]) -> int:
+    """Keep of a search's simulated probes what it reads of them, and those nearest to capacity whole.
+
+    Returns the bytes that this frees.
+    """
+    from ebbench.runs.stored import shrink
+    from ebbench.sizing.probe import MEMORY_FULL, memory_full
+
+    whole = {Path(run_dir).name for run_dir in nearest}
+    probes = [path.parent for path in folder.rglob(f"*-seed*/{MANIFEST}")] if whole else []
+    return sum(
+        shrink(probe, {MEMORY_FULL: memory_full(Run.load(probe))}) for probe in probes if probe.name not in whole
+    )
+
+
+def prune_probes(folder: Path) -> int:
+    """:func:`shrink_probes` of a stored search; 0 if it is unfinished. Raises UsageError if a command works on it."""
+    from ebbench.sizing.sentences import load
+
+    with sole_use(folder):
+        return shrink_probes(folder, [str(row["nearest_run_dir"]) for row in load(folder)])
 
 
 @dataclass(frozen=True)
@@ -263,7 +286,7 @@ def _folder(search: CapacitySearch, directory: Path | None) -> Path:
     }  # fmt: skip
     text = json.dumps(settings, indent=1, sort_keys=True, default=str).encode() + b"\n"
     folder = directory or default_run_dir(spec.plan.workload, "capacity")
-    stored = folder / SETTINGS
+    stored = folder / SEARCH
     if stored.exists():
         if stored.read_bytes() != text:
             raise UsageError(f"{folder} holds a search with other settings; give another --output-dir")

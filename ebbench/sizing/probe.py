@@ -120,6 +120,8 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     reading = read_measured(measured, load, limits, per_open)
+    if (full := manifest.facts.get(MEMORY_FULL)) is not None:
+        reading = replace(reading, memory_full=float(full))
     memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
     others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
     plan = (str(warning) for warning in others if (warning.about or warning.code) == "plan")
@@ -190,6 +192,16 @@ def read_measured(
             _per_second(float(tokens[ok].sum()), length_s),
         ),
     )
+
+
+MEMORY_FULL = "memory_full"
+"""Fact of a probe whose steps were removed: what a search reads from them."""
+
+
+def memory_full(run: Run) -> float:
+    """Share of a run's steady time with a full KV cache."""
+    windows = steady_windows(RequestColumns.of(run.requests), run.manifest.phases)
+    return _memory_full(run.table("steps", _STEP_COLUMNS), windows)
 
 
 def _failed_share(columns: RequestColumns) -> float:
