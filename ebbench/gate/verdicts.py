@@ -227,16 +227,10 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
              "candidate": pair.candidate.run}
             for pair in verdict.pairs
         ],
-        "figures": [_finite(asdict(entry)) for entry in verdict.judged],
+        "figures": [numbers.finite(asdict(entry)) for entry in verdict.judged],
         "skipped": dict(verdict.skipped),
         "notes": list(verdict.notes),
     }  # fmt: skip
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }
 
 
 def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:

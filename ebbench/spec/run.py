@@ -318,6 +318,11 @@ OF_A_SERVER = (
     "api_server", "api_server_count", "speculative",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
+OF_TRAFFIC = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "speed", "time_unit", "source", "columns",
+    "input_len", "output_len", "length_distribution", "drop_too_long",
+)  # fmt: skip
+"""Settings that say which requests are sent, and when, as `ebbench advise` takes them."""
 OF_A_PLAN = (
     "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
     "input_len", "output_len", "length_distribution", "drop_too_long", *OF_A_SERVER,
