@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from ebbench.records.warnings import KV_CACHE, OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning
 from ebbench.spec.server import VIRTUAL_TIME
 
 Owner = Callable[[Collection[int]], str]
@@ -22,7 +22,7 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
     start). Of a real engine those about the server count, such as answers of another model and cached prompts, and not
     those about its client and this one run. What a full KV cache cost counts on both.
     """
-    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", WARM_CACHE, OTHER_MODEL}
+    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", *ABOUT_SERVER}
     return tuple(str(warning) for warning in warnings if (warning.about or warning.code) in codes | {KV_CACHE})
 
 

@@ -63,10 +63,15 @@ _CAUSES = (
         "give --max-model-len as the server has it, with --drop-too-long",
     ),
     _Cause("http_404", r"model", "give --model as the server's /v1/models names it"),
-    _Cause("http_40[45]", "", "another --endpoint (completions or chat), or another URL"),
+    _Cause("http_40[45]", "", "another --endpoint (completions, chat, ...; see --help), or another URL"),
     _Cause("http_40[13]", "", "set EBBENCH_API_KEY (or OPENAI_API_KEY) to a key that the server accepts"),
     _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
     _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
+    _Cause(
+        "http_4.*",
+        r"(?=.*(prompt|input)).*(must be a string|expected.*string|cannot unmarshal (array|number))",
+        "the server takes no token ids: give --endpoint chat, which sends words",
+    ),
     _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
     _Cause("http_4.*", r"ignore_eos", "--no-ignore-eos: the server does not know ignore_eos"),
     _Cause("http_4.*", r"temperature", f"--temperature 1, or leave it out with {_LEAVE_OUT.format('temperature')}"),
@@ -99,7 +104,10 @@ _CAUSES = (
     _Cause("connect_error", "", "check that the server runs at this URL"),
     _Cause("(idle|first_token)_timeout", "", "a longer --idle-timeout, or a lower load"),
     _Cause("total_timeout", "", "a longer --total-timeout, or a lower load"),
-    _Cause("no_usage", "", "the server must report usage in streams (stream_options.include_usage)"),
+    _Cause(
+        "no_usage", "", "let the server report usage in streams, or give --tokenizer FILE: tokens are then an estimate"
+    ),
+    _Cause("not_json", "", "the server must answer with JSON: check --endpoint and the URL"),
     _Cause("bad_usage", "", "a fault of the server or of a proxy before it"),
     _Cause("compressed_stream", "", "switch off compression of text/event-stream in the server or the proxy before it"),
     _Cause("short_output", "", "--no-ignore-eos, if the server cannot ignore the end-of-sequence token"),

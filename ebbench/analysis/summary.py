@@ -39,7 +39,7 @@ from ebbench.analysis.metrics import (
 from ebbench.analysis.steady import steady_windows
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import ESTIMATED, RunWarning
 
 # The clients that sent a run's requests: machines, where there were several, and connections.
 
@@ -121,6 +121,7 @@ class Summary:
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
     kv: Mapping[str, float | None] = field(default_factory=dict)  # what a full KV cache cost the whole run
     drafted: Drafted | None = None  # of the whole run
+    estimated_answers: int = 0  # of the whole run: whose output tokens the client counted
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -154,6 +155,7 @@ class Summary:
             | metrics_dict(self.metrics)
             | ({} if self.phase else {name: self.kv.get(name) for name in KV_FIGURES})
             | (self.drafted.figures() if self.drafted is not None and not self.phase else {})
+            | ({"estimated_answers": self.estimated_answers} if self.estimated_answers else {})
             | unsound
             | verdict
         )
@@ -256,6 +258,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         anchor_unix_ns=manifest.anchor_unix_ns,
         kv={name: manifest.facts.get(name) for name in KV_FIGURES},
         drafted=drafted,
+        estimated_answers=(manifest.facts.get(ESTIMATED) or {}).get("answers", 0),
     )
 
 

@@ -63,16 +63,17 @@ def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> 
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
         reasons.append(f"unknown request status {', '.join(unknown)}")
-    return reasons + _inconsistent(columns)
+    return reasons + _inconsistent(columns, requests)
 
 
-def _inconsistent(columns: RequestColumns) -> list[str]:
+def _inconsistent(columns: RequestColumns, requests: pa.Table) -> list[str]:
     claimed, ok = columns.status == "ok", columns.ok
     reasons = []
     untimed = int((claimed & ~ok).sum())
     if untimed:
         reasons.append(f"{untimed} completed requests lack a start, first-token or last-token time")
-    silent = int((ok & (columns.output_tokens < 1)).sum())
+    # null: an answer that has no tokens (embeddings, rerank)
+    silent = int((ok & pc.fill_null(pc.less(requests["output_tokens"], 1), False).to_numpy()).sum())
     if silent:
         reasons.append(f"{silent} completed requests have no output token")
     ordered = (columns.intended <= columns.first_token) & (columns.first_token <= columns.last_token)

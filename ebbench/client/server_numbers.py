@@ -59,7 +59,25 @@ def shown(value: Any) -> str:
     return json.dumps(value, default=str)[:_KEPT]
 
 
-def token_counts(usage: Any) -> TokenCounts:
+class CountFields(NamedTuple):
+    """The fields of a server's usage; a dot leads into the details of a field, "" stands for no such number.
+
+    ``beside``: prompt tokens that are counted apart from ``prompt``. ``otherwise``: fields of which the first one that
+    is there has the prompt's tokens where ``prompt`` is missing.
+    """
+
+    completion: str = "completion_tokens"
+    prompt: str = "prompt_tokens"
+    cached: str = "prompt_tokens_details.cached_tokens"
+    reasoning: str = "completion_tokens_details.reasoning_tokens"
+    beside: tuple[str, ...] = ()
+    otherwise: tuple[str, ...] = ()
+
+
+OPENAI = CountFields()
+
+
+def token_counts(usage: Any, fields: CountFields = OPENAI) -> TokenCounts:
     """The counts in a response's ``usage``, each checked by itself and against the count that includes it.
 
     Cached tokens are part of the prompt, reasoning tokens part of the completion. A prompt has at least one token.
@@ -69,10 +87,14 @@ def token_counts(usage: Any) -> TokenCounts:
     if not isinstance(usage, Mapping):
         return TokenCounts(odd={"usage": shown(usage)})
     odd: dict[str, str] = {}
-    completion = _count(usage, "completion_tokens", odd)
-    prompt = _count(usage, "prompt_tokens", odd, at_least=1)
-    cached = _count(_details(usage, "prompt_tokens_details", odd), "cached_tokens", odd, whole=prompt)
-    reasoning = _count(_details(usage, "completion_tokens_details", odd), "reasoning_tokens", odd, whole=completion)
+    completion = _count(usage, fields.completion, odd)
+    named = next((name for name in (fields.prompt, *fields.otherwise) if usage.get(name) is not None), fields.prompt)
+    prompt = _count(usage, named, odd, at_least=0 if fields.beside else 1)
+    if fields.beside and prompt is not None:
+        parts = [_count(usage, name, odd) for name in fields.beside]
+        prompt = None if odd.keys() & fields.beside else whole_number(prompt + sum(filter(None, parts)), at_least=1)
+    cached = _count(usage, fields.cached, odd, whole=prompt)
+    reasoning = _count(usage, fields.reasoning, odd, whole=completion)
     return TokenCounts(completion, prompt, cached, reasoning, odd)
 
 
@@ -86,9 +108,10 @@ def _details(usage: Mapping[str, Any], name: str, odd: dict[str, str]) -> Mappin
 
 
 def _count(
-    holder: Mapping[str, Any], name: str, odd: dict[str, str], at_least: int = 0, whole: int | None = None
+    usage: Mapping[str, Any], path: str, odd: dict[str, str], at_least: int = 0, whole: int | None = None
 ) -> int | None:
-    value = holder.get(name)
+    outer, _, name = path.rpartition(".")
+    value = (_details(usage, outer, odd) if outer else usage).get(name)
     if value is None:
         return None
     count = whole_number(value, at_least)

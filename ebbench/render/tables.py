@@ -28,7 +28,7 @@ from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Va
 from ebbench.analysis.metrics import QUANTILES, Distribution, Metrics
 from ebbench.render import numbers
 
-INVALID = " INVALID"
+INVALID, ESTIMATED = " INVALID", " (estimated tokens)"
 COMPLETED = "completed"
 """Heading of the column shown if requests did not complete."""
 
@@ -106,7 +106,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     )
     rows = [
         (
-            group.policy if group.valid else group.policy + INVALID,
+            _named(group),
             _OUTPUT.cell(group),
             *([_gain(group, baseline)] if versus else []),
             *(figure.cell(group) for figure in figures),
@@ -117,6 +117,11 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     best = _best(groups)
     faulty = frozenset(place for place, group in enumerate(groups) if not group.valid)
     return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
+
+
+def _named(group: Group) -> str:
+    """The policy, with what its row's figures suffer from."""
+    return group.policy + (ESTIMATED if group.estimated else "") + ("" if group.valid else INVALID)
 
 
 def phases(case: ComparisonCase) -> Section | None:
@@ -134,7 +139,7 @@ def phases(case: ComparisonCase) -> Section | None:
         *(figure.column() for figure in figures),
     )
     rows = tuple(
-        (name, group.policy, _OUTPUT.cell(group), _gain(group, baseline_of(groups)), *(f.cell(group) for f in figures))
+        (name, _named(group), _OUTPUT.cell(group), _gain(group, baseline_of(groups)), *(f.cell(group) for f in figures))
         for name, groups in parts
         for group in groups
     )

@@ -87,7 +87,9 @@ class PlanOptions:
         False, "Drop requests longer than --max-model-len.", WORKLOAD, names=("--drop-too-long",)
     )
     """Without it they are refused."""
-    tokenizer: str | None = declare(None, "Tokenizer that counts the tokens of texts; default: estimate.", WORKLOAD)
+    tokenizer: str | None = declare(
+        None, "Tokenizer that counts the tokens of texts (default: estimate), and of answers without usage.", WORKLOAD
+    )
     """Name or folder."""
     with_text: bool = True
     """False leaves out the prompts' text, which simulated engines do not read."""

@@ -20,6 +20,9 @@ class Nothing:
 
     def sent(self, now_ns: int) -> None: ...
     def head(self, status: int, now_ns: int) -> None: ...
+    def takes(self, content_type: str) -> bool:
+        return content_type == "text/event-stream"
+
     def feed(self, data: bytes, now_ns: int) -> None: ...
 
 
