@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
@@ -40,7 +40,9 @@ from ebbench.process.alarm import Alarm
 from ebbench.process.collector import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets, spacing_ns
-from ebbench.workloads.tokens import tokenizer_of
+
+if TYPE_CHECKING:
+    from ebbench.workloads.tokens import TokenizerCount
 
 # One open session of a worker: sends its requests in the order of its graph, with their pauses.
 
@@ -202,7 +204,7 @@ async def _send_part(
             session_plan.slots,
             session_plan.arrivals,
         )
-        async with RequestSender(assignment.url, assignment.model, assignment.options, environ) as sender:
+        async with RequestSender(assignment.target, assignment.head, assignment.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
             await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
             worker.ahead.start(worker.first_sessions())
@@ -273,7 +275,7 @@ class Worker:
         self._idle = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
-        self._counter = tokenizer_of(assignment.options.tokenizer)
+        self._counter = _counter(assignment.options.tokenizer)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Run to the end of the plan, or until the parent sends Stop."""
@@ -492,6 +494,15 @@ class Worker:
     def _report(self) -> None:
         records, self._records = self._records, []
         send(self._writer, Batch(records, self._sender.in_flight, self._tokens))
+
+
+def _counter(tokenizer: str | None) -> TokenizerCount | None:
+    """What counts the tokens of answers without usage; imported only where it is asked for."""
+    if tokenizer is None:
+        return None
+    from ebbench.workloads.tokens import tokenizer_of
+
+    return tokenizer_of(tokenizer)
 
 
 def _other_model(streamed: StreamedResponse, asked: str) -> str | None:

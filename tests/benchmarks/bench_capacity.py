@@ -23,11 +23,11 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from typer.testing import CliRunner
 
-from ebbench.capacity.estimate import MetCounts
-from ebbench.capacity.limits import LatencyLimits, parse_limits
-from ebbench.capacity.probe import read_probe
 from ebbench.cli.main import app
 from ebbench.records.run import Run
+from ebbench.sizing.estimate import MetCounts
+from ebbench.sizing.limits import LatencyLimits, parse_limits
+from ebbench.sizing.probe import read_probe
 
 SETTINGS = {
     "TTFT limit": "sharegpt --source profile --device h200 --policy v1 --max-num-seqs 256 --goodput ttft:120",

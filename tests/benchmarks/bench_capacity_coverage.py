@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ebbench.capacity.limits import parse_limits
+from ebbench.sizing.limits import parse_limits
 from tests.benchmarks.bench_capacity import SETTINGS as LARGE
 from tests.benchmarks.bench_capacity import STEP, crossing, ebbench, measured_counts
 

@@ -10,10 +10,10 @@ import pytest
 from msgspec import convert
 from typer.testing import CliRunner, Result
 
-from ebbench.capacity.sentences import load
 from ebbench.cli.main import app
 from ebbench.records.warnings import RunWarning
 from ebbench.render import numbers
+from ebbench.sizing.sentences import load
 
 WORKLOAD = (
     "capacity balanced --device l40s --model qwen3-8b --policy v1 --max-num-seqs 8 -n 150 --input-len 200 "

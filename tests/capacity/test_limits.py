@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ebbench.capacity.limits import parse_limits
 from ebbench.errors import UsageError
+from ebbench.sizing.limits import parse_limits
 
 
 def test_joint_limits_and_percentiles_become_requirements() -> None:

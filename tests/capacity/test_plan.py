@@ -15,9 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from ebbench.capacity.chart import save_frontier
-from ebbench.capacity.choose import Costed, DeploymentChoice, choose, on_frontiers
-from ebbench.capacity.deployments import (
+from ebbench.cli.main import app
+from ebbench.config.topology import PoolSpec, TopologySpec
+from ebbench.errors import InputFileError, UsageError
+from ebbench.records.plan import Plan
+from ebbench.records.warnings import fact
+from ebbench.runs.pool import InProcess
+from ebbench.sizing.chart import save_frontier
+from ebbench.sizing.choose import Costed, DeploymentChoice, choose, on_frontiers
+from ebbench.sizing.deployments import (
     WITHIN,
     Bound,
     Candidate,
@@ -29,17 +35,11 @@ from ebbench.capacity.deployments import (
     size,
     stress,
 )
-from ebbench.capacity.estimate import Probe
-from ebbench.capacity.limits import parse_limits
-from ebbench.capacity.plan_sentences import REFUSALS, parts
-from ebbench.capacity.prices import check_prices, parse_prices, sources
-from ebbench.capacity.probe import ProbeReading
-from ebbench.cli.main import app
-from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.errors import InputFileError, UsageError
-from ebbench.records.plan import Plan
-from ebbench.records.warnings import fact
-from ebbench.runs.pool import InProcess
+from ebbench.sizing.estimate import Probe
+from ebbench.sizing.limits import parse_limits
+from ebbench.sizing.plan_sentences import REFUSALS, parts
+from ebbench.sizing.prices import check_prices, parse_prices, sources
+from ebbench.sizing.probe import ProbeReading
 from ebbench.spec.run import simulated
 
 LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
@@ -127,7 +127,7 @@ def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypa
     last = tasks[-1].candidate
     sized[last] = replace(sized[last], fewest=7)
     stresses = Stress(Level(1.0, False), Level(1.0, False), None, 20.0, 10.0)
-    module = "ebbench.capacity.choose"
+    module = "ebbench.sizing.choose"
     monkeypatch.setattr(f"{module}.bound", lambda each: Bound(each.candidate, 10.0))
     monkeypatch.setattr(f"{module}.size", lambda each, *_: sized[each.candidate])
     monkeypatch.setattr(f"{module}.stress", lambda _, replicas, fewest: (min(replicas, fewest), stresses))
@@ -183,12 +183,10 @@ def test_a_spare_replica_is_one_more_and_headroom_is_carried_whole() -> None:
 
 def test_what_misses_the_limits_behind_a_dispatcher_is_no_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     missed = Level(0.76, overloaded=False, met=False)
-    monkeypatch.setattr("ebbench.capacity.choose.bound", lambda each: Bound(each.candidate, 10.0))
+    monkeypatch.setattr("ebbench.sizing.choose.bound", lambda each: Bound(each.candidate, 10.0))
+    monkeypatch.setattr("ebbench.sizing.choose.size", lambda each, *_: Deployment(each.candidate, 4, READING, None, 4))
     monkeypatch.setattr(
-        "ebbench.capacity.choose.size", lambda each, *_: Deployment(each.candidate, 4, READING, None, 4)
-    )
-    monkeypatch.setattr(
-        "ebbench.capacity.choose.stress", lambda _, replicas, __: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0))
+        "ebbench.sizing.choose.stress", lambda _, replicas, __: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0))
     )
     found = choose([task("h200")], {}, InProcess())
     assert found.found == ()
@@ -204,8 +202,8 @@ def test_a_run_that_is_too_short_to_decide_meets_nothing(monkeypatch: pytest.Mon
         sizes.append(len(plan))
         return replace(READING, short=True)
 
-    monkeypatch.setattr("ebbench.capacity.deployments._run", short)
-    monkeypatch.setattr("ebbench.capacity.deployments._alone", lambda _: None)
+    monkeypatch.setattr("ebbench.sizing.deployments._run", short)
+    monkeypatch.setattr("ebbench.sizing.deployments._alone", lambda _: None)
     assert size(task("h200"), 1, 2).replicas == 0
     assert sizes == [300, 600, 1200, 2400, 4800] * 2
 

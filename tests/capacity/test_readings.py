@@ -9,16 +9,16 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.metrics import parse_slo
-from ebbench.capacity.drive import SearchConfig, SearchOutcome, _too_short, judged
-from ebbench.capacity.estimate import Estimate, MetCounts, Probe
-from ebbench.capacity.limits import parse_limits
-from ebbench.capacity.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
-from ebbench.capacity.sentences import ENDS, nothing_usable
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.manifest import PhaseFact, phase_facts
 from ebbench.records.schema import STEPS
 from ebbench.records.warnings import Fact, fact
+from ebbench.sizing.drive import SearchConfig, SearchOutcome, _too_short, judged
+from ebbench.sizing.estimate import Estimate, MetCounts, Probe
+from ebbench.sizing.limits import parse_limits
+from ebbench.sizing.probe import ProbeReading, ProbeTables, least_limits_ms, read_measured
+from ebbench.sizing.sentences import ENDS, nothing_usable
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from tests.analysis.made_runs import MS, request, requests_table

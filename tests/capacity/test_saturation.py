@@ -11,10 +11,6 @@ from typing import NoReturn
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.capacity.drive import SearchOutcome
-from ebbench.capacity.estimate import Estimate, Probe
-from ebbench.capacity.saturation import saturation_of, with_saturation
-from ebbench.capacity.sentences import SATURATION
 from ebbench.cli.main import app
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
@@ -23,6 +19,10 @@ from ebbench.records.run import Run
 from ebbench.records.warnings import Fact, fact
 from ebbench.render.console import Console
 from ebbench.runs.prepare import Series, device_of
+from ebbench.sizing.drive import SearchOutcome
+from ebbench.sizing.estimate import Estimate, Probe
+from ebbench.sizing.saturation import saturation_of, with_saturation
+from ebbench.sizing.sentences import SATURATION
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads.options import PlanOptions

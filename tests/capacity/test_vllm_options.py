@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.capacity import command
 from ebbench.cli.main import app
 from ebbench.engines.setup import make_engine
 from ebbench.engines.vllm import VllmEngine
 from ebbench.errors import UsageError
+from ebbench.sizing import command
 from ebbench.spec.run import RunSpec
 
 

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from ebbench.analysis.metrics import parse_slo
 from ebbench.analysis.units import parse_margins
-from ebbench.capacity.limits import parse_limits
-from ebbench.capacity.prices import parse_prices
 from ebbench.config.setting_strings import (
     COUNT,
     NOT_NEGATIVE,
@@ -31,6 +29,8 @@ from ebbench.config.topology import parse_topology
 from ebbench.dispatch import parse_dispatch
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.fakeserver import parse_fault
+from ebbench.sizing.limits import parse_limits
+from ebbench.sizing.prices import parse_prices
 from vllm_eb.policy import parse_policy
 from vllm_eb.settings import GivenValueError
 

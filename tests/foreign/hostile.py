@@ -400,7 +400,7 @@ def _import_all() -> None:
     for name in ("ebbench.runs.execute", "ebbench.engines.sim", "ebbench.workloads", "ebbench.devices",
                  "ebbench.analysis",
                  "ebbench.run_policies", "ebbench.workloads.trace", "ebbench.render.tables", "rich.table",
-                 "ebbench.analysis.paired", "ebbench.capacity.drive", "ebbench.workloads.fit_log"):  # fmt: skip
+                 "ebbench.analysis.paired", "ebbench.sizing.drive", "ebbench.workloads.fit_log"):  # fmt: skip
         importlib.import_module(name)
 
 

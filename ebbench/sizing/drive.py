@@ -15,7 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.capacity.estimate import (
+from ebbench.errors import RunError
+from ebbench.records.run import Run
+from ebbench.records.warnings import Fact, fact
+from ebbench.sizing.estimate import (
     FEWEST,
     SURELY_OVER,
     Estimate,
@@ -26,11 +29,8 @@ from ebbench.capacity.estimate import (
     supported,
     waits_only,
 )
-from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe
-from ebbench.errors import RunError
-from ebbench.records.run import Run
-from ebbench.records.warnings import Fact, fact
+from ebbench.sizing.limits import LatencyLimits
+from ebbench.sizing.probe import FEWEST_PER_OPEN, ProbeReading, least_limits_ms, read_probe
 
 # Finds the load at which requirements stop being met, from noisy probes.
 #
@@ -38,7 +38,7 @@ from ebbench.records.warnings import Fact, fact
 # load grows. Capacity is the load at which the share equals the required one; of several requirements the one with
 # the lowest capacity decides.
 #
-# The search has no state: `next_load` and `~ebbench.capacity.estimate.estimate` are pure functions of the probes so
+# The search has no state: `next_load` and `~ebbench.sizing.estimate.estimate` are pure functions of the probes so
 # far, so a stopped search continues from stored probes. It has three stages:
 #
 # 1. Bracket: double or halve the load until one probe met every requirement and a higher one did not.

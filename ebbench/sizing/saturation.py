@@ -18,20 +18,20 @@ import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.steady import completed_sessions_per_s, session_ends_ns, steady_windows
-from ebbench.capacity.sentences import SATURATION, not_saturated, saturation_begins
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.prepare import without_load
+from ebbench.sizing.sentences import SATURATION, not_saturated, saturation_begins
 
 if TYPE_CHECKING:
-    from ebbench.capacity.drive import SearchOutcome
     from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
     from ebbench.render.console import Console
     from ebbench.runs.prepare import Series
+    from ebbench.sizing.drive import SearchOutcome
 
 
 # The rate at which a system that is never idle completes sessions, from closed loops in simulation.
@@ -174,9 +174,9 @@ def _measured(
     import time
 
     from ebbench.analysis.metrics import Slo
-    from ebbench.capacity.drive import SearchBudget, SearchConfig, search_capacity
-    from ebbench.capacity.limits import LatencyLimits
-    from ebbench.capacity.prober import RunProber, one_server
+    from ebbench.sizing.drive import SearchBudget, SearchConfig, search_capacity
+    from ebbench.sizing.limits import LatencyLimits
+    from ebbench.sizing.prober import RunProber, one_server
 
     begun = time.monotonic()
     search = SearchConfig(

@@ -10,8 +10,13 @@ from msgspec import to_builtins
 from rich.table import Table
 
 from ebbench.analysis.caveats import by_settings, told_once
-from ebbench.capacity.choose import Costed, DeploymentChoice
-from ebbench.capacity.deployments import (
+from ebbench.devices.profiles import find_model
+from ebbench.records.warnings import RunWarning, Texts
+from ebbench.render import numbers
+from ebbench.render.tables import framed
+from ebbench.runs.api_server import left_out
+from ebbench.sizing.choose import Costed, DeploymentChoice
+from ebbench.sizing.deployments import (
     NOISE,
     USUAL_HEADROOM,
     WITHIN,
@@ -21,11 +26,6 @@ from ebbench.capacity.deployments import (
     Stress,
     caveats,
 )
-from ebbench.devices.profiles import find_model
-from ebbench.records.warnings import RunWarning, Texts
-from ebbench.render import numbers
-from ebbench.render.tables import framed
-from ebbench.runs.api_server import left_out
 from ebbench.spec.server import OFF
 
 
@@ -352,6 +352,7 @@ def as_dict(
         "vllm_version": task.vllm,
         "quantization": task.spec.server.quantization,
         "kv_cache_dtype": task.spec.server.kv_cache_dtype,
+        "speculative": task.spec.server.speculative,
         "api_server": None if task.spec.server.api_server == OFF else task.spec.server.api_server,
         "api_server_count": task.spec.server.api_server_count,
         "request_rate": task.rate,

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbench.analysis.metrics import METRICS, Slo, parse_slo, slo_from_limits
-from ebbench.capacity.estimate import Requirement
 from ebbench.config.setting_strings import Setting, named_settings, pairs_of, value_of
 from ebbench.errors import UsageError
+from ebbench.sizing.estimate import Requirement
 
 PERCENTILE = Setting("share of the requests", unit="percent", at_least=1, at_most=99.9, example=99)
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ebbench.capacity.deployments import (
+from ebbench.records.warnings import Fact, fact
+from ebbench.runs.pool import Pool, values
+from ebbench.sizing.deployments import (
     MOST_REPLICAS,
     TOO_MANY,
     WITHIN,
@@ -20,8 +22,6 @@ from ebbench.capacity.deployments import (
     size,
     stress,
 )
-from ebbench.records.warnings import Fact, fact
-from ebbench.runs.pool import Pool, values
 
 STRESSED = 3
 _CHUNK = 4

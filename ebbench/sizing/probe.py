@@ -20,12 +20,12 @@ from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
 from ebbench.analysis.metrics import NS_PER_MS, Slo, limited_ns, meets, slo_from_limits, tpot_ns
 from ebbench.analysis.steady import Window, completed_sessions_per_s, session_ends_ns, steady_windows
 from ebbench.analysis.validity import FAILURE_LIMIT
-from ebbench.capacity.estimate import Floats, MetCounts, Probe
-from ebbench.capacity.limits import LatencyLimits
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 from ebbench.records.warnings import KV_CACHE
 from ebbench.runs.api_server import processes_needed
+from ebbench.sizing.estimate import Floats, MetCounts, Probe
+from ebbench.sizing.limits import LatencyLimits
 
 BATCHES = 20
 """Parts of a run from which its dispersion is estimated."""

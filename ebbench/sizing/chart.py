@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbench.capacity.choose import DeploymentChoice
 from ebbench.errors import UsageError
 from ebbench.render import figures, numbers, palette
+from ebbench.sizing.choose import DeploymentChoice
 
 PANELS = (
     ("attainment", "requests within the limits (%)"),

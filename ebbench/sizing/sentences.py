@@ -13,15 +13,15 @@ from msgspec import convert, to_builtins
 
 from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.documents import Column, Section
-from ebbench.capacity.drive import SearchOutcome
-from ebbench.capacity.estimate import Estimate
-from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import ProbeReading
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.runs.api_server import left_out
+from ebbench.sizing.drive import SearchOutcome
+from ebbench.sizing.estimate import Estimate
+from ebbench.sizing.limits import LatencyLimits
+from ebbench.sizing.probe import ProbeReading
 
 # Results of `ebbench capacity` as JSON: one object per policy, for --json and stored with the probes.
 

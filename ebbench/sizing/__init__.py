@@ -1,0 +1,1 @@
+"""The highest load that a deployment serves within latency limits, and the cheapest deployment for a load."""
