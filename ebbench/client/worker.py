@@ -195,10 +195,10 @@ async def _send_part(
         spacing_ns(assignment.options),
     )
     bodies = RequestBodies(assignment.model, assignment.options)
-    lock = FileLock(lock_path(assignment.folder))
+    lock, memory = FileLock(lock_path(assignment.folder)), SharedMemory(schedule_path(assignment.folder))
     try:
         schedule = ReleaseSchedule(
-            SharedMemory(schedule_path(assignment.folder)),
+            memory,
             lock,
             session_plan.sessions,
             session_plan.slots,
@@ -223,6 +223,7 @@ async def _send_part(
             return WorkerDone(monitor.late_ns.tobytes(), cpu_s, connections=sender.connections)
     finally:
         lock.close()
+        memory.close()
 
 
 def _mapped(path: Path) -> pa.Table:

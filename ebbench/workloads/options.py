@@ -93,6 +93,8 @@ class PlanOptions:
     """Name or folder."""
     with_text: bool = True
     """False leaves out the prompts' text, which simulated engines do not read."""
+    counts_answers: bool = False
+    """Whether ``tokenizer`` also counts the answers of a server; otherwise it needs texts in the workload."""
     rate_scale: float | None = declare(None, "Factor of the rates in a scenario or a fitted workload.", LOAD, above=0)
     prefix_share: float | None = declare(
         None, "Share of synthetic prompts that is their group's common prefix.", WORKLOAD

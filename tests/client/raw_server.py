@@ -74,13 +74,16 @@ def raw_server(answer: Answer, pages: Mapping[str, bytes] | None = None) -> Iter
                     writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+            pass
+        finally:
+            writer.close()  # also when the server stops: an open socket would count against the tests' limits
 
     async def serve() -> None:
         listening = await asyncio.start_server(client, "127.0.0.1", 0)
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         ready.set()
         await asyncio.to_thread(stop.wait)
+        listening.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()

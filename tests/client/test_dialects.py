@@ -23,6 +23,7 @@ from ebbench.config.server_url import PATHS, Endpoint
 from ebbench.engines.setup import make_engine
 from ebbench.errors import UsageError
 from ebbench.spec.run import spec_of
+from ebbench.workloads.planner import make_plan
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said, whole
 from tests.client.test_stream_dialects import ODD_VALUES
@@ -480,3 +481,11 @@ def test_answers_without_tokens_have_no_time_to_a_first_one() -> None:
     assert found.input_throughput
     assert measure(columns, slo=Slo(ttft=60_000.0)).slo_attainment == 0.0
     assert invalid_reasons(done.requests, plan_of(3).table, columns, found, Conditions(paced_sends=False)) == ()
+
+
+def test_a_tokenizer_without_texts_is_for_servers_only() -> None:
+    settings: dict[str, Any] = {"workload": "balanced", "source": "profile", "num_prompts": 2, "tokenizer": "x"}
+    make_plan(spec_of(settings | {"engine": "http://127.0.0.1:9"}).plan)
+    for engine in ("sim", "vllm"):
+        with pytest.raises(UsageError, match="--tokenizer counts the tokens of texts"):
+            make_plan(spec_of(settings | {"engine": engine}).plan)
