@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ebbench.client import stream_messages
-from ebbench.client.dialects import DIALECTS, Dialect, Translated
-from ebbench.client.server_numbers import TokenCounts, token_counts, whole_number
+from ebbench.client.dialects import DIALECTS, Dialect, TokenCounts, Translated, token_counts, whole_number
 from ebbench.client.stream_messages import ERROR, ChatChoice, Delta, Event, SseSplitter
 from ebbench.network.connections import TransportError
 from ebbench.records.schema import ABANDONED

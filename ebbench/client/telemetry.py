@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from ebbench.client.dialects import DIALECTS
 from ebbench.errors import RunError, UsageError
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.records.schema import tokens_after_first_of
 from ebbench.spec.client import ClientOptions
 
