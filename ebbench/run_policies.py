@@ -21,7 +21,8 @@ from ebbench.records.run import NotStoredError, Run, default_run_dir, new_direct
 from ebbench.runs import prepare
 from ebbench.runs.conclude import CODE, ApiServerBusyError, again_if_busy
 from ebbench.runs.execute import measured, planned
-from ebbench.runs.prepare import Series, needs_saturation
+from ebbench.runs.file import FURTHER
+from ebbench.runs.prepare import Series, needs_saturation, series_of
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import AUTO, is_server
 
@@ -182,6 +183,18 @@ class Output:
         if self.directory is None:
             return default_run_dir(series.spec.plan.workload, name)
         return self.directory if series.runs == 1 else unused(self.directory / slug(name))
+
+
+def series_and_output(asked: Mapping[str, Any]) -> tuple[Series, Output]:
+    """The series, and where it is stored, by settings of a run and the keys of FURTHER. Raises UsageError."""
+    series = series_of({name: value for name, value in asked.items() if name not in FURTHER})
+    words, most = str(asked.get("repeats", "1")), int(asked.get("max_repeats", 30))
+    repeats, until_clear = parse_repeats(words, most, policies=len(series.policies))
+    directory, target = (asked.get(name) for name in ("output_dir", "save_as_vllm"))
+    return (
+        replace(series, repeats=repeats, until_clear=until_clear, price_per_hour=asked.get("price_per_hour")),
+        Output(None if directory is None else Path(directory), None if target is None else Path(target)),
+    )
 
 
 @dataclass

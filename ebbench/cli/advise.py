@@ -20,8 +20,7 @@ from ebbench.cli.run_settings import (
     setting,
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.spec.labels import OF_LABELS
-from ebbench.spec.run import OF_A_SERVER
+from ebbench.spec.run import OF_A_SERVER, OF_LABELS
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.options import scenario_meant
 

@@ -134,7 +134,7 @@ def _measure_virtual(
     from ebbench.calibration.check import check_prediction
     from ebbench.calibration.measure import calibrate as measure
     from ebbench.devices.loader import load_device
-    from ebbench.engines import select_engine
+    from ebbench.engines.setup import select_engine
     from ebbench.errors import UnknownNameError
     from ebbench.render.documents import Console
     from ebbench.render.live import Work, shown

@@ -14,7 +14,7 @@ from ebbench.cli.options import grouped
 from ebbench.cli.run_settings import RunSettings
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 from ebbench.runs.key import key_of
-from ebbench.spec.labels import OF_LABELS
+from ebbench.spec.run import OF_LABELS
 
 if TYPE_CHECKING:
     from ebbench.render.documents import Console

@@ -13,7 +13,7 @@ from ebbench.cli import completion
 from ebbench.cli.calibrate import Contexts, Seqs, Tokens, grid_of
 from ebbench.cli.options import Command, grouped, opt
 from ebbench.cli.run_settings import RunSettings, VllmOptions
-from ebbench.spec.labels import OF_LABELS, Labels
+from ebbench.spec.run import OF_LABELS, Labels
 
 if TYPE_CHECKING:
     from ebbench.validation.question import ValidationQuestion

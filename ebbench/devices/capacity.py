@@ -6,21 +6,17 @@ vLLM's hybrid KV cache manager gives blocks to a model whose layers keep differe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM
 from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, release_of, start_up
 from ebbench.devices.geometry import Mixer, ModelGeometry
-from ebbench.devices.linear import GIVEN
-from ebbench.devices.profiles import DeviceProfile, find_profile
+from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
-from ebbench.spec.run import RunSpec
-from ebbench.spec.server import VIRTUAL_TIME
 
 Ints = npt.NDArray[np.int64]
 BLOCK_TOKENS = 16
@@ -268,18 +264,6 @@ def batch_limits(profile: DeviceProfile, vllm_version: str) -> BatchLimits:
     return BatchLimits(
         profile.max_num_seqs or chosen.max_num_seqs, profile.max_num_batched_tokens or chosen.max_num_batched_tokens
     )
-
-
-def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings with :func:`batch_limits` of its device where they state none; unchanged for real servers."""
-    name = str(settings.get("device") or DEFAULT_DEVICE)
-    if settings.get("engine", RunSpec.engine) not in VIRTUAL_TIME or name.startswith(GIVEN):
-        return dict(settings)
-    chosen = batch_limits(find_profile(name), settings.get("vllm_version") or DEFAULT_VLLM)
-    tokens, seqs = settings.get("max_num_batched_tokens"), settings.get("max_num_seqs")
-    tokens = chosen.max_num_batched_tokens if tokens is None else tokens
-    seqs = min(chosen.max_num_seqs, max(tokens, 1)) if seqs is None else seqs  # vLLM's rule for the limit left out
-    return {**settings, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
 
 
 def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:

@@ -2,7 +2,7 @@
 
 Other engines that send requests to a server (``vllm``) also call :func:`drive`, which converts the client's snapshots
 for engine observers and returns what the load generator returns. Its settings are
-:class:`ebbench.client.ClientOptions`.
+:class:`ebbench.spec.client.ClientOptions`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ The only module that knows which settings each engine supports.
 
 from __future__ import annotations
 
+import importlib.util
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Collection
@@ -22,7 +24,7 @@ import msgspec
 from ebbench.config.declare import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
-from ebbench.errors import UsageError
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import is_server
 from vllm_eb.calibration import Calibration, device_key
@@ -201,14 +203,67 @@ def unknown_device(device: str | None, model: str | None) -> Device:
     )
 
 
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+(/|$)")
+ENGINES = ("auto", "sim", "emulated", "vllm")
+
+
+def select_engine(name: str) -> tuple[Engine, str]:
+    """The engine of that name (or URL), and a sentence that tells the user which engine runs and why."""
+    if is_server(name):
+        from ebbench.engines.endpoint import EndpointEngine
+
+        return EndpointEngine(name), f"engine: the server at {name}"
+    if name not in ENGINES and ("://" in name or _HOST_AND_PORT.match(name)):
+        address = name.partition("://")[2] or name
+        raise UsageError(f"--engine {name}: write a server's URL as http://HOST:PORT" + _hint(address))
+    if name not in ENGINES:
+        raise UnknownNameError("engine", name, (*ENGINES, "http://HOST:PORT"))
+    if name == "auto":
+        chosen, why = _automatic()
+        engine, _ = select_engine(chosen)
+        return engine, f"engine: {chosen} ({why})"
+    if name == "sim":
+        from ebbench.engines.sim import SimEngine
+
+        return SimEngine(), "engine: sim (vLLM's scheduling rules on an emulated device, virtual time)"
+    if name == "emulated":
+        from ebbench.engines.emulated import EmulatedEngine
+
+        return EmulatedEngine(), "engine: emulated (the real vLLM scheduler on an emulated device, virtual time)"
+    from ebbench.engines.vllm import VllmEngine
+
+    return VllmEngine(), "engine: vllm (a vLLM server started for this run)"
+
+
+def _hint(address: str) -> str:
+    if _HOST_AND_PORT.match(address):
+        return f", such as http://{address}"
+    return "; Unix sockets and other schemes are not supported"
+
+
+def chosen_engine(name: str) -> str:
+    """The engine that ``auto`` means on this machine; another name is itself."""
+    return _automatic()[0] if name == "auto" else name
+
+
+def _automatic() -> tuple[str, str]:
+    if importlib.util.find_spec("vllm") is None:
+        return "sim", "vLLM is not installed"
+    if not _gpu_visible():
+        return "sim", "no GPU is visible"
+    return "vllm", "vLLM is installed and a GPU is visible"
+
+
+def _gpu_visible() -> bool:
+    return shutil.which("nvidia-smi") is not None and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def make_engine(spec: RunSpec) -> tuple[Engine, str]:
     """The engine of a run with its settings, and a sentence that names it.
 
     Raises UsageError for a setting that the engine does not support.
     """
-    from ebbench import engines
-
-    engine, sentence = engines.select_engine(spec.engine)
+    engine, sentence = select_engine(spec.engine)
     if is_server(spec.engine):
         engine = _for_server(engine, spec)
     engine = _serving(engine, spec)
@@ -225,9 +280,15 @@ def _for_server(engine: Engine, spec: RunSpec) -> Engine:
     if not isinstance(engine, EndpointEngine):
         return engine
     plan = spec.plan
+    limits = spec.goodput.replace(",", " ").split()
+    if not spec.client.generates and (of_tokens := [one for one in limits if not one.startswith("e2el")]):
+        raise UsageError(
+            f"--goodput {of_tokens[0]}: answers of --endpoint {spec.client.endpoint} have no tokens; limit e2el"
+        )
     client = replace(
-        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long
-    )
+        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long,
+        tokenizer=plan.tokenizer,
+    )  # fmt: skip
     return replace(engine, client=client)
 
 
@@ -310,9 +371,19 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
 
 def with_step_parts(engine: Engine) -> Engine:
     """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
-    from ebbench.engines.sim import SimEngine
+    return replace(engine, steps_in_parts=True) if engine.name == "sim" else engine  # type: ignore[type-var]
 
-    return replace(engine, steps_in_parts=True) if isinstance(engine, SimEngine) else engine
+
+def without_step_tables(engine: Engine) -> Engine:
+    """The engine as a run needs it of which only figures are kept: a simulation of one instance stores no steps."""
+    alone = engine.name == "sim" and simulated_pools(engine) is None
+    return replace(engine, figures_only=True) if alone else engine  # type: ignore[type-var]
+
+
+def simulated_pools(engine: Engine) -> TopologySpec | None:
+    """The instances of a simulation; None for one, and for other engines."""
+    pools: TopologySpec | None = getattr(engine, "topology", None) if engine.name == "sim" else None
+    return pools
 
 
 def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) -> tuple[Engine, str]:
@@ -320,8 +391,6 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
 
     A scenario file may contain a topology; a given one takes precedence. Raises UsageError.
     """
-    from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
-
     spec, replicas = topology_of(cluster.topology, scenario, cluster.link), cluster.replicas
     if replicas is not None and replicas < 1:
         raise UsageError(f"--replicas must be at least 1, not {replicas}")
@@ -331,6 +400,8 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
                 "--dispatch chooses among several instances: give --topology (for example dp=4) or --replicas"
             )
         return engine, ""
+    from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
+
     front = parse_dispatch(cluster.dispatch or DEFAULT_DISPATCH)
     decode = parse_dispatch(cluster.decode_dispatch) if cluster.decode_dispatch else None
     if engine.name == "sim":

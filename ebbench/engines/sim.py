@@ -53,7 +53,6 @@ from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.simulation.tables import requests_table, table_of_records, with_failures
-from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
@@ -325,7 +324,7 @@ class _Simulation:
         return (self._stage(topology.replicas, unit.device, state, self._engine.dispatch, generates=generates),)
 
     def _pools(self, topology: TopologySpec) -> tuple[Stage, Stage, Handover]:
-        from ebbench.simulation.transfer import Handover
+        from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 
         assert topology.prefill is not None
         assert topology.decode is not None

@@ -48,10 +48,10 @@ class Console(rich.console.Console):
     every event in place of printing.
     """
 
-    follow: Callable[[ProgressEvent], None] | None = None
+    follow: Callable[[ProgressEvent], object] | None = None
 
     @classmethod
-    def followed_by(cls, follow: Callable[[ProgressEvent], None]) -> Console:
+    def followed_by(cls, follow: Callable[[ProgressEvent], object]) -> Console:
         """A console that prints nothing."""
         console = cls(file=io.StringIO())
         console.follow = follow
@@ -144,6 +144,15 @@ def pieces(section: Section, width: int) -> Iterator[Section]:
             taken = list(labels)
         taken += group
     yield _part(section, taken)
+
+
+def narrowed(section: Section, width: int, least: Sequence[str]) -> Section:
+    """The section without the columns named first in ``least``, as far as it does not fit ``width`` with them."""
+    for name in least:
+        if sum(_natural_width(section, index) for index in range(len(section.columns))) <= width:
+            break
+        section = _part(section, [index for index, column in enumerate(section.columns) if column.name != name])
+    return section
 
 
 def _unbroken(columns: Sequence[Column]) -> list[int]:
@@ -268,9 +277,9 @@ def _csv_name(column: Column) -> str:
     return "_".join(name.lower().split())
 
 
-def as_html(document: Document) -> str:
+def as_html(document: Document, heading: str = "h2") -> str:
     """An HTML fragment: a heading, one table per section, the notes. All text is escaped."""
-    parts = [f"<h2>{html.escape(document.title)}</h2>"]
+    parts = [f"<{heading}>{html.escape(document.title)}</{heading}>"]
     for section in document.sections:
         parts.append(_html_table(section))
     if document.notes:

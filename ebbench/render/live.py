@@ -39,7 +39,7 @@ class Work:
     kept: int = 0
     doing: str = ""
     began_s: float = field(default_factory=time.monotonic)
-    follow: Callable[[ProgressEvent], None] | None = None
+    follow: Callable[[ProgressEvent], object] | None = None
 
     def reached(self, doing: str, done: int = 0, total: int = 0) -> None:
         """State of a part of the work; each part's time and time left are told by themselves."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,9 +24,6 @@ from ebbench.analysis.summary import Drafted, Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
-from ebbench.devices.profiles import find_api_server, find_profile, list_devices
-from ebbench.devices.roofline import RooflineCost
-from ebbench.devices.table import TableCost
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
 from ebbench.engines.setup import engine_versions, topology_of
@@ -48,6 +45,10 @@ from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
 
+if TYPE_CHECKING:
+    from ebbench.devices.roofline import RooflineCost
+    from ebbench.devices.table import TableCost
+
 Made = TypeVar("Made")
 CODE = "api-server"
 """Code of the warning that it is left out."""
@@ -68,6 +69,8 @@ def processes_needed(
     requests_per_s: float, prompt_tokens_per_s: float, output_tokens_per_s: float, *, name: str = DEFAULT_CLASS
 ) -> float:
     """Processes of vLLM's API server that a load keeps busy all the time. ``name``: as in find_api_server."""
+    from ebbench.devices.profiles import find_api_server
+
     costs = find_api_server(name)
     busy_us = (
         costs.request_us * requests_per_s
@@ -81,6 +84,8 @@ def left_out(needed: float, processes: int) -> RunWarning | None:
     """A warning if ``needed`` processes are too many for those that vLLM starts, which were not simulated."""
     if needed < BUSY * processes:
         return None
+    from ebbench.devices.profiles import find_api_server
+
     token_us = find_api_server(DEFAULT_CLASS).token_us
     return warning(CODE, needed=needed, processes=processes, token_us=token_us, api_server=DEFAULT_CLASS)
 
@@ -223,6 +228,9 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> li
 
 def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
+    from ebbench.devices.roofline import RooflineCost
+    from ebbench.devices.table import TableCost
+
     profile, request, cost = device.profile, device.request, device.cost
     assert profile is not None
     assert request is not None
@@ -246,6 +254,8 @@ def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     profile = device.profile
     if profile is None or not profile.front_end_ms:
         return []
+    from ebbench.devices.table import TableCost
+
     said: list[str] = []
     share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
     if share > MATTERS_TO_FIRST_TOKENS:
@@ -263,6 +273,8 @@ GPUs, MiniMax)."""
 
 
 def _fitted_hosts(tp: int) -> list[HostCosts]:
+    from ebbench.devices.profiles import find_profile, list_devices
+
     hosts = [find_profile(name).host.get("default") for name in list_devices()]
     found = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
     return [host for host in found if not host.doubt]

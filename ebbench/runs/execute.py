@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -22,10 +23,9 @@ from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
 from ebbench.engines.checks import stated_limits, unverified_priorities
-from ebbench.engines.setup import journalled, policy_label, with_step_parts
-from ebbench.engines.sim import SimEngine
+from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
 from ebbench.errors import InterruptedRunError
-from ebbench.process.termination import held, interruptible
+from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
@@ -202,6 +202,7 @@ def execute(
     Raises UsageError, RunError, NotStoredError.
     """
     spec, engine = ready.spec, ready.engine
+    observer = stoppable(observer)
     context = RunContext(
         ready.plan, ready.policy, engine.name, ready.device, spec.server, wall_clock_ns(),
         slo=_limits(ready), device_known=not is_server(spec.engine),
@@ -219,6 +220,23 @@ def execute(
             observer.update(_last_snapshot(ready.policy, plan, result))
         run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
     return Executed(run, summary, plan, result)
+
+
+def stoppable(observer: Observer | None) -> Observer | None:
+    """The observer; in a thread that another one may stop, one that also looks whether it has."""
+    own = threading.current_thread() is not threading.main_thread() and signals_here() is not None
+    return _Stoppable(observer) if own else observer
+
+
+@dataclass(frozen=True)
+class _Stoppable:
+    inner: Observer | None
+
+    def update(self, progress: Progress) -> None:
+        """Raise KeyboardInterrupt if the run was stopped, else pass the snapshot on."""
+        raise_if_stopped()
+        if self.inner is not None:
+            self.inner.update(progress)
 
 
 def _limits(ready: Prepared) -> Slo:
@@ -241,9 +259,7 @@ def _recording(engine: Engine, *, stored: bool) -> Engine:
     """A simulator that keeps as much as is stored: steps in parts, or none; other engines unchanged."""
     if stored:
         return with_step_parts(engine)
-    if isinstance(engine, SimEngine) and engine.topology is None:
-        return replace(engine, figures_only=True)
-    return engine
+    return without_step_tables(engine)
 
 
 def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
@@ -303,8 +319,9 @@ def _figures(ready: Prepared, done: Executed) -> Made:
     run, engine = done.run, ready.engine
     phases = summarise_phases(run) if len(done.plan.table["phase"].unique()) > 1 else ()
     figures = done.summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
-    if "topology" in done.result.facts and isinstance(engine, SimEngine) and engine.topology is not None:
-        figures |= pool_figures(done.result, engine.topology, ready.spec.server.max_num_batched_tokens)
+    pools = simulated_pools(engine)
+    if "topology" in done.result.facts and pools is not None:
+        figures |= pool_figures(done.result, pools, ready.spec.server.max_num_batched_tokens)
     parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
     return Made(figures, tuple(parts), of_device(run.manifest.engine, run.manifest.warnings))
 

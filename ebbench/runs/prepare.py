@@ -16,10 +16,6 @@ from ebbench.analysis.metrics import PRICE, parse_slo
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import SINGLE, Device, DeviceRequest
-from ebbench.devices.capacity import with_batch_limits
-from ebbench.devices.loader import load, resized, shape_of
-from ebbench.devices.profiles import as_decoder
-from ebbench.engines import chosen_engine, select_engine
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import (
     check_counts,
@@ -29,10 +25,19 @@ from ebbench.engines.checks import (
     refuse_server_settings,
     refuse_simulated,
 )
-from ebbench.engines.setup import client_of, make_engine, policy_label, topology_of, unknown_device, with_ramp
+from ebbench.engines.setup import (
+    chosen_engine,
+    client_of,
+    make_engine,
+    policy_label,
+    select_engine,
+    topology_of,
+    unknown_device,
+    with_ramp,
+)
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.plan import Plan
-from ebbench.runs.file import starts_a_server
+from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, spec_of
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
@@ -131,6 +136,9 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         raise UsageError(
             "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
         )
+    from ebbench.devices.loader import load, resized, shape_of
+    from ebbench.devices.profiles import as_decoder
+
     topology = topology_of(spec.cluster.topology, spec.plan.scenario, spec.cluster.link)
     options = spec.server
     request = DeviceRequest(

@@ -254,7 +254,7 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.metrics import parse_slo
     from ebbench.devices.loader import check_drafts, load_device
     from ebbench.devices.profiles import as_decoder, find_model, find_profile
-    from ebbench.engines import ENGINES
+    from ebbench.engines.setup import ENGINES
     from ebbench.traffic.spec import load_scenario
     from ebbench.workloads.mixture import check_workload
 

@@ -19,8 +19,7 @@ from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.runs.execute import Task, make
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.labels import Labels
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import Labels, RunSpec
 from ebbench.spec.server import OFF, EngineOptions
 from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import parse_policy

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ebbench.config.declare import LOAD, SESSIONS, WORKLOAD, declared_in
+from ebbench.config.declare import LOAD, SESSIONS, WORKLOAD, declared_in, split_pairs
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.records.manifest import LIMITS
@@ -136,6 +136,16 @@ def check_workload(workload: str) -> None:
             load_workload(name)
         elif (path := recorded_file(name)) is None or not path.exists():
             raise UsageError(f"{name}: no such file")
+
+
+def brought_limits(workload: str, goodput: Sequence[str]) -> list[str]:
+    """Limits of the classes of a mixture as ``--goodput`` has them, of those classes that ``goodput`` does not name."""
+    mixture = mixture_of(workload)
+    given = {word.partition(":")[0] for text in goodput for word in text.split()}
+    classes = () if mixture is None else mixture.classes
+    return [
+        f"{one.name}:{','.join(split_pairs(one.goodput))}" for one in classes if one.goodput and one.name not in given
+    ]
 
 
 def files_of_mixture(workload: str) -> dict[str, str]:

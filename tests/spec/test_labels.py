@@ -12,8 +12,7 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import RunLabels
 from ebbench.records.run import Run, read_manifest
 from ebbench.runs.key import key_of
-from ebbench.spec.labels import Job, Labels, job_of
-from ebbench.spec.run import simulated, spec_of
+from ebbench.spec.run import Job, Labels, job_of, simulated, spec_of
 from tests.gate.gate_data import invoke
 
 SPEC = simulated("balanced", "v1", "h200", "qwen3-8b", 64, 2048, num_prompts=8)
