@@ -46,8 +46,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.process.interpreter import collector_paused
 from ebbench.records.plan import Plan
-from ebbench.spec.server import EngineOptions
-from ebbench.spec.speculative import speculative_of
+from ebbench.spec.server import EngineOptions, speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
