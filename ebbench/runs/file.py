@@ -116,7 +116,7 @@ def asked_for(workload: str, given: Mapping[str, Any]) -> dict[str, Any]:
     asked: dict[str, Any] = (
         read_run_file(Path(workload).expanduser()) if is_run_file(workload) else {"workload": workload}
     )
-    return asked | given
+    return {**asked, **given}
 
 
 def of_keywords(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
