@@ -20,7 +20,6 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
 from ebbench.engines.checks import stated_limits
 from ebbench.engines.setup import journalled, policy_label, with_step_parts
-from ebbench.engines.sim import SimEngine
 from ebbench.process.termination import held, interruptible
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import wall_clock_ns
@@ -172,6 +171,8 @@ def _recording(engine: Engine, *, stored: bool) -> Engine:
     """A simulator that keeps as much as is stored: steps in parts, or none; other engines unchanged."""
     if stored:
         return with_step_parts(engine)
+    from ebbench.engines.sim import SimEngine  # not in a run over HTTP
+
     if isinstance(engine, SimEngine) and engine.topology is None:
         return replace(engine, figures_only=True)
     return engine
@@ -231,6 +232,8 @@ def make(task: Task, engine: Engine | None = None) -> Made:
 
 
 def _figures(ready: Prepared, done: Executed) -> Made:
+    from ebbench.engines.sim import SimEngine
+
     run, engine = done.run, ready.engine
     phases = summarise_phases(run) if len(done.plan.table["phase"].unique()) > 1 else ()
     figures = done.summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
