@@ -406,6 +406,14 @@ def _worded(name: str, text: str, *, complete: bool) -> str:
     return f"{NAMES.get(name, name)} {text}".strip()
 
 
+def by_class(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
+    """The classes of requests of a case, each with its groups."""
+    names = dict.fromkeys(name for summary in case.summaries for name in summary.classes)
+    return [
+        (name, group_by_policy([one.of_class(name) for one in case.summaries if name in one.classes])) for name in names
+    ]
+
+
 def by_phase(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
     """The phases of a case in order, each with its groups."""
     names = dict.fromkeys(summary.phase for summary in case.phases)

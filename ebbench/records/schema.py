@@ -64,6 +64,10 @@ PLAN_EXTRAS = pa.schema(
         # width of each in pixels.
         pa.field("image_tokens", pa.list_(pa.int32())),
         pa.field("image_side", pa.int32()),
+        # Class of the request, such as chat or batch; null: none. Results are given for each class.
+        pa.field("class", pa.string()),
+        # As vLLM's `priority`: of two waiting requests the one with the lower value is scheduled first. Null: 0.
+        pa.field("priority", pa.int32()),
     ]
 )
 
@@ -99,10 +103,11 @@ REQUESTS = pa.schema(
     ]
 )
 
-# Columns that a requests table has only where they apply. The first two: where answers may have a thinking part, so in
-# simulated runs whose plan says so, and in runs against the chat endpoint.
+# Columns that a requests table has only where they apply. The first: where the plan has it. The next two: where answers
+# may have a thinking part, so in simulated runs whose plan says so, and in runs against the chat endpoint.
 REQUESTS_EXTRAS = pa.schema(
     [
+        pa.field("class", pa.string()),
         # Thinking tokens of the output; null where the server marked none. The server's `usage` decides, else messages.
         pa.field("thinking_tokens", pa.int32()),
         # First token of the answer after the thinking. Null without thinking, and where the output ended in it.

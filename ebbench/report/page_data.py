@@ -26,7 +26,7 @@ from ebbench.report.page_tables import (
     comparison_tables,
     environment_tables,
     failures_tables,
-    phase_tables,
+    part_tables,
 )
 
 MAX_STEPS = 20_000
@@ -85,7 +85,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         warnings=(*notes, *sentences.missing(groups), *doubtful, *sentences.caveats(groups)),
         tables=(
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
-            *phase_tables(cases),
+            *part_tables(cases),
         ),
         explanations=tuple(explanation for case in cases for explanation in _explanations(case)),
         environment=environment_tables(labels, runs),
