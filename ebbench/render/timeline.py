@@ -125,8 +125,8 @@ def _ttft(columns: RequestColumns, edges: npt.NDArray[np.float64]) -> list[Row]:
             found[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[here], share))})
         for name in columns.classes:
             if (one := here & (classes == name)).any():
-                row = {"t": t, "series": f"median of {name}", "value": float(np.median(ttft_ms[one]))}
-                found[row["series"]].append(row)
+                series = f"median of {name}"
+                found[series].append({"t": t, "series": series, "value": float(np.median(ttft_ms[one]))})
     return [row for rows in found.values() for row in rows]
 
 
