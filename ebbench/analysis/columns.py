@@ -24,7 +24,7 @@ NO_CLASS = ""
 """Stands for the class of requests that have none."""
 
 NEEDED = (
-    "request_id", "session", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
+    "request_id", "session", "turn", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
     "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns", "bundled_tokens", "preemptions",
 )  # fmt: skip
 """Columns of the requests table that the metrics read; where it has them also those of REQUESTS_EXTRAS."""
@@ -41,6 +41,7 @@ class RequestColumns:
     status: npt.NDArray[Any]
     phase: npt.NDArray[Any]
     session: Ints
+    turn: Ints
     input_tokens: Ints
     output_tokens: Ints
     cached_tokens: Ints
@@ -116,6 +117,7 @@ class RequestColumns:
             status=_texts(requests, "status"),
             phase=_texts(requests, "phase"),
             session=session,
+            turn=_ints(requests, "turn", 0),
             input_tokens=_ints(requests, "input_tokens", 0),
             output_tokens=_ints(requests, "output_tokens", 0),
             cached_tokens=_ints(requests, "cached_tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class LoadFacts:
     trace: str = ""
     trace_rate: float | None = None
     single_requests: bool = False
+    begun_before: str = ""
 
     @property
     def open_loop(self) -> bool:
@@ -79,6 +81,8 @@ class LoadFacts:
         found |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
         if self.ramp_up_s:
             found["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+        if self.begun_before:
+            found["session start"] = self.begun_before
         return found
 
     def conditions(self) -> dict[str, str]:
@@ -115,7 +119,16 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         trace=time_note(facts),
         trace_rate=_trace_rate(facts),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
+        begun_before=_begun_before(facts),
     )
+
+
+def _begun_before(facts: Mapping[str, Any]) -> str:
+    """How many sessions had begun before the run, and what of them was cached; empty without."""
+    if not facts.get("begun_before"):
+        return ""
+    where = f"in {facts['session_start']} of their course"
+    return f"{facts['begun_before']:,} sessions begun before ({where}, {facts['primed_tokens']:,} tokens cached)"
 
 
 def _trace_rate(facts: Mapping[str, Any]) -> float | None:
@@ -276,9 +289,12 @@ def _number(value: Any) -> float | None:
 
 
 ENVIRONMENT = (
-    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options",
+    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options", "host",
 )  # fmt: skip
-"""Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology."""
+"""Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology.
+``host``: the machine of a server."""
+LATER = frozenset({"host"})
+"""Conditions that older runs and baselines do not know; where they are empty they are in no hash."""
 
 LATER_OPTIONS = {
     "enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto", "api_server": "off",
@@ -311,7 +327,17 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
         "scenario": manifest.scenario,
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
+        "host": host_of(manifest),
     }
+
+
+def host_of(manifest: Manifest) -> str:
+    """The machine of a server: as the user labelled it, else what is known of it where only its device was stated."""
+    facts = manifest.facts
+    label = facts.get("host_label")
+    if not label and manifest.device != UNKNOWN_DEVICE:
+        label = facts.get("server_machine")
+    return str(label or UNKNOWN)
 
 
 def _device(manifest: Manifest) -> str:
@@ -319,7 +345,8 @@ def _device(manifest: Manifest) -> str:
 
     Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
     """
-    machine = manifest.facts.get("server_machine") if manifest.device == UNKNOWN_DEVICE else None
+    unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
+    machine = manifest.facts.get("server_machine") if unstated else None
     facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
     apart = ", ".join(filter(None, facts))
     return f"{manifest.device} ({apart})" if apart else manifest.device
@@ -411,6 +438,11 @@ def _differing(
 
 def _shown(value: str) -> str:
     return value or "not recorded"
+
+
+def remedy(found: Sequence[str]) -> str:
+    """The options that allow these :func:`differences`."""
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(re.split(r"[.:]", text)[0] for text in found))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

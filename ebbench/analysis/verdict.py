@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ebbench.analysis.caveats import told_once
-from ebbench.analysis.environment import differences
+from ebbench.analysis.environment import differences, remedy
 from ebbench.analysis.statistics import (
     PairedInterval,
     anytime_p,
@@ -33,6 +32,7 @@ from ebbench.analysis.statistics import (
     sign_flip_p,
 )
 from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
+from ebbench.analysis.validity import told_once
 from ebbench.errors import DataError, UsageError
 from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE
 
@@ -156,7 +156,8 @@ def require_comparable(
     require_one_environment(candidate, allowed, "candidate")
     found = differences(baseline[0].environment, candidate[0].environment, allowed)
     if found:
-        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}")
+        alike = "measure both alike, or allow what is meant to differ"
+        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}; {alike}: {remedy(found)}")
     for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
         seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
         unlike = [unit for unit in ours if unit.plan_hash not in plans and unit.seed in seeds]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
-from ebbench.untrusted import visible
+from ebbench.foreign.documents import visible
 
 if TYPE_CHECKING:
     from ebbench.errors import DataError
@@ -29,7 +29,8 @@ def show(
     """Print stored runs again: tables, verdict, reasons and warnings. Damaged runs are named and left out (exit code
     3).
 
-    Runs of different load or environment are not averaged: each has its own table.
+    Runs of different load or environment are not averaged: each has its own table. Of a capacity search the probes
+    nearest to its answers are shown.
     """
     from ebbench.analysis.metrics import parse_slo
     from ebbench.analysis.summary import summarise
@@ -43,24 +44,48 @@ def show(
         return _finish(damaged)
     from ebbench.analysis.cases import cases_of_results, result_of
     from ebbench.render import report
-    from ebbench.render.console import Console
-    from ebbench.render.documents import rendered
+    from ebbench.render.documents import Console, rendered
 
     cases = cases_of_results([result_of(run, slo) for run in loaded])
     if style == "table":
+        _begin(runs, several=len(cases) > 1 and len(loaded) >= MANY)
         report.print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
     else:
         sys.stdout.write(rendered(report.document(cases, all_percentiles=all_percentiles), style))
     return _finish(damaged)
 
 
+MANY = 4
+"""Unlike runs from which on a list of them comes first."""
+
+
+def _begin(paths: list[Path], *, several: bool) -> None:
+    """Print a list of many unlike runs, and which searches are left out below these directories."""
+    from ebbench.report.listing import print_list
+    from ebbench.runs.stored import listed
+
+    found = listed([path for path in paths if path.is_dir()])
+    if several:
+        print_list(found, paths)
+        typer.echo()
+    searches = [run for run in found.runs if run.kind == "search" and run.path not in paths]
+    if searches:
+        probes = sum(run.probes for run in searches)
+        left_out = f"{len(searches)} capacity search(es) with {probes} probes are left out"
+        typer.echo(f"{left_out}: show their directories, such as {searches[0].path}, for their answers", err=True)
+
+
 def _load(paths: list[Path]) -> tuple[list[Run], list[DataError]]:
     """The complete runs, and the errors of the others. Raises DataError if none is complete."""
     from ebbench.errors import DataError
     from ebbench.records.run import Run, find_runs
+    from ebbench.report.page_tables import shown_runs
 
     loaded, damaged = [], []
-    for path in find_runs(paths):
+    found = [path for given in paths for path in shown_runs(given) or find_runs([given])]
+    if not found:
+        raise DataError(f"{paths[0]}: no run besides the probes of capacity searches; give the directory of a search")
+    for path in found:
         try:
             loaded.append(Run.load(path))
         except DataError as error:

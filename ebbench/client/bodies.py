@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.records.content import CHUNK_TOKENS, token_ids
+from ebbench.records.plan import CHUNK_TOKENS, token_ids
 from ebbench.spec.client import ClientOptions
 
 # JSON of synthetic prompts, written from tables of bytes.
@@ -103,6 +103,7 @@ class Turn:
     lora: str | None = None
     image_tokens: Sequence[int] = ()
     image_side: int = 0
+    priority: int | None = None
 
 
 class RequestBodies:
@@ -142,6 +143,8 @@ class RequestBodies:
         whole = self._fixed | prompt | {self._limit: turn.output_tokens}
         if turn.lora is not None:
             whole["model"] = turn.lora
+        if turn.priority is not None:
+            whole["priority"] = turn.priority
         if may_hang_up and isinstance(whole.get("stream_options"), dict):
             whole["stream_options"] = {**whole["stream_options"], "continuous_usage_stats": True}
         return msgspec.json.encode(whole)

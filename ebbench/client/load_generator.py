@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -42,20 +42,50 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, block_tokens, primed
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
 
-# Warm-up: requests before the start with the plan's lengths and other content, not recorded.
+# Warm-up: requests before the start with the plan's lengths and other content, and then, once the prefix cache was
+# emptied, those that put what the plan takes for held into it; none of them is recorded.
 
 _AT_ONCE = 64
 
 
 async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
     """Send ``options.warmup`` requests. Raises RunError if all of them fail: the run would fail too."""
-    if not options.warmup:
-        return
+    turns = [_turn(plan, number) for number in range(options.warmup)]
+    answers = await _sent(url, model, turns, options, environ)
+    failed = [answer for answer in answers if answer.error_class is not None]
+    if failed and len(failed) == len(answers):
+        _refuse(failed[0], "every warm-up request failed", options, environ)
+
+
+async def prime(url: ServerUrl, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
+    """Put what the plan takes for held into the server's prefix cache. Raises RunError if a request for it fails."""
+    names = ("content", "hash_ids", "input_tokens", "output_tokens")
+    turns = [
+        Turn(row=0, request_id="", turn=0, prompt=None, block_tokens=block_tokens(plan.table), **row)
+        for row in primed(plan.table).select(names).to_pylist()
+    ]
+    answers = await _sent(url, model, turns, options, environ)
+    if failed := [answer for answer in answers if answer.error_class is not None]:
+        what = f"{len(failed)} of {len(answers)} requests that fill the prefix cache before the run failed"
+        _refuse(failed[0], what, options, environ)
+
+
+def _refuse(answer: StreamedResponse, what: str, options: ClientOptions, environ: Mapping[str, str]) -> NoReturn:
+    body = redacted(answer.error_body, secrets(options, environ))[:200]
+    raise RunError(f"{what} ({answer.error_class}: {body})")
+
+
+async def _sent(
+    url: ServerUrl, model: str, turns: Sequence[Turn], options: ClientOptions, environ: Mapping[str, str]
+) -> list[StreamedResponse]:
+    """The answers to requests that are not recorded."""
+    if not turns:
+        return []
     bodies = RequestBodies(model, options)
     gate, target = asyncio.Semaphore(_AT_ONCE), url.target(options.endpoint)
     async with RequestSender(target, request_head(target, options, environ), options, environ) as sender:
@@ -63,14 +93,10 @@ async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions
         async def one(number: int) -> StreamedResponse:
             streamed = StreamedResponse(options.endpoint == "chat", keep_text=False)
             async with gate:
-                await sender.send(f"warmup-{number}", bodies.build(_turn(plan, number)), streamed)
+                await sender.send(f"warmup-{number}", bodies.build(turns[number]), streamed)
             return streamed
 
-        responses = await asyncio.gather(*(one(number) for number in range(options.warmup)))
-    failed = [a for a in responses if a.error_class is not None]
-    if len(failed) == len(responses):
-        body = redacted(failed[0].error_body, secrets(options, environ))[:200]
-        raise RunError(f"every warm-up request failed ({failed[0].error_class}: {body})")
+        return await asyncio.gather(*(one(number) for number in range(len(turns))))
 
 
 def _turn(plan: Plan, number: int) -> Turn:
@@ -220,7 +246,9 @@ async def _made_ready(
     check_attachments(table, options.endpoint, served.names)
     dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
     await warm_up(url, served.model, plan, options, environ)
-    return _Ready(served, version, dropped, options.reset_prefix_cache and await server.reset_prefix_cache())
+    reset = options.reset_prefix_cache and await server.reset_prefix_cache()
+    await prime(url, served.model, plan, options, environ)
+    return _Ready(served, version, dropped, reset)
 
 
 async def _drive(
@@ -262,6 +290,7 @@ async def _drive(
         **findings.facts,
         "request_id_prefix": id_prefix,
         **_server_facts(ready, requests, server_metrics, tally.other_models),
+        **({} if options.host_label is None else {"host_label": options.host_label}),
     }
     return DriveResult(
         requests=requests,

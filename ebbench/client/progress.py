@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.client.messages import Batch, RequestRecord
+from ebbench.client.response import OddNumber
 from ebbench.client.senders import Senders
-from ebbench.client.server_numbers import OddNumber
 from ebbench.records.schema import REQUESTS, REQUESTS_EXTRAS, SAME_TIME_NS, tokens_after_first_of
 
 # Converts the workers' records to the requests table.

@@ -7,18 +7,108 @@ structures, so that a malformed message is always an error, and keeps one time p
 from __future__ import annotations
 
 import errno
+import json
+import math
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ebbench.client import stream_messages
-from ebbench.client.server_numbers import TokenCounts, token_counts, whole_number
 from ebbench.client.stream_messages import ERROR, ChatChoice, Delta, Event, SseSplitter
 from ebbench.network.connections import TransportError
 from ebbench.records.schema import ABANDONED
+
+LARGEST_COUNT = 2**31 - 1
+"""The tables store counts of tokens as int32."""
+_KEPT = 64 << 10  # characters of an odd value that are kept until secrets are taken out
+
+
+class TokenCounts(NamedTuple):
+    """The counts in ``usage``, None where the server reported none.
+
+    ``odd``: what the server reported where no count can be, by the name of the field.
+    """
+
+    completion: int | None = None
+    prompt: int | None = None
+    cached: int | None = None
+    reasoning: int | None = None
+    odd: Mapping[str, str] = {}
+
+
+class OddNumber(NamedTuple):
+    """A field of ``usage`` that was no number of tokens: in how many answers, and what it was in the first."""
+
+    answers: int
+    first: str
+
+
+def whole_number(value: Any, at_least: int = 0, at_most: int = LARGEST_COUNT) -> int | None:
+    """``value`` as an int if it is a whole number (also 4.0) from ``at_least`` to ``at_most``, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, float) and not value.is_integer():  # also NaN and infinity
+        return None
+    return int(value) if at_least <= value <= at_most else None
+
+
+def finite_number(value: Any) -> float | None:
+    """``value`` as a finite float, else None."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    """An odd value as a server sent it, on one line of printable ASCII."""
+    return json.dumps(value, default=str)[:_KEPT]
+
+
+def token_counts(usage: Any) -> TokenCounts:
+    """The counts in a response's ``usage``, each checked by itself and against the count that includes it.
+
+    Cached tokens are part of the prompt, reasoning tokens part of the completion. A prompt has at least one token.
+    """
+    if usage is None:
+        return TokenCounts()
+    if not isinstance(usage, Mapping):
+        return TokenCounts(odd={"usage": shown(usage)})
+    odd: dict[str, str] = {}
+    completion = _count(usage, "completion_tokens", odd)
+    prompt = _count(usage, "prompt_tokens", odd, at_least=1)
+    cached = _count(_details(usage, "prompt_tokens_details", odd), "cached_tokens", odd, whole=prompt)
+    reasoning = _count(_details(usage, "completion_tokens_details", odd), "reasoning_tokens", odd, whole=completion)
+    return TokenCounts(completion, prompt, cached, reasoning, odd)
+
+
+def _details(usage: Mapping[str, Any], name: str, odd: dict[str, str]) -> Mapping[str, Any]:
+    details = usage.get(name)
+    if isinstance(details, Mapping):
+        return details
+    if details:  # some servers write "no details" as an empty list
+        odd[name] = shown(details)
+    return {}
+
+
+def _count(
+    holder: Mapping[str, Any], name: str, odd: dict[str, str], at_least: int = 0, whole: int | None = None
+) -> int | None:
+    value = holder.get(name)
+    if value is None:
+        return None
+    count = whole_number(value, at_least)
+    if count is None:
+        odd[name] = shown(value)
+    elif whole is not None and count > whole:
+        odd[name] = f"{count} of {whole}"
+        return None
+    return count
+
 
 _EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
 _STRAY_LIMIT = 64 << 10  # bytes kept of what is no message, to explain a stream that broke off

@@ -19,13 +19,14 @@ import pyarrow as pa
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbench.client.server_numbers import finite_number, whole_number
+from ebbench.client.response import finite_number, whole_number
 from ebbench.client.stream_messages import document_of
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.connections import tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
 from ebbench.network.questions import Answer, AnswerTooLargeError, ask, one_off_limits
+from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.spec.client import ClientOptions, secrets
 
@@ -112,10 +113,12 @@ def run_to_end(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 def _in_thread(run: Callable[[], T]) -> T:
     outcome: list[T] = []
     failure: list[BaseException] = []
+    signals = signals_here()
 
     def body() -> None:
         try:
-            outcome.append(run())
+            with stoppable_from(signals):  # the caller waits, so that what it is signalled is for this thread
+                outcome.append(run())
         except BaseException as error:
             failure.append(error)
 

@@ -15,8 +15,7 @@ import pyarrow as pa
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.release_schedule import Arrivals, Slots
 from ebbench.errors import UsageError
-from ebbench.records.content import CHUNK_TOKENS, block_tokens
-from ebbench.records.plan import ClosedPhase, TurnGraph, turn_graph
+from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, TurnGraph, block_tokens, turn_graph
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class SessionPlan:
     def turn(self, row: int) -> Turn:
         """One request."""
         fields: dict[str, Any] = {name: self.columns[name][row] for name in _TURN_COLUMNS}
-        for name in ("lora", "image_tokens", "image_side"):
+        for name in _ATTACHED:
             if name in self.columns and (value := self.columns[name][row]) is not None:
                 fields[name] = value
         return Turn(row=row, block_tokens=self.block_tokens, **fields)
@@ -69,6 +68,8 @@ class _LazyColumn(Sequence[Any]):
 
 
 _LARGE = ("hash_ids", "prompt")
+_ATTACHED = ("lora", "image_tokens", "image_side", "priority")
+"""Columns of PLAN_EXTRAS that a body depends on."""
 _TURN_COLUMNS = ("request_id", "turn", "input_tokens", "output_tokens", "content", "hash_ids", "prompt")
 
 
@@ -82,7 +83,7 @@ def plan_sessions(
         name: _LazyColumn(table.column(name)) if name in _LARGE else table.column(name).to_pylist()
         for name in _TURN_COLUMNS
     }
-    for name in ("hang_up_ns", "lora", "image_tokens", "image_side"):
+    for name in ("hang_up_ns", *_ATTACHED):
         if name in table.column_names:
             columns[name] = table.column(name).to_pylist()
     graph = turn_graph(table)

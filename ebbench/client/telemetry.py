@@ -17,7 +17,7 @@ import pyarrow as pa
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from ebbench.errors import RunError, UsageError
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.records.schema import tokens_after_first_of
 from ebbench.spec.client import ClientOptions
 

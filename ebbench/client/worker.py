@@ -36,7 +36,7 @@ from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse,
 from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm
-from ebbench.process.collector import no_full_collections
+from ebbench.process.interpreter import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets, spacing_ns
 
@@ -169,9 +169,10 @@ async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None
         done = await _send_part(assignment, sockets, environ, reader, writer)
     except Exception as problem:
         done = WorkerDone(b"", 0.0, f"{type(problem).__name__}: {problem}")
-    send(writer, done)
-    with contextlib.suppress(ConnectionError):
-        await writer.drain()
+    if not writer.is_closing():  # as it is where the run was interrupted before it began
+        send(writer, done)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
     writer.close()
 
 

@@ -1,19 +1,77 @@
-"""Device profiles and model geometries as files: reading, checking, listing."""
+"""Device profiles, model geometries and classes of machine (costs of vLLM's API server) as files: reading, listing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.errors import InputFileError, UnknownNameError
-from ebbench.foreign.documents import read_toml
-from ebbench.spec.server import HostCosts
+from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.foreign.documents import load_toml, read_toml
+from ebbench.spec.server import OFF, HostCosts
+
+
+class ApiServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Time of one core, in us: per streamed token, per request, and per token of its prompt."""
+
+    token_us: float
+    request_us: float
+    prompt_token_us: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for key in ("token_us", "request_us", "prompt_token_us"):
+            value = getattr(self, key)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{key} must be 0 or more us, not {value:g}")
+
+    @property
+    def token_ns(self) -> int:
+        """Whole nanoseconds per streamed token."""
+        return round(self.token_us * 1e3)
+
+    def request_ns(self, prompt_tokens: int) -> int:
+        """Whole nanoseconds from the first byte of a request to its hand-over to the engine, without waiting."""
+        return round((self.request_us + self.prompt_token_us * prompt_tokens) * 1e3)
+
+
+def list_api_servers() -> tuple[str, ...]:
+    """Names of the bundled classes."""
+    return tuple(sorted(path.stem for path in (DATA / "api_servers").glob("*.toml")))
+
+
+@cache
+def find_api_server(name: str) -> ApiServerCosts:
+    """The costs of a class by name, or from a path ending in .toml. Raises UnknownNameError or InputFileError."""
+    if name.endswith(".toml"):
+        return load_toml(Path(name), ApiServerCosts)
+    if name not in list_api_servers():
+        raise UnknownNameError("API server", name, (*list_api_servers(), OFF, "FILE.toml"))
+    return load_toml(DATA / "api_servers" / f"{name}.toml", ApiServerCosts)
+
+
+def chosen_api_server(name: str, count: int | None) -> ApiServerCosts | None:
+    """The costs of the named class; None if the stage is off. Raises UsageError, also for a count without a class.
+
+    ``count``: processes per engine instance; None is one per data-parallel unit, as vLLM has it.
+    """
+    if count is not None and count < 1:
+        raise UsageError(f"--api-server-count must be at least 1, not {count}")
+    if name == OFF:
+        if count is not None:
+            known = " or ".join(list_api_servers())
+            raise UsageError(f"--api-server-count {count} needs the API server's costs: add --api-server {known}")
+        return None
+    return find_api_server(name)
+
 
 DATA = Path(__file__).parent / "data"
 FORMAT = 1

@@ -423,6 +423,9 @@ TEXTS: Texts = {
     ),
     HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,
+    "shrunk": (
+        "Of this probe the requests are kept, without their gaps between tokens (ITL), and no steps: a search has many."
+    ),
     "images-as-tokens": (
         "Images count as prompt tokens here; the time of the model's image encoder is not simulated, so TTFT is too "
         "low."
@@ -466,6 +469,10 @@ TEXTS: Texts = {
         "All {sessions:,} sessions of the plan were released before --duration {duration_s:g} was over; a larger "
         "--num-prompts fills it."
     ),
+    "priorities-unverified": (
+        "requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
+        "it does not report"
+    ),
     "published-lengths": (
         "lengths come from the published statistics of {workload}, not from the data set: {why} (--source profile uses "
         "them without asking the hub)"
@@ -485,6 +492,7 @@ WAYS_OUT: Texts = {
     "api-server": "Add --api-server {api_server}, with --api-server-count for several processes.",
     "api-server-limit": _more_processes,
     "budget-below-seqs": "Use budget={max_num_seqs} or more, or lower --max-num-seqs to {budget}.",
+    "shrunk": "Its rate and seed make the same run again.",
     "few-requests": _enough,
     "k-always-met": "Give --max-num-seqs {open_requests} to wait for {k} departures.",
     KV_CACHE: (

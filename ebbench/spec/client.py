@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from ebbench.config.declare import CLIENT, MOST_SECONDS, check_ranges, declare, declared_in
-from ebbench.config.setting_strings import check_range
+from ebbench.config.declare import CLIENT, MOST_SECONDS, check_range, check_ranges, declare, declared_in
 from ebbench.errors import UsageError
 from ebbench.network.credentials import api_key, forms_of
 from vllm_eb.settings import Setting
@@ -150,6 +149,10 @@ class ClientOptions:
     )
     verify_tls: bool = declare(True, "Do not verify TLS certificates.", CLIENT, names=("--insecure",), turns_off=True)
 
+    host_label: str | None = declare(
+        None, "Name of the server's machine. Default: its address, or this machine's hardware.", CLIENT
+    )
+
     # Without an option: for tests, and for code that sends by itself.
     metrics_interval_s: float | None = 1.0
     """How often /metrics is read; None never."""
@@ -174,6 +177,8 @@ class ClientOptions:
             raise UsageError(
                 f"--max-tokens-field {self.max_tokens_field!r}: give the name of a field, such as max_tokens"
             )
+        if self.host_label is not None and not self.host_label.strip():
+            raise UsageError("--host-label is empty; name the machine, or leave it out")
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
             raise UsageError("a header must not contain a line break")
 

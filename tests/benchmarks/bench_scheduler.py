@@ -42,7 +42,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load_device
 from ebbench.engines.emulated import EmulatedEngine
-from ebbench.process.collector import collector_paused
+from ebbench.process.interpreter import collector_paused
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan

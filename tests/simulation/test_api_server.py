@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.config.topology import TopologySpec, parse_topology
-from ebbench.devices.apiserver import ApiServerCosts, chosen_api_server, find_api_server, list_api_servers
+from ebbench.devices.profiles import ApiServerCosts, chosen_api_server, find_api_server, list_api_servers
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError

@@ -14,8 +14,7 @@ from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.simulation.drafting import accepted_drafts
 from ebbench.simulation.state import RequestState
-from ebbench.spec.server import EngineOptions
-from ebbench.spec.speculative import speculative_of
+from ebbench.spec.server import EngineOptions, speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import Drafts, optimal_threshold
