@@ -134,7 +134,8 @@ def meanings(spec: Any) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     if isinstance(spec, dict):
         scale = spec.get("scale")
-        if isinstance(scale, dict) and str(scale.get("range", [""])[0]).startswith("#"):
+        named = isinstance(scale, dict) and "domain" in scale  # names of classes come with the data
+        if named and str(scale.get("range", [""])[0]).startswith("#"):
             for name, colour in zip(scale["domain"], scale["range"], strict=True):
                 found.setdefault(name, set()).add(colour)
         spec = list(spec.values())
