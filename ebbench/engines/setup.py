@@ -280,9 +280,15 @@ def _for_server(engine: Engine, spec: RunSpec) -> Engine:
     if not isinstance(engine, EndpointEngine):
         return engine
     plan = spec.plan
+    limits = spec.goodput.replace(",", " ").split()
+    if not spec.client.generates and (of_tokens := [one for one in limits if not one.startswith("e2el")]):
+        raise UsageError(
+            f"--goodput {of_tokens[0]}: answers of --endpoint {spec.client.endpoint} have no tokens; limit e2el"
+        )
     client = replace(
-        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long
-    )
+        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long,
+        tokenizer=plan.tokenizer,
+    )  # fmt: skip
     return replace(engine, client=client)
 
 

@@ -279,8 +279,9 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
     limit = server.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
+    plan["with_text"] = engine not in VIRTUAL_TIME if with_text is None else with_text
     return RunSpec(
-        PlanOptions(**plan, with_text=engine not in VIRTUAL_TIME if with_text is None else with_text),
+        PlanOptions(**plan, counts_answers=is_server(engine)),
         server=EngineOptions(max_model_len=limit or EngineOptions.max_model_len, **server),
         cluster=ClusterOptions(**parts["cluster"]),
         client=ClientOptions(**parts["client"]),
