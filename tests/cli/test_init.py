@@ -13,6 +13,7 @@ from ebbench.cli import init, main
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import JOBS, RUN_FILE, SEARCH_FILE, asked_for
 from ebbench.sizing.command import capacity_search
+from ebbench.spec.run import known_settings
 from ebbench.sweep.spec import load_sweep
 
 RUNS = [name for name, job in JOBS.items() if job.command == "run"]
@@ -35,8 +36,9 @@ def test_a_file_of_a_run_can_be_run(job: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(main.app, ["run", str(written(job, tmp_path)), "--dry-run"])
     assert done.exit_code == 0, done.output
     understood = tomllib.loads(done.stdout)
-    chosen = {key: value for key, value in JOBS[job].chosen.items() if value not in ([], 1.0, "completions")}
-    assert {key: understood.get(key) for key in chosen} == chosen
+    defaults = {key: known_settings()[key].default for key in JOBS[job].chosen if key in known_settings()}
+    said = {key: understood.get(key, defaults.get(key)) for key in JOBS[job].chosen if key != "vllm_options"}
+    assert said == {key: value for key, value in JOBS[job].chosen.items() if key != "vllm_options"}
 
 
 def test_a_file_of_a_search_says_what_is_searched(tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_every_comment_is_a_setting_with_its_default_and_help(job: str, tmp_path
     comments = [line for line in lines if re.match(r"# \w+ =", line)]
     assert all(re.search(r"  # \S", line) for line in comments)
     assert not [line for line in lines if re.search(r"(^|\s)--\w", line)], "options have another spelling in files"
-    path.write_text("\n".join(line.removeprefix("# ") if re.match(r"# \w+ = ", line) else line for line in lines))
+    path.write_text("\n".join(line.removeprefix("# ") if re.match(r"# \w+ = [^ #]", line) else line for line in lines))
     load_toml(path, SEARCH_FILE if job == "capacity" else RUN_FILE)
 
 
