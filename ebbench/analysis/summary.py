@@ -40,7 +40,7 @@ from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class
 from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import ESTIMATED, RunWarning
 
 FACT = "speculative"
 """Name of the counts among the facts of a run."""
@@ -173,6 +173,7 @@ class Summary:
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
     kv: Mapping[str, float | None] = field(default_factory=dict)  # what a full KV cache cost the whole run
     drafted: Drafted | None = None  # of the whole run
+    estimated_answers: int = 0  # of the whole run: whose output tokens the client counted
     classes: Mapping[str, Metrics] = field(default_factory=dict)  # of each class of requests, NO_CLASS for the others
     sessions: Mapping[str, SessionFigures] = field(default_factory=dict)  # all under "", and of each class
 
@@ -221,6 +222,7 @@ class Summary:
             | metrics_dict(self.metrics)
             | ({} if self.phase else {name: self.kv.get(name) for name in KV_FIGURES})
             | (self.drafted.figures() if self.drafted is not None and not self.phase else {})
+            | ({"estimated_answers": self.estimated_answers} if self.estimated_answers else {})
             | self._parts()
             | unsound
             | verdict
@@ -355,6 +357,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         anchor_unix_ns=manifest.anchor_unix_ns,
         kv={name: manifest.facts.get(name) for name in KV_FIGURES},
         drafted=drafted,
+        estimated_answers=(manifest.facts.get(ESTIMATED) or {}).get("answers", 0),
     )
 
 

@@ -14,6 +14,10 @@ import msgspec
 
 WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
 """Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
+ESTIMATED_TOKENS, ESTIMATED = "estimated-tokens", "estimated_tokens"
+"""Code of the warning that a client counted output tokens, and the fact in a manifest that says how."""
+ABOUT_SERVER = frozenset({WARM_CACHE, OTHER_MODEL, ESTIMATED_TOKENS})
+"""Codes of warnings that figures measured on a server are not what they seem."""
 HOST_UNFITTED, HOST_DOUBTED, MIXING_UNMEASURED = "host-unfitted", "host-doubted", "mixing-unmeasured"
 """Codes of a device's warnings whose size depends on the run."""
 KV_CACHE = "kv-cache"
@@ -363,6 +367,10 @@ TEXTS: Texts = {
         "{single:,} of {answers:,} answers have one token and so no TPOT: they count as within tpot:{tpot_ms:g}."
     ),
     OTHER_MODEL: _other_model,
+    ESTIMATED_TOKENS: (
+        "The server reported no token counts for {answers:,} of {completed:,} answers: their output tokens are an "
+        "estimate, counted with {by}, and so are TPOT and all figures per token; their prompt tokens are the plan's."
+    ),
     "policy-is-a-label": _label,
     "rebuilt": _rebuilt,
     "short-steady-window": _short_steady_window,
@@ -470,7 +478,7 @@ TEXTS: Texts = {
         "--num-prompts fills it."
     ),
     "priorities-unverified": (
-        "requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
+        "Requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
         "it does not report"
     ),
     "published-lengths": (

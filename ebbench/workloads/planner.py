@@ -450,7 +450,8 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
     if options.prefixes.asked and (trace or (workload is not None and not _draws_lengths(options, scenario, workload))):
         problem = f"--prefix-share and --cache-hit-rate are for synthetic prompts; {options.workload} brings its own"
         raise UsageError(f"{problem}: leave them out" + ("" if trace else ", or add --source profile"))
-    if options.tokenizer is not None and (textless := _textless(options, scenario, workload)):
+    unused = options.tokenizer is not None and not options.counts_answers
+    if unused and (textless := _textless(options, scenario, workload)):
         raise UsageError(f"--tokenizer counts the tokens of texts; {textless} has none, leave it out")
 
 
