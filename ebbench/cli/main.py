@@ -81,6 +81,7 @@ MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve
 
 COMMANDS: dict[str, CommandEntry] = {
     "run": CommandEntry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
+    "init": CommandEntry("ebbench.cli.init:init", MEASURE, "Write a commented file of settings, to edit and run."),
     "show": CommandEntry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
     "runs": CommandEntry("ebbench.cli.runs:app", MEASURE, "List stored runs; remove, move or export them."),
     "capacity": CommandEntry("ebbench.cli.capacity:capacity", MEASURE, "Find the highest load within latency limits."),
