@@ -240,7 +240,7 @@ def _limits(ready: Prepared) -> Slo:
     if slo.classes:
         table = ready.plan.table
         known = table["class"].unique().drop_null().to_pylist() if "class" in table.column_names else []
-        refuse_unknown_classes(slo, known)
+        refuse_unknown_classes([name for name, _ in slo.classes], known)
     return slo
 
 
