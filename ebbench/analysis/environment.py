@@ -284,7 +284,7 @@ LATER_OPTIONS = {
     "enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto", "api_server": "off",
     "api_server_count": None, "max_num_active_seqs": None, "long_prefill_token_threshold_adaptive": False,
     "max_num_queued_reqs": None, "max_num_queued_tokens": None, "scheduler_reserve_full_isl": True,
-    "gpu_memory_utilization": None, "vllm_version": None,
+    "gpu_memory_utilization": None, "vllm_version": None, "front_end_ms": None,
 }  # fmt: skip
 """Options that older runs did not record, with the values that they ran with."""
 

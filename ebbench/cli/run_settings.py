@@ -272,5 +272,5 @@ def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:
     if is_server(engine):
         known = known_settings()
         refuse_server_settings(engine, [known[name].option_names[0] for name in settings if starts_a_server(name)])
-        simulated = ("api_server", "api_server_count", "vllm_version")
+        simulated = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
         refuse_simulated(EngineOptions(**{name: settings[name] for name in simulated if name in settings}), "endpoint")

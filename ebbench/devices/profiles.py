@@ -45,7 +45,7 @@ class DeviceProfile:
     ``collectives_from``: the device whose measured collectives over the link of the same name stand for its own.
     ``mixed_note``: what stands for the attention of mixed batches where it was not measured; ``mixed_fitted``: whether
     that was fitted on this device;
-    ``front_end_ms``: what requests of measured servers with this GPU took in front of the engine; not modelled.
+    ``front_end``: class of machine (:mod:`ebbench.devices.apiserver`) whose front end its servers have; "": unknown.
     ``mxfp4_experts``: the type of the kernel tables that servers use for experts in MXFP4, where it is not w4a16_mxfp4.
     ``fp8_kv_as_16_bits``: decodes over a KV cache in FP8 are no faster than in 16 bits, as servers show.
     ``mixed_leaning``: which batches it makes look better than they may be, and by how much where that is known.
@@ -74,7 +74,7 @@ class DeviceProfile:
     short_name: str = ""
     fp8_kv_as_16_bits: bool = False
     mxfp4_experts: str = ""
-    front_end_ms: float = 0.0
+    front_end: str = ""
 
 
 def list_devices() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
-from ebbench.devices.apiserver import chosen_api_server
+from ebbench.devices.apiserver import answering_costs
 from ebbench.devices.base import Device
 from ebbench.devices.collectives import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
@@ -398,7 +398,7 @@ class _Simulation:
             generates=generates,
             network_ns=self._network_ns,
             first_unit=len(self._kv_totals),
-            api_server=chosen_api_server(options.api_server, options.api_server_count),
+            api_server=answering_costs(options, device.profile),
             api_server_count=options.api_server_count,
             drafting=self._drafting,
         )

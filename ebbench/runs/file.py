@@ -21,9 +21,10 @@ from ebbench.spec.server import is_server
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
-_ANYWHERE = ("warmup", "max_model_len", "api_server", "api_server_count", "vllm_version")
+_SIMULATED = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
+_ANYWHERE = ("warmup", "max_model_len", *_SIMULATED)
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
-_STATED = ("max_num_seqs", "max_num_batched_tokens", "api_server", "api_server_count", "vllm_version")
+_STATED = ("max_num_seqs", "max_num_batched_tokens", *_SIMULATED)
 """Settings that the command line accepts for a running server, with a note that they change nothing; a file refuses
 them."""
 

@@ -114,6 +114,10 @@ class EngineOptions:
     api_server_count: int | None = declare(
         None, "Its processes per engine; default: one per data-parallel unit.", ENGINE
     )
+    front_end_ms: float | None = declare(
+        None, "Time per request in front of the engine, simulated; default: as servers with the GPU have it.", ENGINE,
+        at_least=0,
+    )  # fmt: skip
     speculative: str | None = declare(
         None, "Speculative decoding, simulated: key=value pairs of method, tokens and acceptance.", ENGINE
     )
