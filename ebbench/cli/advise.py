@@ -17,9 +17,7 @@ from ebbench.cli.run_settings import (
     OF_A_SERVER,
     RunSettings,
     Tp,
-    api_server_if_busy,
     check_tp,
-    checked_server,
     setting,
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
@@ -142,6 +140,7 @@ def advise(
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.advice.simulate import api_server_left_out
     from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
+    from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, settings), RunStore(runs)
@@ -171,10 +170,11 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
     from ebbench.advice.choice import AdviceQuestion
     from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.metrics import parse_slo
-    from ebbench.cli.run_settings import check_counts, each_once, parse_policies
     from ebbench.config.declare import DEFAULT_VLLM
     from ebbench.devices.capacity import batch_limits
     from ebbench.devices.profiles import find_profile
+    from ebbench.engines.checks import check_counts
+    from ebbench.runs.prepare import checked_server, each_once, parse_policies
 
     rate = settings.get("request_rate")
     check_counts(

@@ -11,7 +11,6 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli.options import grouped, opt
 from ebbench.cli.run_settings import (
-    DEFAULTS,
     OUTPUT,
     Attainment,
     Goodput,
@@ -20,6 +19,7 @@ from ebbench.cli.run_settings import (
     VllmOptions,
     WorkloadArgument,
 )
+from ebbench.spec.run import DEFAULTS
 
 _SEARCH = "Search"
 _NOT_TAKEN = (
@@ -85,8 +85,8 @@ def capacity(
 
     Every probe is an ordinary run directory. A stopped search continues with the same --output-dir.
     """
-    from ebbench.cli.run_settings import series_of
     from ebbench.errors import UsageError
+    from ebbench.runs.prepare import series_of
     from ebbench.sizing.command import CapacityOutput, CapacitySearch, search_all
     from ebbench.sizing.limits import parse_limits
 

@@ -71,11 +71,11 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Show step times, crossover, KV capacity and the sources of the numbers."""
-    from ebbench.cli.run_settings import check_counts
     from ebbench.devices.base import Parallel
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
+    from ebbench.engines.checks import check_counts
 
     check_tp(tp, link)
     check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)

@@ -44,7 +44,7 @@ def figures(
     quiet: paper.Quiet = False,
 ) -> None:
     """Draw a published figure with our results, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
-    from ebbench.cli.run_settings import check_counts
+    from ebbench.engines.checks import check_counts
     from ebbench.papers.registry import FIGURES_OF_RUNS, find_figure
     from ebbench.papers.table import PaperOptions
     from ebbench.runs.store import RunStore

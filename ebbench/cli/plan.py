@@ -21,8 +21,6 @@ from ebbench.cli.run_settings import (
     Goodput,
     RunSettings,
     WorkloadArgument,
-    api_server_if_busy,
-    checked_server,
 )
 from ebbench.config.declare import DEFAULT_MODEL
 
@@ -128,6 +126,7 @@ def plan(
     """
     from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
+    from ebbench.runs.prepare import api_server_if_busy
     from ebbench.sizing import chart
     from ebbench.sizing.candidates import sized
     from ebbench.sizing.deployments import plan_notes
@@ -158,9 +157,9 @@ def plan(
 
 def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
-    from ebbench.cli.run_settings import each_once, parse_policies
     from ebbench.config.setting_strings import option_name
     from ebbench.devices.table import measured_devices
+    from ebbench.runs.prepare import checked_server, each_once, parse_policies
     from ebbench.sizing.candidates import instance_shapes, with_candidates
     from ebbench.sizing.deployments import PlanTask
     from ebbench.sizing.limits import parse_limits
@@ -186,7 +185,7 @@ def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choi
 
 
 def _check_target(target: TargetFlags) -> None:
-    from ebbench.cli.run_settings import check_counts
+    from ebbench.engines.checks import check_counts
     from ebbench.errors import UsageError
 
     check_counts(request_rate=target.request_rate)

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ebbench.cli.options import ALL_PERCENTILES, grouped, opt
-from ebbench.cli.run_settings import DEFAULTS, OUTPUT, RunsCommand, RunSettings, VllmOptions, WorkloadArgument, is_given
+from ebbench.cli.run_settings import OUTPUT, RunsCommand, RunSettings, VllmOptions, WorkloadArgument, is_given
 from ebbench.config.declare import LOAD
+from ebbench.spec.run import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def run(
 
     Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """
-    from ebbench.cli.run_settings import series_of
     from ebbench.run_policies import Output, dry_run, parse_repeats, run_policies
     from ebbench.runs.file import FURTHER
+    from ebbench.runs.prepare import series_of
 
     asked = _asked(context, workload, settings, output, vllm_options)
     series = series_of({name: value for name, value in asked.items() if name not in FURTHER})

@@ -93,7 +93,7 @@ class ChoiceFlags:
 
     def options(self) -> PaperOptions:
         """Options of the papers' tables. Raises UnknownNameError, UsageError."""
-        from ebbench.cli.run_settings import check_counts
+        from ebbench.engines.checks import check_counts
         from ebbench.papers.table import PaperOptions
 
         check_counts(seeds=self.seeds, num_prompts=self.num_prompts)
@@ -168,7 +168,7 @@ def _list() -> None:
 
 
 def _policies(names: list[str]) -> tuple[str, ...]:
-    from ebbench.cli.run_settings import parse_policies
+    from ebbench.runs.prepare import parse_policies
 
     return tuple(spec.name for spec in parse_policies(names)) if names else ()
 

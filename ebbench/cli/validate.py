@@ -137,8 +137,8 @@ validate.command_class = Command  # type: ignore[attr-defined]
 
 def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> ValidationQuestion:
     """The question that the options ask. Raises UsageError for invalid options."""
-    from ebbench.cli.run_settings import check_counts
     from ebbench.config.declare import DEFAULT_DEVICE
+    from ebbench.engines.checks import check_counts
     from ebbench.engines.vllm_command import check_vllm_options, random_weight_options
     from ebbench.errors import UsageError
     from ebbench.spec.server import DEFAULT_CLASS, OFF

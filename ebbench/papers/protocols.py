@@ -184,6 +184,5 @@ def protocol_cells(
             vllm_version=VLLM, shuffle=protocol.shuffle, weight=weight, seed=seed, topology=protocol.topology,
             dispatch=protocol.dispatch, decode_dispatch=protocol.decode_dispatch, **arguments,
         )  # fmt: skip
-        # Their devices' constants were fitted on times of the engine.
-        cells.append(cell.changed(front_end_ms=0.0))
+        cells.append(cell)
     return tuple(cells)

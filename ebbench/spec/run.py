@@ -179,11 +179,13 @@ def simulated(
     dispatch: str | None = None,
     decode_dispatch: str | None = None,
     vllm_version: str | None = None,
+    front_end_ms: float | None = 0.0,
     **plan: Any,
 ) -> RunSpec:
     """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
 
-    ``max_model_len`` among them is also the server's limit.
+    ``max_model_len`` among them is also the server's limit. Without a front end unless one is given: published runs are
+    repeated on devices whose constants were fitted on times of the engine.
     """
     given = {name: value for name, value in plan.items() if value is not None}
     source = "auto" if is_recorded(workload) else given.pop("source", "profile")
@@ -194,6 +196,7 @@ def simulated(
         async_scheduling=async_scheduling,
         warmup=warmup,
         vllm_version=vllm_version,
+        front_end_ms=front_end_ms,
     )
     return RunSpec(
         PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),
@@ -205,6 +208,10 @@ def simulated(
         shuffle=shuffle,
         weight=weight,
     )
+
+
+DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
+"""Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
