@@ -45,8 +45,8 @@ Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parall
 
 
 OF_A_SERVER = (
-    "assume_decoder", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
-    "api_server", "api_server_count", "front_end_ms",
+    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization",
+    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
 
@@ -119,7 +119,8 @@ def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
     one = known_settings()[name]
     assert one.option is not None, f"{name} has no option"
     complete = getattr(completion, one.option.complete) if one.option.complete else None
-    return opt(*one.option_names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
+    names = one.option.names or one.option_names
+    return opt(*names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
 
 
 def check_tp(tp: int, link: str | None) -> None:

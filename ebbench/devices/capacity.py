@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM
-from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, release_of, start_up
+from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
 from ebbench.devices.linear import GIVEN
 from ebbench.devices.profiles import DeviceProfile, find_profile
 from ebbench.errors import UsageError
 from ebbench.spec.run import RunSpec
-from ebbench.spec.server import VIRTUAL_TIME
+from ebbench.spec.server import VIRTUAL_TIME, release_of
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
 COLLECTIVE_BYTES = 450_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from ebbench.devices.base import CostModel, DeviceRequest, Parallel, StepShape, release_of
+from ebbench.devices.base import CostModel, DeviceRequest, Parallel, StepShape
 from ebbench.devices.capacity import requested_capacity
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import LinearCost
@@ -15,7 +15,7 @@ from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UsageError
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, caveat
-from ebbench.spec.server import HostCosts
+from ebbench.spec.server import HostCosts, release_of
 
 SLOWER = 1.02
 """From this ratio on, a step is said to be slower than with weights in 16 bits, or than on half the GPUs."""
@@ -63,20 +63,19 @@ def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
     eager = (caveat("eager-unknown"),) if request.eager and not isinstance(cost, TableCost) else ()
-    return eager + (_other_defaults(request) if isinstance(cost, TableCost) else ())
+    return eager + (_other_kernels(request) if isinstance(cost, TableCost) else ())
 
 
-_ASYNC_SINCE, _WHOLE_PROMPTS_SINCE = (0, 14), (0, 19)
-"""Versions of vLLM since which scheduling is asynchronous, and prompts are admitted as a whole, by default."""
+_TABLES_SINCE = (0, 19)
+"""The oldest vLLM under which kernels of the tables were measured; the newest is 0.24."""
 
 
-def _other_defaults(request: DeviceRequest) -> tuple[str, ...]:
-    """What an older vLLM had otherwise and ``--vllm-version``, which sizes the KV cache, does not set."""
+def _other_kernels(request: DeviceRequest) -> tuple[str, ...]:
+    """What of an older vLLM ``--vllm-version`` does not set."""
     version = release_of(request.vllm_version or "")
-    if version is None or version >= _WHOLE_PROMPTS_SINCE:
+    if version is None or version >= _TABLES_SINCE:
         return ()
-    too_async = request.async_scheduling and version < _ASYNC_SINCE
-    return (caveat("older-vllm", vllm_version=request.vllm_version, too_async=too_async),)
+    return (caveat("older-vllm", vllm_version=request.vllm_version),)
 
 
 def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:

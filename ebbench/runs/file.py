@@ -17,7 +17,7 @@ from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.run import RunSpec, known_settings, settings_of, spec_of
-from ebbench.spec.server import is_server
+from ebbench.spec.server import is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
@@ -102,11 +102,13 @@ def as_toml(spec: RunSpec, stated: Mapping[str, Any]) -> str:
     """
     lines = [f"workload = {_value(spec.plan.workload)}"]
     lines += [f"{key} = {_value(value)}" for key, value in stated.items()]
-    known, values = known_settings(), settings_of(spec)
+    known, values, others = known_settings(), settings_of(spec), version_defaults(spec.server.vllm_version)
     written = [one for name, one in known.items() if name not in ("workload", *stated)]
     for panel in dict.fromkeys(map(_panel, written)):
         lines += ["", f"# {panel}"]
-        lines += [_line(one, values[one.name]) for one in written if _panel(one) == panel]
+        lines += [
+            _line(one, values[one.name], others.get(one.name, one.default)) for one in written if _panel(one) == panel
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -114,8 +116,8 @@ def _panel(one: Declared) -> str:
     return one.option.panel if one.option is not None else "Without an option"
 
 
-def _line(one: Declared, value: Any) -> str:
-    if value is not None and value != one.default:
+def _line(one: Declared, value: Any, default: Any) -> str:
+    if value is not None and value != default:
         return f"{one.name} = {_value(value)}"
     about = one.about.help.replace("\\[", "[")
     if one.option is not None and one.option.turns_off:

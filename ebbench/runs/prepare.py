@@ -148,6 +148,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
         vllm_version=options.vllm_version,
         drafts=options.drafts,
+        assume_kernels=options.assume_kernels,
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,

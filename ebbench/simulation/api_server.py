@@ -1,9 +1,9 @@
 """vLLM's API server between clients and one engine instance: a FIFO queue per process, and its queue limits.
 
-A request enters the engine when the process has handled its prompt and its latency is over; each output token leaves when the process has
-streamed it, after all earlier jobs. The engine does not wait for this. With one core per process, the departure of a
-job depends only on earlier jobs: ``departure = max(arrival, departure of the previous job) + service``. It is computed
-when the job arrives and needs no event queue, provided that jobs arrive in order of time.
+A request enters the engine when the process has handled its prompt and its latency is over; each output token leaves
+when the process has streamed it, after all earlier jobs. The engine does not wait for this. With one core per process,
+the departure of a job depends only on earlier jobs: ``departure = max(arrival, departure of the previous job) +
+service``. It is computed when the job arrives and needs no event queue, provided that jobs arrive in order of time.
 
 ``token_ns``, the end of a token's step, is the engine's time; ``client_ns``, its departure here, the client's.
 """

@@ -404,6 +404,7 @@ def _device(task: PlanTask) -> Device:
         vllm_version=server.vllm_version,
         quantization=server.quantization,
         kv_cache_dtype=server.kv_cache_dtype,
+        assume_kernels=server.assume_kernels,
     )
 
 

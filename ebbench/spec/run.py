@@ -20,7 +20,7 @@ from ebbench.config.declare import (
 )
 from ebbench.config.topology import TopologySpec
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server, version_defaults
 from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
 
 # Several instances: topology, dispatch policies, replicas.
@@ -151,6 +151,7 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
     )
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
+        server = version_defaults(server.get("vllm_version")) | server
     limit = server.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     return RunSpec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
@@ -44,6 +45,22 @@ class HostCosts:
         )
 
 
+def release_of(version: str) -> tuple[int, int] | None:
+    """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
+    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+_SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}
+"""Versions of vLLM since which a setting that is on by default has been so."""
+
+
+def version_defaults(version: str | None) -> dict[str, bool]:
+    """Settings that are off by default in this version of vLLM, unlike here; {} for None and for other texts."""
+    release = release_of(version or "")
+    return {} if release is None else {name: False for name, since in _SINCE.items() if release < since}
+
+
 OFF = "off"
 """No API server is simulated."""
 AUTO = "auto"
@@ -81,7 +98,8 @@ class EngineOptions:
         False, "Raise it to a request's share of B.", ENGINE, names=("--long-prefill-token-threshold-adaptive",)
     )
     scheduler_reserve_full_isl: bool = declare(
-        True, "Admit a prompt as soon as its first chunk fits.", ENGINE, names=("--no-scheduler-reserve-full-isl",),
+        True, "Admit a prompt as soon as its first chunk fits.", ENGINE,
+        names=("--no-scheduler-reserve-full-isl/--scheduler-reserve-full-isl",),
         turns_off=True,
     )  # fmt: skip
     max_model_len: int = declare(40960, "Longest prompt plus output in tokens.", ENGINE, at_least=1)
@@ -93,14 +111,14 @@ class EngineOptions:
         None, "Share of the GPU's memory for vLLM; default: vLLM's own.", ENGINE
     )
     vllm_version: str | None = declare(
-        None, f"Version by whose rules a simulated server sizes its KV cache. Default: {DEFAULT_VLLM}.", ENGINE
+        None, f"Version whose defaults and KV cache a simulated server has. Default: {DEFAULT_VLLM}.", ENGINE
     )
     enable_prefix_caching: bool = declare(
         True, "Do not reuse KV of shared prefixes.", ENGINE, names=("--no-prefix-caching",), turns_off=True
     )
     async_scheduling: bool = declare(
-        True, "Schedule a step only when the previous one has ended.", ENGINE, names=("--no-async-scheduling",),
-        turns_off=True,
+        True, "Schedule a step only when the previous one has ended.", ENGINE,
+        names=("--no-async-scheduling/--async-scheduling",), turns_off=True,
     )  # fmt: skip
     enforce_eager: bool = declare(
         False, "Do not use CUDA graphs: the host launches every layer.", ENGINE, names=("--enforce-eager",)
@@ -114,6 +132,10 @@ class EngineOptions:
     api_server_count: int | None = declare(
         None, "Its processes per engine; default: one per data-parallel unit.", ENGINE
     )
+    assume_kernels: bool = declare(
+        False, "Estimate kernels that were not measured on the GPU by a roofline; results say so.", ENGINE,
+        names=("--assume-kernels",),
+    )  # fmt: skip
     front_end_ms: float | None = declare(
         None, "Time per request in front of the engine, simulated; default: as servers with the GPU have it.", ENGINE,
         at_least=0,
