@@ -7,12 +7,12 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.analysis.summary import summarise, summarise_phases
+from ebbench.analysis.cases import RunResult, cases_of_results, result_of
 from ebbench.engines.checks import refuse_undecided
 from ebbench.engines.setup import make_engine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
@@ -26,7 +26,6 @@ from ebbench.runs.progress import measured, planned
 from ebbench.spec.server import AUTO, is_server
 
 if TYPE_CHECKING:
-    from ebbench.analysis.explain import Explanation
     from ebbench.analysis.summary import Summary
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
@@ -186,14 +185,17 @@ class Output:
 
 
 @dataclass
-class _Done:
-    """The results so far; kept if the command is interrupted."""
+class MadeRuns:
+    """The runs so far, which are kept if an error or a signal ends the series. ``begun``: nothing refused the first."""
 
-    summaries: list[Summary] = field(default_factory=list)
-    explanations: list[Explanation] = field(default_factory=list)
-    phases: list[Summary] = field(default_factory=list)
+    results: list[RunResult] = field(default_factory=list)
+    begun: bool = False
     interrupted: bool = False
-    stored: list[Path] = field(default_factory=list)
+
+    @property
+    def summaries(self) -> list[Summary]:
+        """One per run."""
+        return [result.summary for result in self.results]
 
 
 def dry_run(series: Series, output: Output, further: Mapping[str, Any]) -> None:
@@ -218,17 +220,31 @@ def run_policies(series: Series, output: Output) -> None:
     """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
     from ebbench.render.console import Console
 
-    messages = Console(stderr=True, highlight=False)
+    done = MadeRuns()
+    try:
+        make_runs(series, output, Console(stderr=True, highlight=False), done)
+    except EbbenchError:
+        if done.begun:
+            _show(series, output, done)  # show the measurements before the error
+        raise
+    _show(series, output, done)
+    _verdict(done)
+
+
+def make_runs(series: Series, output: Output, messages: Console, done: MadeRuns) -> None:
+    """Check, run every policy on every plan, and store: ``done`` gets the runs one by one. A signal ends it early.
+
+    Raises UsageError, RunError; KeyboardInterrupt before the first run.
+    """
     series.check()
     output.check(series)
     again_if_busy(
-        lambda served: _run_all(series.with_api_server() if served else series, output, messages, announced=served),
+        lambda served: _run_all(series.with_api_server() if served else series, output, messages, done),
         partial(messages.say, quiet=output.quiet),
     )
 
 
-def _run_all(series: Series, output: Output, messages: Console, *, announced: bool = False) -> None:
-    """Run every policy on every plan, store and show."""
+def _run_all(series: Series, output: Output, messages: Console, done: MadeRuns) -> None:
     engine, sentence = make_engine(series.spec)
     refuse_undecided(getattr(engine, "topology", None), series.policies)
     series.check_prompts(engine)
@@ -236,23 +252,18 @@ def _run_all(series: Series, output: Output, messages: Console, *, announced: bo
     series = _saturated(series, output, engine, device, messages)
     plan = planned(series, series.spec.plan.seed, device, messages, quiet=output.quiet)
     series = series.labelled(engine)
-    if not announced and not output.quiet:
+    if not done.begun and not output.quiet:
         announce(series, engine, sentence, plan, messages)
-    done = _Done()
+    done.begun = True
     try:
         with new_directory(output.directory) if output.directory and series.runs > 1 else nullcontext():
             _repeat(series, output, plan, device, engine, messages, done)
     except KeyboardInterrupt:
         done.interrupted = True
-    except EbbenchError:
-        _show(series, output, done)  # show the measurements before the error
-        raise
-    _show(series, output, done)
-    _verdict(done)
 
 
 def _repeat(
-    series: Series, output: Output, plan: Plan, device: Device, engine: Engine, messages: Console, done: _Done
+    series: Series, output: Output, plan: Plan, device: Device, engine: Engine, messages: Console, done: MadeRuns
 ) -> None:
     """Run every policy on the plan of each seed. Raises KeyboardInterrupt, once what was measured is in ``done``."""
     for repeat in range(series.repeats):
@@ -278,7 +289,7 @@ def _saturated(series: Series, output: Output, engine: Engine, device: Device, m
     )
 
 
-def _run_one(series: Series, output: Output, ready: Prepared, messages: Console, done: _Done) -> None:
+def _run_one(series: Series, output: Output, ready: Prepared, messages: Console, done: MadeRuns) -> None:
     seed = int(ready.plan.facts.get("seed", series.spec.plan.seed))
     name = ready.policy.name
     label = name if series.repeats == 1 else f"{name} seed {seed}"
@@ -290,18 +301,18 @@ def _run_one(series: Series, output: Output, ready: Prepared, messages: Console,
             stored = measured(ready, where, label, messages, quiet=output.quiet)
         except NotStoredError as error:
             if error.run is not None:
-                _keep(error.run, summarise(error.run), done)  # show the run although it could not be stored
+                done.results.append(result_of(error.run))  # shown although it could not be stored
             raise
         _take_up(series, output, stored, done)
 
 
-def _take_up(series: Series, output: Output, stored: Executed, done: _Done) -> None:
+def _take_up(series: Series, output: Output, stored: Executed, done: MadeRuns) -> None:
     """Keep a stored run in ``done``, and export it if that was asked for."""
     run = stored.run
-    done.stored.append(run.path)
     if series.api_server_if_busy:
         _refuse_busy(run, done)
-    _keep(run, stored.summary, done)
+    result = result_of(run, summary=stored.summary)
+    done.results.append(replace(result, run=replace(run, tables={})))  # in memory only while they are needed
     if output.save_as_vllm is not None:
         from ebbench.export import save_vllm_result
 
@@ -309,40 +320,32 @@ def _take_up(series: Series, output: Output, stored: Executed, done: _Done) -> N
     done.interrupted = run.manifest.interrupted
 
 
-def _refuse_busy(run: Run, done: _Done) -> None:
+def _refuse_busy(run: Run, done: MadeRuns) -> None:
     """Raise ApiServerBusyError, without the runs so far, if ``run`` would have kept vLLM's API server busy."""
     warning = next((one for one in run.manifest.warnings if one.code == CODE), None)
     if warning is None or run.manifest.interrupted:
         return
-    for path in done.stored:
+    for path in (run.path, *(result.run.path for result in done.results)):
         shutil.rmtree(path)  # a comparison holds runs with the API server, or runs without it
+    done.results.clear()
     raise ApiServerBusyError(warning)
 
 
-def _keep(run: Run, summary: Summary, done: _Done) -> None:
-    """Keep in ``done`` what is shown at the end of the command."""
-    from ebbench.analysis.explain import explain
-
-    done.summaries.append(summary)
-    done.explanations.append(explain(run))
-    phases = summarise_phases(run)
-    if len(phases) > 1:
-        done.phases += phases
+def in_order(series: Series, results: Sequence[RunResult]) -> list[RunResult]:
+    """The runs by policy and seed: they were made in alternating order. The policy of a server is what it reports."""
+    names = [spec.name for spec in series.policies]
+    names += [result.summary.policy for result in results if result.summary.policy not in names]
+    return sorted(results, key=lambda result: (names.index(result.summary.policy), result.summary.seed))
 
 
-def _show(series: Series, output: Output, done: _Done) -> None:
-    from ebbench.analysis.cases import cases_of
-
-    order = {spec.name: index for index, spec in enumerate(series.policies)}
-    measured = list(zip(done.summaries, done.explanations, strict=False))  # an interruption may come between the two
-    measured.sort(key=lambda one: (order[one[0].policy], one[0].seed))
-    summaries, explanations = [summary for summary, _ in measured], [explanation for _, explanation in measured]
-    phases = sorted(done.phases, key=lambda summary: (order[summary.policy], summary.seed))
-    cases = cases_of(summaries, explanations, phases)
+def _show(series: Series, output: Output, done: MadeRuns) -> None:
+    results = in_order(series, done.results)
+    cases = cases_of_results(results)
     if output.as_json:
         from ebbench.analysis.summary import mean_over_repeats
 
-        groups = sorted((group for case in cases for group in case.groups), key=lambda group: order[group.policy])
+        names = [result.summary.policy for result in results]
+        groups = sorted((group for case in cases for group in case.groups), key=lambda each: names.index(each.policy))
         rows = [[one.to_dict(all_percentiles=output.all_percentiles) for one in group.summaries] for group in groups]
         merged = [row[0] if series.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
@@ -353,7 +356,7 @@ def _show(series: Series, output: Output, done: _Done) -> None:
         print_report(Console(highlight=False), cases, all_percentiles=output.all_percentiles)
 
 
-def _verdict(done: _Done) -> None:
+def _verdict(done: MadeRuns) -> None:
     if done.interrupted:
         kept = f"kept {len(done.summaries)} run(s)" if done.summaries else "nothing was measured yet"
         raise InterruptedRunError(f"interrupted; {kept}")

@@ -15,9 +15,10 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.policies.eb import THETA_MAX, THETA_MIN
 from vllm_eb.theory import (
     EPSILON,
+    NO_DRAFTS,
     Crossover,
+    Drafts,
     Threshold,
-    base_threshold,
     crossover,
     eb_throughput,
     mb_throughput,
@@ -79,28 +80,35 @@ class Prediction:
         return None if not self.mb_rps else self.eb_rps / self.mb_rps - 1
 
 
-def predict(load: ExpectedLoad, calibration: Calibration, capacity_tokens: int, max_num_seqs: int) -> Prediction:
-    """Evaluate the formulas. Raises TheoryError for invalid lengths or costs."""
+def predict(
+    load: ExpectedLoad, calibration: Calibration, capacity_tokens: int, max_num_seqs: int, drafts: Drafts = NO_DRAFTS
+) -> Prediction:
+    """Evaluate the formulas; ``drafts``: of a server that decodes speculatively, whose cost the calibration holds.
+
+    Raises TheoryError for invalid lengths or costs.
+    """
     found = optimal_threshold(
-        load.p0, calibration.alpha_p, calibration.alpha_d, eta=load.eta, beta_d=calibration.beta_d, n=max_num_seqs
-    )
+        load.p0, calibration.alpha_p, calibration.alpha_d, eta=load.eta, beta_d=calibration.beta_d, n=max_num_seqs,
+        drafts=drafts,
+    )  # fmt: skip
     theta = min(max(found.theta_star, THETA_MIN), THETA_MAX)
-    n_star = min(memory_safe_batch(capacity_tokens, load.mu_l, load.p0, theta, EPSILON), max_num_seqs)
+    held_tokens = load.mu_l + drafts.kv_tokens
+    n_star = min(memory_safe_batch(capacity_tokens, held_tokens, load.p0, theta, EPSILON), max_num_seqs)
     n = max(1, min(n_star, load.concurrency))
     theta0 = max(found.theta0, THETA_MIN)
-    sides = crossover(calibration, mu_l=load.mu_l, mu_o=load.mu_o, n_obs=n, theta0=theta0)
-    mean_hazard = 1 / load.mu_o
+    sides = crossover(calibration, mu_l=load.mu_l, mu_o=load.mu_o, n_obs=n, theta0=theta0, drafts=drafts)
+    mean_hazard, mixes = 1 / load.mu_o, calibration.mixed is not None
     return Prediction(
         threshold=found,
         n_star=n_star,
         n=n,
         k_star=max(1, int(theta * n_star)),
-        eb_rps=eb_throughput(calibration, theta=theta0, n=n, p0=mean_hazard, mu_l=load.mu_l),
-        mb_rps=None if calibration.mixed is None else mb_throughput(calibration, n=n, mu_l=load.mu_l, mu_o=load.mu_o),
+        eb_rps=eb_throughput(calibration, theta=theta0, n=n, p0=mean_hazard, mu_l=load.mu_l, drafts=drafts),
+        mb_rps=mb_throughput(calibration, n=n, mu_l=load.mu_l, mu_o=load.mu_o, drafts=drafts) if mixes else None,
         sides=sides,
         margin=calibration.margin,
         concurrency_crossover=_concurrency_crossover(sides, n),
-        mix_crossovers=_mix_crossovers(load, calibration, n),
+        mix_crossovers=_mix_crossovers(load, calibration, n, drafts),
     )
 
 
@@ -111,14 +119,15 @@ def _concurrency_crossover(sides: Crossover, n: int) -> float | None:
     return n * sides.rhs / sides.lhs if sides.lhs > 0 else None
 
 
-def _mix_crossovers(load: ExpectedLoad, calibration: Calibration, n: int) -> tuple[float, ...]:
-    """Decode shares at which ``lhs - rhs`` changes sign, for constant prompt plus output length."""
-    total = load.mu_l + load.mu_o
+def _mix_crossovers(load: ExpectedLoad, calibration: Calibration, n: int, drafts: Drafts) -> tuple[float, ...]:
+    """Shares of answers at which ``lhs - rhs`` changes sign, for constant prompt plus output length."""
+    total, costs = load.mu_l + load.mu_o, calibration
 
     def advantage(r: float) -> float:
         mu_o = max(r * total, 1.0)
-        theta0 = max(base_threshold(min(1.0, 1 / mu_o), calibration.alpha_p, calibration.alpha_d), THETA_MIN)
-        return crossover(calibration, mu_l=total - mu_o, mu_o=mu_o, n_obs=n, theta0=theta0).advantage
+        best = optimal_threshold(min(1.0, 1 / mu_o), costs.alpha_p, costs.alpha_d, drafts=drafts)
+        theta0 = max(best.theta0, THETA_MIN)
+        return crossover(costs, mu_l=total - mu_o, mu_o=mu_o, n_obs=n, theta0=theta0, drafts=drafts).advantage
 
     return sign_changes(_SHARES, [advantage(r) for r in _SHARES])
 

@@ -36,6 +36,7 @@ from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
 from ebbench.workloads import load_scenario
 from vllm_eb.policy import least_seqs, parse_policy
+from vllm_eb.theory import NO_DRAFTS
 
 # Searches policies and token budgets together within a bounded number of runs: successive halving.
 #
@@ -249,7 +250,8 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
     load, plan, device = load_of(question, store), plan_of(first), device_of(first)
     engines = engines_of(question)
     of_one = replace(load, concurrency=math.ceil(load.concurrency / engines))
-    theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
+    drafts = NO_DRAFTS if first.server.drafts is None else first.server.drafts.theory
+    theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.max_num_seqs, drafts)
     scores = score(question, store, found.finalists)
     chosen, reason = choose(scores)
     return Advice(

@@ -15,9 +15,30 @@ from statistics import fmean, stdev
 from typing import TypeVar
 
 from ebbench.analysis.environment import differing_names
-from ebbench.analysis.explain import Explanation
-from ebbench.analysis.metrics import Metrics
-from ebbench.analysis.summary import Summary
+from ebbench.analysis.explain import Explanation, explain
+from ebbench.analysis.metrics import Metrics, Slo
+from ebbench.analysis.summary import Summary, summarise, summarise_phases
+from ebbench.records.run import Run
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run, and what is shown of it. ``phases``: a summary of each, if there are several."""
+
+    run: Run
+    summary: Summary
+    explanation: Explanation
+    phases: tuple[Summary, ...] = ()
+
+
+def result_of(run: Run, slo: Slo | None = None, summary: Summary | None = None) -> RunResult:
+    """Read what is shown of a run; ``slo`` None: by its own limits. ``summary``: if it was made already.
+
+    Raises DataError for damaged files.
+    """
+    phases = summarise_phases(run, slo)
+    return RunResult(run, summary or summarise(run, slo), explain(run), phases if len(phases) > 1 else ())
+
 
 # Runs of one load in one environment, grouped by policy, with gains over the baseline.
 
@@ -251,6 +272,12 @@ def cases_of(
     return tuple(cases)
 
 
+def cases_of_results(results: Sequence[RunResult]) -> tuple[ComparisonCase, ...]:
+    """The cases of runs that were read as a whole."""
+    phases = [phase for result in results for phase in result.phases]
+    return cases_of([result.summary for result in results], [result.explanation for result in results], phases)
+
+
 MEASUREMENT = "measurement"
 """Condition that tells apart measurements of one plan: last week's and this week's are not repeats to average."""
 
@@ -377,6 +404,14 @@ def _worded(name: str, text: str, *, complete: bool) -> str:
     if not text or text == "None":
         return f"{name} not recorded" if complete else ""
     return f"{NAMES.get(name, name)} {text}".strip()
+
+
+def by_class(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
+    """The classes of requests of a case, each with its groups."""
+    names = dict.fromkeys(name for summary in case.summaries for name in summary.classes)
+    return [
+        (name, group_by_policy([one.of_class(name) for one in case.summaries if name in one.classes])) for name in names
+    ]
 
 
 def by_phase(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:

@@ -20,6 +20,9 @@ STATUSES = ("ok", "failed", "timed_out", "cancelled", "abandoned", "never_sent")
 MISSING = np.iinfo(np.int64).min
 """Marks null in the integer arrays below."""
 
+NO_CLASS = ""
+"""Stands for the class of requests that have none."""
+
 NEEDED = (
     "request_id", "session", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
     "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns", "bundled_tokens", "preemptions",
@@ -32,7 +35,7 @@ class RequestColumns:
     """One entry per planned request; times in ns from the start of the run, ``MISSING`` for null.
 
     ``gaps_ns`` concatenates the inter-token gaps of all requests; ``gap_counts`` has the number of gaps per request.
-    ``bundled``: requests in which not every token has a time of its own.
+    ``bundled``: requests in which not every token has a time of its own. ``request_class``: empty without a class.
     """
 
     status: npt.NDArray[Any]
@@ -53,6 +56,7 @@ class RequestColumns:
     thinking_tokens: Ints
     first_answer: Ints
     prefilled: Ints
+    request_class: npt.NDArray[Any]
 
     @property
     def ok(self) -> Mask:
@@ -91,6 +95,15 @@ class RequestColumns:
             return np.full(len(self.status), MISSING, np.int64)
         return np.where(self.thinking_tokens > 0, self.first_answer, self.first_token)
 
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of the requests, in alphabetical order; ``NO_CLASS`` last, for those of no class.
+
+        Empty if no request has one.
+        """
+        names = set(self.request_class.tolist())
+        return () if names <= {NO_CLASS} else tuple(sorted(names, key=lambda name: (name == NO_CLASS, name)))
+
     @classmethod
     def of(cls, requests: pa.Table) -> RequestColumns:
         """Convert a table in the REQUESTS schema."""
@@ -118,6 +131,7 @@ class RequestColumns:
             thinking_tokens=_optional(requests, "thinking_tokens", 0),
             first_answer=_optional(requests, "first_answer_ns"),
             prefilled=_optional(requests, "prefilled_ns"),
+            request_class=_texts(requests, "class") if "class" in requests.column_names else np.full(len(session), ""),
         )
 
 

@@ -13,19 +13,24 @@ Definitions (all times from a monotonic clock, in ns from the start of the run):
 - goodput: completed requests that met every limit, or their output tokens, / duration; attainment: those requests /
   all planned ones
 - tokens/s per user: 1 / median TPOT
+- end-to-end interactivity: output tokens / sum of E2EL (MLPerf Endpoints); its p90 is 1 / p90 of E2EL per output token,
+  so that nine tenths of the requests are faster (InferenceX)
 - cost of abandoned requests: output tokens made before their clients hung up, and prompt tokens of those whose first
   token was made, or whose prompt a prefill instance had computed
 - cost: ``price_per_hour`` of everything that serves, all GPUs together, over the throughput of the whole run, so that
   idle times at its start and end count; energy: that of the GPUs alone, from the start to the last token, of whole runs
 - prefix hit rate: prompt tokens that a prefix cache held / prompt tokens, of completed requests that report both
+- of a class of requests: the same of its requests alone, its rates over the duration of the whole run, so that those of
+  all classes add up to the run's
 
 Only completed requests count elsewhere; partial outputs are excluded.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -45,17 +50,26 @@ from ebbench.records.schema import ABANDONED
 
 @dataclass(frozen=True)
 class Slo:
-    """Upper limits in ms; None is no limit. Without any limit, goodput is not computed."""
+    """Upper limits in ms; None is no limit. Without any limit, goodput is not computed.
+
+    ``classes``: limits of classes of requests by name, each in place of the limit on the same latency for all.
+    """
 
     ttft: float | None = setting(None, "time to first token", unit="ms", above=0, example=500)
     tpot: float | None = setting(None, "mean time per output token after the first", unit="ms", above=0, example=50)
     e2el: float | None = setting(None, "from sending to the last token", unit="ms", above=0, example=5000)
     ttfat: float | None = setting(None, "time to first answer token, after thinking", unit="ms", above=0, example=5000)
+    classes: tuple[tuple[str, Slo], ...] = ()
 
     def limits(self) -> dict[str, float]:
-        """The given limits, by metric."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {name: value for name, value in given if value is not None}
+        """The given limits, by metric; those of a class as ``class:metric``."""
+        given = ((name, getattr(self, name)) for name in METRICS)
+        own = {name: value for name, value in given if value is not None}
+        return own | {f"{name}:{metric}": ms for name, slo in self.classes for metric, ms in slo.limits().items()}
+
+    def of_class(self, name: str) -> Slo:
+        """The limits in force for a class."""
+        return slo_from_limits(replace(self, classes=()).limits() | dict(self.classes).get(name, Slo()).limits())
 
     def __bool__(self) -> bool:
         return bool(self.limits())
@@ -70,22 +84,48 @@ METRICS = settings_of(Slo)
 def parse_slo(texts: Iterable[str]) -> Slo:
     """Parse ``metric:milliseconds`` pairs, several per text if separated by spaces or commas.
 
+    ``class:metric:milliseconds`` limits the requests of a class; further pairs after a comma limit the same class.
     Raises UsageError for an unknown or repeated metric, for a percentile (:mod:`ebbench.sizing.limits` has them) and
     for a limit that is not a positive number.
     """
-    pairs = pairs_of(texts)
-    for pair in pairs:
+    pairs: dict[str, list[str]] = {}
+    for name, pair in pairs_by_class(texts):
         if pair.count(":") > 1:
             raise UsageError(
                 f"--goodput: {pair} limits a percentile, which only capacity and plan do; here the requests within a "
                 "limit are counted, e.g. ttft:500"
             )
-    return slo_from_limits(named_settings(" ".join(pairs), METRICS, "--goodput", noun="metric", equals=":"))
+        pairs.setdefault(name, []).append(pair)
+    found: dict[str, float] = {}
+    for name, own in pairs.items():
+        limits = named_settings(" ".join(own), METRICS, "--goodput", noun="metric", equals=":")
+        found |= {f"{name}:{metric}" if name else metric: limit for metric, limit in limits.items()}
+    return slo_from_limits(found)
+
+
+def pairs_by_class(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The pairs of ``--goodput``, each with the class whose requests it limits; empty for all requests.
+
+    ``chat:ttft:500,tpot:50 e2el:9000`` limits TTFT and TPOT of the class ``chat``, and E2EL of all.
+    """
+    for word in (word for text in texts for word in text.split()):
+        name, _, rest = word.partition(":")
+        named = ":" in rest and name not in METRICS and _PERCENTILE.match(rest) is None
+        for pair in pairs_of([rest if named else word]):
+            yield (name if named else ""), pair
+
+
+_PERCENTILE = re.compile(r"p[0-9.]+:")
 
 
 def slo_from_limits(limits: Mapping[str, float]) -> Slo:
     """The inverse of :meth:`Slo.limits`."""
-    return Slo(**limits)
+    own: dict[str, dict[str, Any]] = {}
+    for name, limit in limits.items():
+        of_class, _, metric = name.rpartition(":")
+        own.setdefault(of_class, {})[metric] = limit
+    whole = Slo(**own.pop("", {}))
+    return replace(whole, classes=tuple((name, Slo(**each)) for name, each in own.items()))
 
 
 # Mean, standard deviation and percentiles of a latency; a percentile is null if there are too few samples for it.
@@ -250,6 +290,8 @@ class Metrics:
     ttfat: Distribution = field(default=Distribution(0))
     thinking_tokens: int = 0
     mean_acceptance_length: float | None = None
+    interactivity: float | None = None  # end to end, output tokens/s, as its p90
+    p90_interactivity: float | None = None
 
     @property
     def tokens_per_s_per_user(self) -> float | None:
@@ -263,17 +305,23 @@ def measure(
     rows: Mask | None = None,
     slo: Slo = Slo(),
     windows: Sequence[Window] = (),
+    duration_s: float | None = None,
 ) -> Metrics:
-    """Metrics of the requests in ``rows`` (default: all). Steady rates are those of the whole system."""
+    """Metrics of the requests in ``rows`` (default: all). Steady rates are those of the whole system.
+
+    ``duration_s``: of the rates; by default from the first intended start of these requests to their last completion.
+    """
     chosen = np.ones(len(columns.status), np.bool_) if rows is None else rows
     ok = chosen & columns.ok
-    duration_s = _duration_s(columns, chosen, ok)
+    duration_s = duration_s or _duration_s(columns, chosen, ok)
     tokens_in, tokens_out = int(columns.input_tokens[ok].sum()), int(columns.output_tokens[ok].sum())
     good = meets(columns, ok, slo) if slo else None
     met = None if good is None else int(good.sum())
     planned = int(chosen.sum())
     left = chosen & (columns.status == ABANDONED)
     answer_began = columns.answer_began
+    e2el_ns, outputs = (columns.last_token - columns.intended)[ok], columns.output_tokens[ok]
+    slow_ms = Distribution.of_ns(e2el_ns / np.maximum(outputs, 1)).p90
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
     return Metrics(
         planned=planned,
@@ -294,7 +342,7 @@ def measure(
         ttft=Distribution.of_ns((columns.first_token - columns.intended)[ok]),
         tpot=Distribution.of_ns(tpot_ns(columns, ok)),
         itl=Distribution.of_ns(itl_ns(columns, ok)),
-        e2el=Distribution.of_ns((columns.last_token - columns.intended)[ok]),
+        e2el=Distribution.of_ns(e2el_ns),
         ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
         input_throughput=_rate(tokens_in, duration_s),
@@ -304,7 +352,23 @@ def measure(
         abandoned_output_tokens=int(columns.output_tokens[left].sum()),
         ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
         thinking_tokens=int(columns.thinking_tokens[ok].sum()),
+        interactivity=_rate(tokens_out, float(e2el_ns.sum()) / 1e9),
+        p90_interactivity=1e3 / slow_ms if slow_ms else None,
     )
+
+
+def measure_classes(columns: RequestColumns, slo: Slo, duration_s: float | None) -> dict[str, Metrics]:
+    """Metrics of each class of requests by name, with rates over ``duration_s``; empty if no request has a class.
+
+    Raises UsageError if a class has limits and no request.
+    """
+    if unknown := [name for name, _ in slo.classes if name not in columns.classes]:
+        known = f"; its classes are {', '.join(filter(None, columns.classes))}" if columns.classes else ""
+        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{known}")
+    return {
+        name: measure(columns, rows=columns.request_class == name, slo=slo, duration_s=duration_s)
+        for name in columns.classes
+    }
 
 
 def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None:
@@ -354,8 +418,13 @@ def itl_ns(columns: RequestColumns, rows: Mask) -> Ints:
 def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
     """Requests that completed and met every limit."""
     met = ok.copy()
-    for metric, limit_ms in slo.limits().items():
-        met &= limited_ns(columns, metric) <= limit_ms * NS_PER_MS
+    for metric in METRICS:
+        limit_ms: npt.NDArray[np.float64] = np.full(len(ok), getattr(slo, metric) or np.inf)
+        for name, own in slo.classes:
+            if (limit := getattr(own, metric)) is not None:
+                limit_ms[columns.request_class == name] = limit
+        if np.isfinite(limit_ms).any():
+            met &= ~np.isfinite(limit_ms) | (limited_ns(columns, metric) <= limit_ms * NS_PER_MS)
     return met
 
 

@@ -22,6 +22,7 @@ from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import Manifest, decode_manifest
+from ebbench.records.plan import with_class
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
 from ebbench.records.warnings import warning
@@ -71,7 +72,7 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     if not tables["plan"].num_rows:
         raise DataError(f"{directory}: nothing to rebuild; the plan was not stored")
     recorded = _once(tables["requests"])
-    tables["requests"] = _complete(recorded, tables["plan"])
+    tables["requests"] = with_class(_complete(recorded, tables["plan"]), tables["plan"])
     finished = RunWriter(directory).finish(_judged(manifest, tables, recorded.num_rows, damaged), tables)
     for shard in (shard for paths in shards.values() for shard in paths if ".part-" in shard.name):
         if shard not in damaged:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.columns import NEEDED, NO_CLASS, RequestColumns
 from ebbench.analysis.drafting import Drafted, mean_acceptance
 from ebbench.analysis.environment import (
     LoadFacts,
@@ -34,8 +34,10 @@ from ebbench.analysis.metrics import (
     Slo,
     economy_of,
     measure,
+    measure_classes,
     slo_from_limits,
 )
+from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class, sessions_table
 from ebbench.analysis.steady import steady_windows
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
@@ -121,6 +123,21 @@ class Summary:
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
     kv: Mapping[str, float | None] = field(default_factory=dict)  # what a full KV cache cost the whole run
     drafted: Drafted | None = None  # of the whole run
+    classes: Mapping[str, Metrics] = field(default_factory=dict)  # of each class of requests, NO_CLASS for the others
+    sessions: Mapping[str, SessionFigures] = field(default_factory=dict)  # all under "", and of each class
+
+    def of_class(self, name: str) -> Summary:
+        """The summary of the requests of a class alone. Raises KeyError."""
+        sessions = {"": self.sessions[name]} if name and name in self.sessions else {}
+        slo = self.slo.of_class(name)
+        return replace(self, metrics=self.classes[name], slo=slo, classes={}, sessions=sessions, drafted=None)
+
+    @property
+    def worst_class(self) -> str | None:
+        """The class of which the smallest share met its limits; None without limits or classes."""
+        met = {name: metrics.slo_attainment for name, metrics in self.classes.items()}
+        known = {name: share for name, share in met.items() if share is not None}
+        return min(known, key=lambda name: known[name]) if known else None
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -154,20 +171,47 @@ class Summary:
             | metrics_dict(self.metrics)
             | ({} if self.phase else {name: self.kv.get(name) for name in KV_FIGURES})
             | (self.drafted.figures() if self.drafted is not None and not self.phase else {})
+            | self._parts()
             | unsound
             | verdict
         )
 
+    def _parts(self) -> dict[str, Any]:
+        """What there is of each class of requests, and of the sessions."""
+        found: dict[str, Any] = {}
+        if self.classes:
+            found["classes"] = {named(name): self.of_class(name)._figures() for name in self.classes}
+        if (worst := self.worst_class) is not None:
+            found |= {"worst_class": named(worst), "worst_class_attainment": self.classes[worst].slo_attainment}
+        return found | ({"per_session": self.sessions[""].to_dict()} if self.sessions else {})
+
+    def _figures(self) -> dict[str, Any]:
+        limits = {"goodput_slo_ms": self.slo.limits() or None}
+        return metrics_dict(self.metrics) | limits | self._parts()
+
     def to_table(self) -> pa.Table:
         """One row with the figures of :meth:`to_dict` under its keys, for Parquet: those of a steady window as
         ``steady_...``, limits as ``limit_..._ms``, lists of texts as lists; undefined figures are null doubles."""
-        row = self.to_dict()
-        nested = {"steady": row.pop("steady"), "limit": row.pop("goodput_slo_ms")}
-        for prefix, figures in nested.items():
-            tail = "_ms" if prefix == "limit" else ""
-            row |= {f"{prefix}_{name}{tail}": value for name, value in (figures or {}).items()}
-        cells = {name: value for name, value in row.items() if not isinstance(value, dict) and name != "failures"}
-        return pa.table({name: pa.array([value], _column_type(value)) for name, value in cells.items()})
+        return _one_row(self.to_dict())
+
+    def classes_table(self) -> pa.Table:
+        """As :meth:`to_table`, one row per class of requests; without a column of the run's own."""
+        rows = [_one_row({"class": named(name), **self.of_class(name)._figures()}) for name in self.classes]
+        return pa.concat_tables(rows, promote_options="permissive")
+
+
+def named(name: str) -> str:
+    """A class's name as it is shown."""
+    return "no class" if name == NO_CLASS else name
+
+
+def _one_row(row: dict[str, Any]) -> pa.Table:
+    nested = {"steady": row.pop("steady"), "limit": row.pop("goodput_slo_ms"), "session": row.pop("per_session", None)}
+    for prefix, figures in nested.items():
+        tail = "_ms" if prefix == "limit" else ""
+        row |= {f"{prefix}_{name.replace(':', '_')}{tail}": value for name, value in (figures or {}).items()}
+    cells = {name: value for name, value in row.items() if not isinstance(value, dict) and name != "failures"}
+    return pa.table({name: pa.array([value], _column_type(value)) for name, value in cells.items()})
 
 
 def _column_type(value: Any) -> pa.DataType:
@@ -182,9 +226,13 @@ def summarise(run: Run, slo: Slo | None = None) -> Summary:
     return _Summariser(run, slo).whole()
 
 
-def summary_of(run: Run, metrics: Metrics, slo: Slo) -> Summary:
-    """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``."""
-    return _summary(run, metrics, slo)
+def summary_of(run: Run, metrics: Metrics, slo: Slo, columns: RequestColumns) -> Summary:
+    """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``; ``columns``: of all requests.
+
+    Raises UsageError if ``slo`` limits a class that no request has.
+    """
+    classes = measure_classes(columns, slo, metrics.duration_s)
+    return replace(_summary(run, metrics, slo), classes=classes, sessions=figures_by_class(sessions_table(columns)))
 
 
 def summarise_phases(run: Run, slo: Slo | None = None) -> tuple[Summary, ...]:
@@ -207,7 +255,8 @@ class _Summariser:
         self.windows = steady_windows(self.columns, run.manifest.phases)
 
     def whole(self) -> Summary:
-        return summary_of(self.run, measure(self.columns, slo=self.slo, windows=self.windows), self.slo)
+        metrics = measure(self.columns, slo=self.slo, windows=self.windows)
+        return summary_of(self.run, metrics, self.slo, self.columns)
 
     def phases(self) -> tuple[Summary, ...]:
         names = list(dict.fromkeys(self.columns.phase.tolist()))
@@ -293,6 +342,8 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
     }
     extra = {
         "tokens_per_s_per_user": metrics.tokens_per_s_per_user,
+        "interactivity_tokens_per_s": metrics.interactivity,
+        "p90_interactivity_tokens_per_s": metrics.p90_interactivity,
         "cached_tokens": metrics.cached_tokens,
         "prefix_hit_rate": metrics.prefix_hit_rate,
         "preemptions": metrics.preemptions,
@@ -313,15 +364,13 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     null in one run is null in the mean. ``valid`` only if all runs are.
     """
     first = summaries[0]
-    merged = dict(first)
-    spread: dict[str, float | None] = {}
-    for key in _AVERAGED.intersection(first):
-        merged[key], spread[key] = _mean_and_spread([summary[key] for summary in summaries])
-    for key in _COUNTS:
-        if key not in first:  # a summary stored before this count existed
-            continue
-        counts = [summary[key] for summary in summaries]
-        merged[key] = None if None in counts else sum(counts)
+    merged, spread = _averaged(summaries)
+    if "classes" in first:
+        merged["classes"] = {
+            name: _averaged([summary["classes"][name] for summary in summaries])[0]
+            for name in first["classes"]
+            if all(name in summary.get("classes", {}) for summary in summaries)
+        }
     if "acceptance" in first:
         merged["acceptance"] = mean_acceptance([summary["acceptance"] for summary in summaries])
     warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
@@ -338,6 +387,22 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "repeats": [dict(summary) for summary in summaries],
     }
     return merged
+
+
+def _averaged(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """The first row with means of rates and latencies and sums of counts, and the means' standard deviations."""
+    first = rows[0]
+    merged, spread = dict(first), dict[str, float | None]()
+    for key in _AVERAGED.intersection(first):
+        merged[key], spread[key] = _mean_and_spread([row.get(key) for row in rows])
+    for key in _COUNTS:
+        if key not in first:  # a summary stored before this count existed
+            continue
+        counts = [row.get(key) for row in rows]
+        merged[key] = None if None in counts else sum(counts)
+    if all("per_session" in row for row in rows):
+        merged["per_session"] = _averaged([row["per_session"] for row in rows])[0]
+    return merged, spread
 
 
 def _failures_in(summaries: Sequence[Mapping[str, Any]]) -> list[list[Failure]]:
@@ -357,10 +422,14 @@ _AVERAGED = frozenset(
         "request_goodput",
         "token_goodput",
         "tokens_per_s_per_user",
+        "interactivity_tokens_per_s",
+        "p90_interactivity_tokens_per_s",
         "prefix_hit_rate",
         "mean_acceptance_length",
         "kv_full_share",
         "repeated_share",
+        "worst_class_attainment",
+        *(name for name in SessionFigures.of(SESSIONS.empty_table()).to_dict() if name not in ("planned", "complete")),
         *ECONOMY_FIGURES,
     }
     | {
@@ -373,7 +442,7 @@ _COUNTS = (
     "planned", "completed", "failed", "timed_out", "cancelled", "abandoned", "never_sent",
     "total_input_tokens", "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
     "thinking_tokens", "abandoned_input_tokens", "abandoned_output_tokens", "repeated_tokens",
-    "drafted_tokens", "accepted_tokens",
+    "drafted_tokens", "accepted_tokens", "complete",
 )  # fmt: skip
 
 

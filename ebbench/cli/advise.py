@@ -14,13 +14,13 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, grouped, opt
 from ebbench.cli.run_settings import (
-    OF_A_SERVER,
     RunSettings,
     Tp,
     check_tp,
     setting,
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
+from ebbench.spec.run import OF_A_SERVER
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.options import scenario_meant
 

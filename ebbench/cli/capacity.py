@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +19,9 @@ from ebbench.cli.run_settings import (
     VllmOptions,
     WorkloadArgument,
 )
-from ebbench.spec.run import DEFAULTS
+from ebbench.spec.run import DEFAULTS, SET_BY_SEARCH
 
 _SEARCH = "Search"
-_NOT_TAKEN = (
-    "scenario", "max_concurrency", "request_rate", "saturation_rate", "rate_scale", "speed", "time_unit", "duration_s",
-    "think_time", "tool_time", "tool_share", "sub_agents", "abandon_after", "thinking_len", "lora_assignment", "images",
-)  # fmt: skip
-"""The search sets the load."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ def capacity(
     context: typer.Context,
     workload: WorkloadArgument,
     searching: SearchFlags,
-    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=_NOT_TAKEN)],
+    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=SET_BY_SEARCH)],
     output: OutputFlags,
     vllm_options: VllmOptions = None,
 ) -> None:
@@ -85,30 +80,11 @@ def capacity(
 
     Every probe is an ordinary run directory. A stopped search continues with the same --output-dir.
     """
-    from ebbench.errors import UsageError
-    from ebbench.runs.prepare import series_of
-    from ebbench.sizing.command import CapacityOutput, CapacitySearch, search_all
-    from ebbench.sizing.limits import parse_limits
+    from ebbench.sizing.command import CapacityOutput, capacity_search, search_all
 
-    if searching.by not in ("rate", "concurrency"):
-        raise UsageError(f"--by is rate or concurrency, not {searching.by!r}")
-    limits = parse_limits(searching.goodput or (), searching.attainment)
-    arrivals = searching.scenario or ("gamma" if "burstiness" in settings else "poisson")
-    settings |= {"workload": workload, "scenario": arrivals, "vllm_options": vllm_options}
-    series = series_of(settings)
-    goodput = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
-    search_all(
-        CapacitySearch(
-            replace(series, spec=series.spec.changed(redraw=True, goodput=goodput)),
-            limits,
-            by_concurrency=searching.by == "concurrency",
-            precision=searching.precision,
-            max_probes=searching.max_probes,
-            max_time_s=searching.max_time,
-            arrivals_given=searching.scenario is not None or "burstiness" in settings,
-        ),
-        CapacityOutput(output.output_dir, output.plot, output.as_json, output.quiet),
-    )
+    settings |= {"workload": workload, "vllm_options": vllm_options}
+    search = capacity_search(settings, **{**vars(searching), "goodput": searching.goodput or ()})
+    search_all(search, CapacityOutput(output.output_dir, output.plot, output.as_json, output.quiet))
 
 
 capacity.command_class = RunsCommand  # type: ignore[attr-defined]

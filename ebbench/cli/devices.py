@@ -68,6 +68,7 @@ def show(
     kv_cache_dtype: Annotated[str, setting("kv_cache_dtype")] = "auto",
     gpu_memory_utilization: Annotated[float | None, setting("gpu_memory_utilization")] = None,
     vllm_version: Annotated[str | None, setting("vllm_version")] = None,
+    speculative: Annotated[str | None, setting("speculative")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -77,6 +78,7 @@ def show(
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
     from ebbench.engines.checks import check_counts
+    from ebbench.spec.speculative import speculative_of
 
     check_tp(tp, link)
     check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
@@ -94,6 +96,7 @@ def show(
         gpu_memory_utilization=gpu_memory_utilization,
         vllm_version=vllm_version,
         assume_kernels=assume_kernels,
+        speculative=None if speculative is None else speculative_of(speculative),
     )
     facts = describe(device, context)
     if as_json:

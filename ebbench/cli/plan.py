@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ebbench.cli.options import GoodputCommand, grouped, opt
 from ebbench.cli.run_settings import (
     LIMITS,
-    OF_A_SERVER,
     OUTPUT,
     Attainment,
     Goodput,
@@ -23,10 +20,8 @@ from ebbench.cli.run_settings import (
     WorkloadArgument,
 )
 from ebbench.config.declare import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from ebbench.sizing.choose import DeploymentChoice
-    from ebbench.sizing.deployments import PlanTask
+from ebbench.errors import UsageError
+from ebbench.spec.run import OF_A_PLAN
 
 _CHOICE = "Candidates"
 
@@ -97,24 +92,12 @@ class PlanOutput:
     quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)] = False
 
 
-_REQUESTS = (
-    "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
-    "input_len", "output_len", "length_distribution", "drop_too_long",
-)  # fmt: skip
-"""Settings that say which requests are sent."""
-SESSIONS = 2000
-"""Fewest per simulation."""
-DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
-MOST_HEADROOM = 10.0
-"""More is a percentage by mistake."""
-
-
 @grouped
 def plan(
     context: typer.Context,
     workload: WorkloadArgument,
     target: TargetFlags,
-    settings: Annotated[dict[str, Any], RunSettings({"api_server": "auto"}, only=(*_REQUESTS, *OF_A_SERVER))],
+    settings: Annotated[dict[str, Any], RunSettings({"api_server": "auto"}, only=OF_A_PLAN)],
     choice: CandidateFlags,
     output: PlanOutput,
 ) -> None:
@@ -124,103 +107,30 @@ def plan(
 
     Exit code 2 if no candidate carries the rate within the limits.
     """
-    from ebbench.errors import UsageError
-    from ebbench.runs.pool import pool_of
-    from ebbench.runs.prepare import api_server_if_busy
-    from ebbench.sizing import chart
-    from ebbench.sizing.candidates import sized
-    from ebbench.sizing.deployments import plan_notes
-    from ebbench.sizing.plan_sentences import REFUSALS
-    from ebbench.sizing.prices import check_prices
+    from ebbench.render.console import Console
+    from ebbench.sizing import chart, plan_sentences
+    from ebbench.sizing.candidates import find_plan, plan_tasks
 
     if output.plot is not None:
         chart.check_suffix(output.plot)
-    tasks: Sequence[PlanTask] = _tasks(workload, target, settings, choice)
-    prices = check_prices(choice.price or (), dict.fromkeys(task.candidate.device for task in tasks))
-    plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
-    deployments, tasks = sized(
-        tasks, prices, pool_of(output.workers, len(tasks)),
-        api_server_if_busy=api_server_if_busy(settings), quiet=output.quiet,
+    asked = {**vars(target), **vars(choice), "goodput": target.goodput or ()}
+    price = asked.pop("price") or ()
+    question = {**settings, "workload": workload}
+    tasks = plan_tasks(question, **asked)
+    found = find_plan(
+        tasks, question, price, Console(stderr=True, highlight=False), arrivals_given=target.scenario is not None,
+        workers=output.workers, quiet=output.quiet,
     )  # fmt: skip
-    refused, carried = deployments.refused, deployments.found
-    if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
-        candidate, reason = refused[0]
-        why = reason.worded(REFUSALS)
-        raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {why}")
-    if output.plot is not None and carried:
-        chart.save_frontier(deployments, bool(prices), output.plot)
-    notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
-    _show(deployments, tasks[0], choice, prices, [*_arrivals_note(workload, target, settings), *notes], output)
-    if not carried:
-        sys.exit(UsageError.exit_code)
-
-
-def _tasks(workload: str, target: TargetFlags, settings: Mapping[str, Any], choice: CandidateFlags) -> list[PlanTask]:
-    """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
-    from ebbench.config.setting_strings import option_name
-    from ebbench.devices.table import measured_devices
-    from ebbench.runs.prepare import checked_server, each_once, parse_policies
-    from ebbench.sizing.candidates import instance_shapes, with_candidates
-    from ebbench.sizing.deployments import PlanTask
-    from ebbench.sizing.limits import parse_limits
-    from ebbench.spec.run import spec_of
-    from ebbench.workloads.options import is_recorded
-
-    _check_target(target)
-    for option, values in vars(choice).items():
-        if isinstance(values, list) and option not in ("policy", "price"):
-            each_once(option_name(option), values)
-    limits = parse_limits(target.goodput or (), target.attainment)
-    of_workload = {"workload": workload, "scenario": target.scenario or "poisson"}
-    of_workload |= {"source": "auto"} if is_recorded(workload) else {}
-    spec = spec_of({**settings, **of_workload, **checked_server(choice.model, settings)}).changed(redraw=True)
-    return with_candidates(
-        PlanTask(spec, limits, target.request_rate, SESSIONS, target.headroom, target.spare),
-        choice.device or measured_devices(),
-        instance_shapes(choice.tp or (), choice.instance or ()),
-        [policy.name for policy in parse_policies(choice.policy or DEFAULT_POLICIES)],
-        choice.max_num_batched_tokens or (),
-        choice.max_num_seqs or (),
-    )
-
-
-def _check_target(target: TargetFlags) -> None:
-    from ebbench.engines.checks import check_counts
-    from ebbench.errors import UsageError
-
-    check_counts(request_rate=target.request_rate)
-    if math.isinf(target.request_rate):
-        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
-    if not 0 <= target.headroom <= MOST_HEADROOM:
-        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {target.headroom:g}")
-    if target.spare < 0:
-        raise UsageError(f"--spare must be 0 or more replicas, not {target.spare}")
-
-
-def _arrivals_note(workload: str, target: TargetFlags, settings: Mapping[str, Any]) -> list[str]:
-    """A note if arrivals are Poisson instead of the workload's own although no others were asked for."""
-    from ebbench.workloads.log_report import poisson_instead
-
-    note = "" if target.scenario else poisson_instead(workload, settings)
-    return [note] if note else []
-
-
-def _show(
-    deployments: DeploymentChoice, task: PlanTask, choice: CandidateFlags, prices: Mapping[str, float],
-    notes: Sequence[str], output: PlanOutput,
-) -> None:  # fmt: skip
-    from ebbench.render.console import Console
-    from ebbench.sizing import plan_sentences
-    from ebbench.sizing.prices import sources
-
-    priced_in = sources(choice.price or ())
+    if output.plot is not None and found.deployments.found:
+        chart.save_frontier(found.deployments, bool(found.prices), output.plot)
     if output.as_json:
-        result = plan_sentences.as_dict(deployments, task, prices, priced_in, notes)
-        sys.stdout.write(json.dumps(result, indent=2, allow_nan=False) + "\n")
-        return
-    console = Console(highlight=False)
-    for part in plan_sentences.parts(deployments, task, prices, priced_in, notes):
-        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        sys.stdout.write(json.dumps(plan_sentences.as_dict(*found.shown), indent=2, allow_nan=False) + "\n")
+    else:
+        console = Console(highlight=False)
+        for part in plan_sentences.parts(*found.shown):
+            console.print(part, markup=False, soft_wrap=isinstance(part, str))
+    if not found.deployments.found:
+        sys.exit(UsageError.exit_code)
 
 
 plan.command_class = GoodputCommand  # type: ignore[attr-defined]

@@ -44,13 +44,6 @@ Attainment = Annotated[
 Tp = Annotated[int, opt("--tp", help="GPUs that share the model by tensor parallelism.", panel=CLUSTER)]
 
 
-OF_A_SERVER = (
-    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization",
-    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms",
-)  # fmt: skip
-"""Settings of a simulated server besides its device, model and the limits of its scheduler."""
-
-
 class RunsCommand(GoodputCommand):
     """A command that makes runs; its help shows the options that one needs every day."""
 

@@ -37,23 +37,16 @@ def show(
     check_format(style, as_json=as_json)
     slo = parse_slo(goodput) if goodput else None
     loaded, damaged = _load(runs)
-    summaries = [summarise(run, slo) for run in loaded]
     if as_json:
-        sys.stdout.write(
-            json.dumps([s.to_dict(all_percentiles=all_percentiles) for s in summaries], indent=2, allow_nan=False)
-            + "\n"
-        )
+        figures = [summarise(run, slo).to_dict(all_percentiles=all_percentiles) for run in loaded]
+        sys.stdout.write(json.dumps(figures, indent=2, allow_nan=False) + "\n")
         return _finish(damaged)
-    from ebbench.analysis.cases import cases_of
-    from ebbench.analysis.explain import explain
-    from ebbench.analysis.summary import summarise_phases
+    from ebbench.analysis.cases import cases_of_results, result_of
     from ebbench.render import report
     from ebbench.render.console import Console
     from ebbench.render.documents import rendered
 
-    per_run = [summarise_phases(run, slo) for run in loaded]
-    phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
-    cases = cases_of(summaries, [explain(run) for run in loaded], phases)
+    cases = cases_of_results([result_of(run, slo) for run in loaded])
     if style == "table":
         report.print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
     else:

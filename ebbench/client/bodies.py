@@ -124,7 +124,6 @@ class RequestBodies:
         self._fixed = {name: value for name, value in self._fixed.items() if value is not None}
         self._limit = options.max_tokens_field or ("max_completion_tokens" if self._chat else "max_tokens")
         self._table = PromptTable.of_words(_WORDS) if self._chat else PromptTable.of_ids(options.vocab_size)
-        self.path = "chat/completions" if self._chat else "completions"
 
     def build(self, turn: Turn, history: Sequence[tuple[str, str]] = (), *, may_hang_up: bool = False) -> bytes:
         """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.client.drive import DriveResult, drive
+from ebbench.client.load_generator import DriveResult, drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN

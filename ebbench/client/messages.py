@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ebbench.config.server_url import ServerUrl
+from ebbench.network.connections import RequestHead
 from ebbench.records.plan import ClosedPhase
 from ebbench.spec.client import ClientOptions
 
@@ -59,11 +60,15 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Assignment(msgspec.Struct, tag="assignment"):
-    """A worker's settings. ``folder`` holds the plan and the shared schedule."""
+    """A worker's settings. ``target``: the URL of every request, ``head``: what requests begin with.
+
+    ``folder`` holds the plan and the shared schedule.
+    """
 
     worker: int
     workers: int
-    url: ServerUrl
+    target: str
+    head: RequestHead
     model: str
     options: ClientOptions
     id_prefix: str

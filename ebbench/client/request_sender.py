@@ -6,26 +6,39 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Awaitable, Mapping
-from typing import Protocol, cast
+from collections.abc import Awaitable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
-import httpx
 
 from ebbench.client.messages import ConnectionCounts
 from ebbench.client.response import HUNG_UP, StreamedResponse, transport_failure
-from ebbench.config.server_url import ServerUrl
-from ebbench.network.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections, tls_context
+from ebbench.network.connections import (
+    IDLE_LIMIT_S,
+    BaseConnection,
+    ConnectError,
+    Connections,
+    ConnectTimeoutError,
+    IdleTimeoutError,
+    ProtocolError,
+    RequestHead,
+    ResetError,
+    TransportError,
+    tls_context,
+)
 from ebbench.network.credentials import api_key
 from ebbench.spec.client import ClientOptions, Connecting
+
+if TYPE_CHECKING:
+    import httpx
 
 # HTTP/1.1 for event streams: bytes are processed inside the read callback, without waking a task per token.
 #
 # httpx's own transport and httpx-aiohttp wake a task per read and pass the bytes through several asynchronous
 # generators, which costs more per token than everything else in a load generator; building and sending an httpx
 # request costs 0.2 ms (reports/client.md). Here httptools parses in the event loop's read callback, and the
-# receiver gets the body of an event stream in the same call. A request is a constant head, built once by httpx, plus
-# an id and a length. Errors are httpx's.
+# receiver gets the body of an event stream in the same call. A request is a constant head, built once by httpx in
+# the parent process, plus an id and a length.
 
 _CONNECTS_AT_ONCE = 64
 _OVERHEAD_BYTES = 256 << 10  # of headers, or of framing between two pieces of a body; servers send a few kB
@@ -65,31 +78,29 @@ class AnswerReceiver(Protocol):
 class ConnectionPool:
     """Keep-alive connections to one server, unlimited in number, one open request per connection.
 
-    ``template``: a request built by httpx whose method, target and headers every request gets.
+    ``head``: request line and headers of every request.
     """
 
     def __init__(
         self,
-        template: httpx.Request,
+        head: RequestHead,
         tls: ssl.SSLContext | None,
         connect_timeout_s: float,
         connecting: Connecting = "ahead",
     ) -> None:
         self._connecting = connecting
         self.connections: Connections[_Connection] = Connections(
-            Address.of(template.url),
+            head.address,
             _Connection,
             tls=tls,
             connect_timeout_s=connect_timeout_s,
             idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
             reuse=connecting != "per-request",
         )
-        lines = [b"%b %b HTTP/1.1" % (template.method.encode(), template.url.raw_path)]
-        lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
-        self._head = b"\r\n".join(lines)
+        self._head = head.text
 
     async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> HttpExchange:
-        """Send one request; returns once the response headers are complete. Raises httpx's transport errors."""
+        """Send one request; returns once the response headers are complete. Raises TransportError."""
         connection = self.connections.take()
         receiver.sent(time.monotonic_ns())
         receiver.first_on_connection = connection is None or not connection.answered
@@ -131,7 +142,7 @@ class _Connection(BaseConnection):
     def begin(self, data: bytes, receiver: AnswerReceiver) -> HttpExchange:
         """Send a request and return its exchange."""
         if self.transport is None:
-            raise httpx.ConnectError("the connection was closed at once")
+            raise ConnectError("the connection was closed at once")
         exchange = HttpExchange(self, receiver)
         # From now on the exchange receives the bytes itself: one call less per read.
         self.transport.set_protocol(exchange)
@@ -172,7 +183,7 @@ class HttpExchange(asyncio.Protocol):
         return self._tapped
 
     async def body(self) -> bytes:
-        """The body, unless the receiver got it. Raises httpx's transport errors.
+        """The body, unless the receiver got it. Raises TransportError.
 
         A body that is no event stream is read up to BODY_BYTES and for BODY_S; the rest is left.
         """
@@ -207,7 +218,7 @@ class HttpExchange(asyncio.Protocol):
             self._refuse(repr(error.__context__ or error))  # the exception raised in a callback, if there was one
 
     def _refuse(self, why: str) -> None:
-        self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why}"))
+        self._fail(ProtocolError(f"cannot read the response: {why}"))
         self._connection.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -221,15 +232,15 @@ class HttpExchange(asyncio.Protocol):
             return
         where = "in the middle of the response" if self._start.done() else "before any response"
         if exc is None:
-            self._fail(httpx.RemoteProtocolError(f"connection closed {where}"))
+            self._fail(ProtocolError(f"connection closed {where}"))
         else:
-            self._fail(httpx.ReadError(f"{exc}, {where}"))
+            self._fail(ResetError(f"{exc}, {where}"))
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
         if self._parser is None:  # a second response in the same read belongs to no request
             self._connection.abort()
-            raise httpx.RemoteProtocolError("the server sent more than one response")
+            raise ProtocolError("the server sent more than one response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser."""
@@ -315,25 +326,26 @@ class _OpenRequest:
             self.task.cancel()
 
 
-class RequestSender:
-    """Sends requests to one server. Use as an asynchronous context manager."""
+def request_head(target: str, options: ClientOptions, environ: Mapping[str, str]) -> RequestHead:
+    """The head of every request to the URL ``target``. A process that calls this imports httpx."""
+    import httpx
 
-    def __init__(self, url: ServerUrl, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
-        self._options = options
-        self._key = api_key(environ)
-        self._target = url.endpoint(path)
-        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.secure else None
-        self._client = httpx.AsyncClient(
-            verify=tls if tls is not None else False,
-            headers=_headers(options, self._key),
-            timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_LIMIT_S),
-            trust_env=options.transport != "direct",
-        )
+    with httpx.Client(headers=_headers(options, environ), trust_env=False, verify=False) as client:
+        return RequestHead.of(client.build_request("POST", target))
+
+
+class RequestSender:
+    """Sends requests to one URL. Use as an asynchronous context manager. ``head``: see :func:`request_head`."""
+
+    def __init__(self, target: str, head: RequestHead, options: ClientOptions, environ: Mapping[str, str]) -> None:
+        self._options, self._target = options, target
+        tls = tls_context(options.verify_tls, options.ca_file, environ) if head.address.secure else None
         self._pool: ConnectionPool | None = None
+        self._client: httpx.AsyncClient | None = None
         if options.transport == "direct":
-            template = self._client.build_request("POST", self._target)
-            self._pool = ConnectionPool(template, tls, options.connect_timeout_s, options.connections)
+            self._pool = ConnectionPool(head, tls, options.connect_timeout_s, options.connections)
+        else:
+            self._client = _httpx_client(options, tls, environ)
         self._requests: set[_OpenRequest] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -346,7 +358,8 @@ class RequestSender:
             self._sweeper.cancel()
         if self._pool is not None:
             self._pool.close()
-        await self._client.aclose()
+        if self._client is not None:
+            await self._client.aclose()
 
     @property
     def in_flight(self) -> int:
@@ -388,8 +401,9 @@ class RequestSender:
         try:
             if self._pool is not None:
                 await self._direct(self._pool, request_id, body, streamed)
-            else:
-                await self._httpx(request_id, body, streamed)
+            elif self._client is not None:
+                with _errors_of_httpx():
+                    await self._httpx(self._client, request_id, body, streamed)
             streamed.ended()
         except asyncio.CancelledError:
             if request.verdict is None:
@@ -397,7 +411,7 @@ class RequestSender:
             task.uncancel()
             if request.verdict[0] != _ANSWERED:
                 streamed.fail(*request.verdict)
-        except httpx.HTTPError as error:
+        except TransportError as error:
             streamed.fail(transport_failure(error), str(error) or type(error).__name__)
             error.__traceback__ = None  # its frames hold the exchange, which holds the error: never collected
         finally:
@@ -427,11 +441,11 @@ class RequestSender:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
             _refused(streamed, exchange.status, rest, headers)
 
-    async def _httpx(self, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
+    async def _httpx(self, client: httpx.AsyncClient, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
         headers = {"x-request-id": request_id}
-        request = self._client.build_request("POST", self._target, content=body, headers=headers)
+        request = client.build_request("POST", self._target, content=body, headers=headers)
         streamed.sent(time.monotonic_ns())
-        response = await self._client.send(request, stream=True)
+        response = await client.send(request, stream=True)
         try:
             streamed.head(response.status_code, time.monotonic_ns())
             plain = response.headers.get("content-encoding", "identity") == "identity"
@@ -463,6 +477,38 @@ class RequestSender:
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
+def _httpx_client(options: ClientOptions, tls: ssl.SSLContext | None, environ: Mapping[str, str]) -> httpx.AsyncClient:
+    import httpx
+
+    return httpx.AsyncClient(
+        verify=tls if tls is not None else False,
+        headers=_headers(options, environ),
+        timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_LIMIT_S),
+    )
+
+
+@contextlib.contextmanager
+def _errors_of_httpx() -> Iterator[None]:
+    """Inside, an error of httpx becomes a TransportError."""
+    import httpx
+
+    kinds: dict[type[httpx.HTTPError], type[TransportError]] = {
+        httpx.ConnectTimeout: ConnectTimeoutError,
+        httpx.TimeoutException: IdleTimeoutError,
+        httpx.ConnectError: ConnectError,
+        httpx.ReadError: ResetError,
+        httpx.WriteError: ResetError,
+        httpx.RemoteProtocolError: ProtocolError,
+        httpx.HTTPError: TransportError,
+    }
+    try:
+        yield
+    except httpx.HTTPError as error:
+        kind = next(ours for theirs, ours in kinds.items() if isinstance(error, theirs))
+        raise kind(str(error) or type(error).__name__) from error
+
+
 async def _bounded_body(response: httpx.Response) -> bytes:
     """What is kept of a body that is no event stream."""
     body = bytearray()
@@ -489,7 +535,10 @@ def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapp
     streamed.fail(error_class, (f"({'; '.join(advice)}) " if advice else "") + text)
 
 
-def _headers(options: ClientOptions, key: str | None) -> httpx.Headers:
+def _headers(options: ClientOptions, environ: Mapping[str, str]) -> httpx.Headers:
+    import httpx
+
+    key = api_key(environ)
     headers = httpx.Headers({"content-type": "application/json", "accept": "text/event-stream"})
     headers["accept-encoding"] = "identity"  # a compressed stream is buffered, which changes its times
     headers.update(options.headers)

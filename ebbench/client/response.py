@@ -12,12 +12,12 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import httpx
 import msgspec
 
 from ebbench.client import stream_messages
 from ebbench.client.server_numbers import TokenCounts, token_counts, whole_number
 from ebbench.client.stream_messages import ERROR, ChatChoice, Delta, Event, SseSplitter
+from ebbench.network.connections import TransportError
 from ebbench.records.schema import ABANDONED
 
 _EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
@@ -441,21 +441,11 @@ def _first_tokens(messages: int, spare: int, leading: int, first: FirstMessage) 
     return min(max(first.tokens or round((messages + spare) * share), 1), 1 + spare)
 
 
-def transport_failure(error: Exception) -> str:
-    """The error class of an exception raised below HTTP."""
+def transport_failure(error: TransportError) -> str:
+    """The error class of an exchange that failed below HTTP."""
     if any(isinstance(one, OSError) and _OWN_LIMITS & _numbers(one) for one in _causes(error)):
         return "client_limit"
-    if isinstance(error, httpx.ConnectTimeout):
-        return "connect_timeout"
-    if isinstance(error, httpx.TimeoutException):
-        return "idle_timeout"
-    if isinstance(error, httpx.ConnectError):
-        return "connect_error"
-    if isinstance(error, httpx.ReadError | httpx.WriteError):
-        return "connection_reset"
-    if isinstance(error, httpx.RemoteProtocolError):
-        return "connection_closed"
-    return "client_error"
+    return error.error_class
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

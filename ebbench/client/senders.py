@@ -33,6 +33,7 @@ from ebbench.client.messages import (
     send,
 )
 from ebbench.client.release_schedule import ReleaseSchedule, SharedMemory, memory_folder
+from ebbench.client.request_sender import request_head
 from ebbench.client.session_plan import PlanPart, SessionPlan
 from ebbench.client.worker import WorkerSockets, run_worker
 from ebbench.config.server_url import ServerUrl
@@ -149,7 +150,9 @@ def _started(sockets: WorkerSockets, environ: Mapping[str, str]) -> Child:
     given = (*KEY_VARIABLES, *CA_VARIABLES)
     keys = {name: environ[name] for name in given if name in environ}
     others = {name: value for name, value in os.environ.items() if name not in given}
-    return Child(command, env=child_environ(others | keys), pass_fds=descriptors, process_group=0)
+    # A worker does no linear algebra: the threads that numpy would start for it cost CPU beside the measurement.
+    environ = child_environ({**others, **keys, "OPENBLAS_NUM_THREADS": "1"})
+    return Child(command, env=environ, pass_fds=descriptors, process_group=0)
 
 
 async def _end(pool: WorkerPool) -> None:
@@ -321,12 +324,13 @@ async def local_senders(
 
     Raises UsageError if a worker may not open as many connections as its share of the load needs.
     """
-    workers = workers_for(part.most_open, options)
+    workers, target = workers_for(part.most_open, options), url.target(options.endpoint)
+    head = request_head(target, options, environ)
     _allow_connections(part, max(1, workers))
     with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
         schedule = _shared_files(folder, part.table, part.sessions)
         assignment = Assignment(
-            worker=0, workers=0, url=url, model=model, id_prefix=id_prefix, folder=folder,
+            worker=0, workers=0, target=target, head=head, model=model, id_prefix=id_prefix, folder=folder,
             options=replace(options, slot_spacing_s=part.spacing_ns / 1e9),
             phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
         )  # fmt: skip

@@ -23,8 +23,9 @@ from ebbench.client.server_numbers import finite_number, whole_number
 from ebbench.client.stream_messages import document_of
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.network.connections import Answer, AnswerTooLargeError, ask, one_off_limits, tls_context
+from ebbench.network.connections import tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
+from ebbench.network.questions import Answer, AnswerTooLargeError, ask, one_off_limits
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.spec.client import ClientOptions, secrets
 

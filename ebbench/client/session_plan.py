@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.release_schedule import Arrivals, Slots
@@ -90,10 +89,11 @@ def plan_sessions(
     if phases:
         slots = Slots.of_phases(phases, spacing_ns)
         return SessionPlan(columns, rows, starts, slots, None, graph, block_tokens(table))
-    first = table.column("arrival_ns").take(pa.array([rows[s] for s in starts[:-1]]))
-    if first.null_count:
+    times_ns = table.column("arrival_ns").to_pylist()
+    first_ns = [times_ns[rows[start]] for start in starts[:-1]]
+    if None in first_ns:
         raise UsageError("an open-loop plan needs an arrival time for each session")
-    arrival_ns = first.to_numpy()
+    arrival_ns = np.array(first_ns, np.int64)
     # An open loop releases sessions in the order of their arrival times.
     order = np.argsort(arrival_ns, kind="stable")
     if np.any(np.diff(arrival_ns) < 0):
@@ -162,7 +162,8 @@ def _grouped(table: pa.Table) -> tuple[list[int], list[int]]:
     """Row numbers grouped by session (in order of first appearance, turns ascending), and the start of each group."""
     if table.num_rows == 0:
         raise UsageError("the plan has no requests")
-    codes = pc.dictionary_encode(table.column("session").combine_chunks()).indices.to_numpy()
+    _, first, codes = np.unique(table.column("session").to_numpy(), return_index=True, return_inverse=True)
+    codes = np.argsort(np.argsort(first))[codes]  # numbered in order of first appearance
     turns = table.column("turn").to_numpy()
     rows = np.lexsort((turns, codes))
     starts = np.searchsorted(codes[rows], np.arange(codes.max() + 2))

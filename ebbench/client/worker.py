@@ -199,7 +199,7 @@ async def _send_part(
             session_plan.slots,
             session_plan.arrivals,
         )
-        async with RequestSender(assignment.url, bodies.path, assignment.options, environ) as sender:
+        async with RequestSender(assignment.target, assignment.head, assignment.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
             await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
             worker.ahead.start(worker.first_sessions())

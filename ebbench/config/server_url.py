@@ -77,6 +77,10 @@ class ServerUrl:
         """The URL of a path of the API, such as ``models``."""
         return f"{self.api}/{path}" + (f"?{self.query}" if self.query else "")
 
+    def target(self, endpoint: Literal["completions", "chat"]) -> str:
+        """The URL to which requests of an endpoint go."""
+        return self.endpoint("chat/completions" if endpoint == "chat" else "completions")
+
     def page(self, path: str) -> str:
         """The URL of a page beside the API, such as ``health``."""
         return f"{self.root}/{path}"

@@ -34,16 +34,17 @@ class MarginalCurve:
     crossover: float | None
 
 
-def marginal_curve(cost: CostModel, context_tokens: int) -> MarginalCurve:
-    """Marginal cost over the decode share, for decodes with ``context_tokens`` KV tokens each."""
-    span = LARGE_TOKENS - SMALL_TOKENS
+def marginal_curve(cost: CostModel, context_tokens: int, drafts: int = 0) -> MarginalCurve:
+    """Marginal cost over the decode share, for decodes with ``context_tokens`` KV tokens and ``drafts`` drafted tokens
+    each. A decode counts by the tokens that it computes."""
+    span, sizes = LARGE_TOKENS - SMALL_TOKENS, (SMALL_TOKENS, LARGE_TOKENS)
 
     def mixed(share: float) -> float:
-        ends = [cost.step_s(mixed_shape(n, share, context_tokens)) for n in (SMALL_TOKENS, LARGE_TOKENS)]
+        ends = [cost.step_s(mixed_shape(n, share, context_tokens, drafts)) for n in sizes]
         return (ends[1] - ends[0]) / span
 
-    decode = [cost.step_s(decode_shape(n, context_tokens)) for n in (SMALL_TOKENS, LARGE_TOKENS)]
-    prefill = [cost.step_s(prefill_shape(n)) for n in (SMALL_TOKENS, LARGE_TOKENS)]
+    decode = [cost.step_s(decode_shape(n // (1 + drafts), context_tokens, drafts)) for n in sizes]
+    prefill = [cost.step_s(prefill_shape(n)) for n in sizes]
     curve = tuple(mixed(share) for share in SHARES)
     decode_s = (decode[1] - decode[0]) / span
     return MarginalCurve(
@@ -90,6 +91,11 @@ class DeviceFacts:
     context_tokens: int
     steps: tuple[StepTime, ...]
     curve: MarginalCurve
+
+    @property
+    def drafts(self) -> int:
+        """Drafted tokens per decode."""
+        return _drafts(self.device)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -139,6 +145,7 @@ class DeviceFacts:
             "kv_capacity_tokens": self.device.kv_capacity_tokens,
             "kv_blocks": self.kv_blocks,
             "context_tokens": self.context_tokens,
+            "drafted_tokens": self.drafts,
             "crossover_decode_share": self.curve.crossover,
             "marginal_s_per_token": asdict(self.curve),
             "steps": [asdict(step) for step in self.steps],
@@ -160,18 +167,24 @@ def describe(device: Device, context_tokens: int) -> DeviceFacts:
         device.request.parallel,
         context_tokens,
         tuple(_steps(device, context_tokens)),
-        marginal_curve(device.cost, context_tokens),
+        marginal_curve(device.cost, context_tokens, _drafts(device)),
     )
 
 
+def _drafts(device: Device) -> int:
+    drafts = None if device.request is None else device.request.drafts
+    return 0 if drafts is None else drafts.tokens
+
+
 def _steps(device: Device, context: int) -> list[StepTime]:
-    cost = device.cost.step_s
-    rows = [StepTime("decode", n, n, cost(decode_shape(n, context))) for n in DECODES]
+    cost, drafts = device.cost.step_s, _drafts(device)
+    rows = [StepTime("decode", n * (1 + drafts), n, cost(decode_shape(n, context, drafts))) for n in DECODES]
     rows += [StepTime("prefill", x, 0, cost(prefill_shape(x))) for x in PREFILLS]
     for share in SHOWN_SHARES:
-        shape = mixed_shape(MIXED_TOKENS, share, context)
+        shape = mixed_shape(MIXED_TOKENS, share, context, drafts)
         decodes = shape.decode_seqs
-        parts = cost(decode_shape(decodes, context)) + cost(prefill_shape(MIXED_TOKENS - decodes))
+        prompt = MIXED_TOKENS - decodes * (1 + drafts)
+        parts = cost(decode_shape(decodes, context, drafts)) + cost(prefill_shape(prompt))
         rows.append(StepTime("mixed", MIXED_TOKENS, decodes, cost(shape), parts))
     return rows
 

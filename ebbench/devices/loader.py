@@ -115,7 +115,7 @@ def load(request: DeviceRequest) -> Device:
     profile, named = find_profile(request.name), find_model(request.model)
     drafts = request.drafts
     if drafts is not None:
-        _check_drafts(drafts, named)
+        check_drafts(drafts, named)
     geometry = quantised(named, request.quantization, request.kv_cache_dtype)
     request.parallel.check(geometry)
     capacity = requested_capacity(profile, geometry, request)
@@ -181,7 +181,7 @@ def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
         raise UsageError(f"{missing[0]}; {remedy} with --assume-kernels")
 
 
-def _check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
+def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
     """Raise UsageError for a model that cannot draft in this way, or whose KV cache is not simulated with drafts."""
     if drafts.method == "mtp" and not model.mtp_layers:
         raise UsageError(

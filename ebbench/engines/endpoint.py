@@ -1,7 +1,7 @@
 """Engine for any OpenAI-compatible server: the load generator behind the engine interface.
 
 Other engines that send requests to a server (``vllm``) also call :func:`drive`, which converts the client's snapshots
-for engine observers and returns what :func:`ebbench.client.drive` returns. Its settings are
+for engine observers and returns what the load generator returns. Its settings are
 :class:`ebbench.client.ClientOptions`.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ebbench import client
-from ebbench.client import DriveResult
+from ebbench.client import load_generator
+from ebbench.client.load_generator import DriveResult
 from ebbench.client.progress import Snapshot
 from ebbench.config.server_url import ServerUrl
 from ebbench.devices.base import Device
@@ -42,7 +42,7 @@ def drive(
     Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached.
     """
     shown = None if observer is None else _Shown(observer, label)
-    return client.drive(url, plan, options, shown, on_batch)
+    return load_generator.drive(url, plan, options, shown, on_batch)
 
 
 def warmed(client: ClientOptions, options: EngineOptions) -> ClientOptions:

@@ -56,11 +56,10 @@ from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
-from ebbench.spec.speculative import Speculative
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
 from vllm_eb.refills import LONGEST_PERIOD
-from vllm_eb.theory import NO_DRAFTS, Drafts
+from vllm_eb.theory import NO_DRAFTS
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -128,13 +127,11 @@ def make_controller(
         keep_records=keep_records,
         ranks=ranks,
         pass_interval=LONGEST_PERIOD if ranks > 1 else 1,
-        drafts=NO_DRAFTS if options.drafts is None else _as_learnt(options.drafts),
+        # A policy knows no more than the number of drafts at first.
+        drafts=NO_DRAFTS
+        if options.drafts is None
+        else replace(options.drafts.theory, acceptance=(0.0,) * options.drafts.tokens),
     )
-
-
-def _as_learnt(drafts: Speculative) -> Drafts:
-    """What a policy knows of drafts at first: their number."""
-    return Drafts((0.0,) * drafts.tokens, lookahead_tokens=drafts.lookahead_tokens)
 
 
 def snapshot(

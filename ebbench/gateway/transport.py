@@ -15,7 +15,15 @@ from collections.abc import AsyncIterator
 import httptools
 import httpx
 
-from ebbench.network.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections, tls_context
+from ebbench.network.connections import (
+    IDLE_LIMIT_S,
+    Address,
+    BaseConnection,
+    ConnectError,
+    Connections,
+    ConnectTimeoutError,
+    tls_context,
+)
 
 MAX_HEAD_BYTES = 1 << 16  # of one response: headers, interim responses before them, trailers
 _RESERVE = 8  # connections per server that are opened before requests need them
@@ -41,7 +49,12 @@ class StreamTransport(httpx.AsyncBaseTransport):
         """
         body = await request.aread()
         connections = self._connections(Address.of(request.url))
-        connection = connections.take() or await connections.open_for_use()
+        try:
+            connection = connections.take() or await connections.open_for_use()
+        except ConnectTimeoutError as error:
+            raise httpx.ConnectTimeout(str(error)) from error
+        except ConnectError as error:
+            raise httpx.ConnectError(str(error)) from error
         try:
             return await connection.exchange(request, body)
         except BaseException:

@@ -1,7 +1,7 @@
 """Pool of connections to one HTTP server: idle ones are kept, and some are opened before they are needed.
 
 Used by the load generator and the gateway with their own protocols. Opening a connection in a busy event loop delays a
-request by milliseconds, hence the reserve. Errors are httpx's.
+request by milliseconds, hence the reserve.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import asyncio
 import os
 import ssl
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
-
-import httpx
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from ebbench.errors import UsageError
+
+if TYPE_CHECKING:
+    import httpx  # 0.1 s of CPU, which each worker of the load generator would spend
 
 IDLE_LIMIT_S = 1.5
 """A connection idle for longer is not used again: a request sent while the server closes it gets no response.
@@ -39,6 +39,8 @@ def tls_context(
 
     ``verify`` False trusts every server. Raises UsageError for a file without certificates.
     """
+    import httpx
+
     if not verify:
         return httpx.create_ssl_context(verify=False)
     named = [("--ca-file", ca_file), *((name, environ.get(name)) for name in CA_VARIABLES)]
@@ -51,6 +53,42 @@ def tls_context(
         return ssl.create_default_context(cafile=path)
     except OSError as error:  # ssl.SSLError too: the file has no certificate
         raise UsageError(f"{source} {path}: no certificates in PEM form ({error.strerror or error})") from None
+
+
+class TransportError(Exception):
+    """An exchange that failed below HTTP. ``error_class``: how such requests are counted."""
+
+    error_class = "client_error"
+
+
+class ConnectError(TransportError):
+    """No connection; the server has not seen the request."""
+
+    error_class = "connect_error"
+
+
+class ConnectTimeoutError(TransportError):
+    """No connection in time; the server has not seen the request."""
+
+    error_class = "connect_timeout"
+
+
+class IdleTimeoutError(TransportError):
+    """The server was silent for too long."""
+
+    error_class = "idle_timeout"
+
+
+class ResetError(TransportError):
+    """The connection broke while it was written or read."""
+
+    error_class = "connection_reset"
+
+
+class ProtocolError(TransportError):
+    """The connection was closed early, or carried something that is not HTTP."""
+
+    error_class = "connection_closed"
 
 
 class BaseConnection(asyncio.Protocol):
@@ -111,6 +149,20 @@ class Address(NamedTuple):
         """The address in a URL."""
         secure = url.scheme == "https"
         return cls(url.host, url.port or (443 if secure else 80), secure)
+
+
+class RequestHead(NamedTuple):
+    """Where every request of a client goes, and what its text begins with: request line and headers, no last line."""
+
+    address: Address
+    text: bytes
+
+    @classmethod
+    def of(cls, request: httpx.Request) -> RequestHead:
+        """The head of a request without a body."""
+        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
+        lines += [b"%b: %b" % h for h in request.headers.raw if h[0].lower() != b"content-length"]
+        return cls(Address.of(request.url), b"\r\n".join(lines))
 
 
 W = TypeVar("W", bound=BaseConnection)
@@ -218,7 +270,7 @@ class Connections(Generic[W]):
                 self._ahead.pop().abort()
 
     async def connect(self) -> W:
-        """Open a connection. Raises ConnectTimeout, ConnectError."""
+        """Open a connection. Raises ConnectTimeoutError, ConnectError."""
         secure = self._address.secure
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -230,16 +282,16 @@ class Connections(Generic[W]):
                     server_hostname=self._address.host if secure else None,
                 )
         except TimeoutError:
-            raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
+            raise ConnectTimeoutError(f"no connection within {self._connect_timeout_s:g} s") from None
         except (OSError, ssl.SSLError) as error:
-            raise httpx.ConnectError(str(error)) from error
+            raise ConnectError(str(error)) from error
         self._held.add(connection)
         self.opened += 1
         self.most_held = max(self.most_held, len(self._held))
         return connection
 
     async def open_for_use(self) -> W:
-        """Open a connection for a request. Raises ConnectTimeout, ConnectError."""
+        """Open a connection for a request. Raises ConnectTimeoutError, ConnectError."""
         began_ns, key = time.monotonic_ns(), object()
         self.waiting[key] = began_ns
         try:
@@ -293,74 +345,7 @@ class Connections(Generic[W]):
         try:
             while self._wants_more():
                 self.give(await self.connect())
-        except httpx.TransportError:
+        except TransportError:
             pass  # the request that needs the connection will report the error
         finally:
             self.refill = None
-
-
-# Unmeasured requests to a server, with limits on time and on bytes that hold whatever the server answers.
-
-_ANY_HEADER = 47  # zlib: window bits for both gzip and zlib headers
-
-
-class Answer(NamedTuple):
-    """A response that was read within its limits. ``body`` is empty if none was wanted."""
-
-    status: int
-    headers: httpx.Headers
-    body: bytes
-
-    @property
-    def text(self) -> str:
-        """The body as text; bytes that are not UTF-8 are replaced."""
-        return self.body.decode("utf-8", "replace")
-
-
-class AnswerTooLargeError(httpx.RequestError):
-    """A response with more bytes than the caller takes."""
-
-
-def one_off_limits() -> httpx.Limits:
-    """Limits of a client that keeps no idle connection: it would occupy a thread of a server that has few of them."""
-    return httpx.Limits(max_keepalive_connections=0, keepalive_expiry=IDLE_LIMIT_S)
-
-
-async def ask(
-    client: httpx.AsyncClient,
-    method: str,
-    url: str,
-    *,
-    timeout_s: float,
-    limit_bytes: int | None,
-    json: bytes | None = None,
-) -> Answer:
-    """Send one request, with ``json`` as its body, and read the response within ``timeout_s``.
-
-    At most ``limit_bytes`` of its body are read, counted decoded; None reads none. Redirects are not followed. Raises
-    httpx.HTTPError.
-    """
-    headers = {"accept-encoding": "identity"} | ({} if json is None else {"content-type": "application/json"})
-    try:
-        async with asyncio.timeout(timeout_s):
-            async with client.stream(method, url, headers=headers, content=json) as response:
-                body = b"" if limit_bytes is None else await _body(response, limit_bytes)
-                return Answer(response.status_code, response.headers, body)
-    except TimeoutError:
-        raise httpx.ReadTimeout(f"no complete answer within {timeout_s:.3g} s") from None
-
-
-async def _body(response: httpx.Response, limit_bytes: int) -> bytes:
-    coding = response.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("identity", "gzip", "deflate"):
-        raise httpx.DecodingError(f"content-encoding {coding!r}, although none was asked for")
-    inflate = None if coding == "identity" else zlib.decompressobj(_ANY_HEADER)
-    body = bytearray()
-    async for data in response.aiter_raw():
-        try:
-            body += data if inflate is None else inflate.decompress(data, limit_bytes + 1 - len(body))
-        except zlib.error as error:
-            raise httpx.DecodingError(f"cannot decode content-encoding {coding}: {error}") from None
-        if len(body) > limit_bytes:
-            raise AnswerTooLargeError(f"larger than {limit_bytes:,} bytes")
-    return bytes(body)

@@ -10,12 +10,11 @@ _NEVER = 1 << 30
 
 
 def no_full_collections() -> None:
-    """Run one full collection now; later collections look at young objects only.
+    """From now on collections look at young objects only.
 
     A full collection visits every object: with the records of some hundred requests it stops a process for 5 to 15 ms,
     which was the whole TTFT error of the client above the 99th percentile. Objects alive now are frozen.
     """
-    gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 2
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
 
 LIMITS = ("ttft", "tpot", "e2el", "ttfat")
-"""The latencies that ``slo`` may limit."""
+"""The latencies that ``slo`` may limit, of all requests or as ``class:latency`` of a class."""
 
 Clock = Literal["virtual", "real"]
 
@@ -162,7 +162,7 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None
-    unknown = [name for name in manifest.slo if name not in LIMITS]
+    unknown = [name for name in manifest.slo if name.rpartition(":")[2] not in LIMITS]
     if unknown:
         raise DataError(f"{path}: unknown limit {unknown[0]!r} in slo; it can limit {', '.join(LIMITS)}")
     return manifest

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.errors import UsageError
 
@@ -130,6 +129,18 @@ def turn_graph(table: pa.Table) -> TurnGraph:
     )
 
 
+def with_class(requests: pa.Table, plan: pa.Table) -> pa.Table:
+    """The table of a run's requests with their classes, if the plan gives them any."""
+    if "class" not in plan.column_names or "class" in requests.column_names:
+        return requests
+    import pyarrow.compute as pc
+
+    from ebbench.records.schema import REQUESTS_EXTRAS
+
+    rows = pc.index_in(requests["request_id"], value_set=plan["request_id"].combine_chunks())
+    return requests.append_column(REQUESTS_EXTRAS.field("class"), plan["class"].combine_chunks().take(rows))
+
+
 def optional_ns(table: pa.Table, name: str, null: int = 0) -> Ints | None:
     """A column of times (ns) with ``null`` for null, shape (rows,); None if the table lacks it or has only nulls."""
     if name not in table.column_names or table[name].null_count == table.num_rows:
@@ -146,8 +157,8 @@ def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns
     after = table["after"].combine_chunks()
     listed = after.is_valid().to_numpy(zero_copy_only=False)
     by_default = ~listed[following]
-    waiting = pc.list_parent_indices(after).to_numpy(zero_copy_only=False).astype(np.int64)
-    wanted = pc.list_flatten(after).to_numpy(zero_copy_only=False).astype(np.int64)
+    waiting = after.value_parent_indices().to_numpy(zero_copy_only=False).astype(np.int64)
+    wanted = after.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
     _, codes = np.unique(sessions, return_inverse=True)
     width = int(turns.max()) + 1 if len(turns) else 1
     keys = codes * width + turns

@@ -1,5 +1,6 @@
 """The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, summary.parquet,
-and server_metrics.parquet if a server's metrics were read.
+server_metrics.parquet if a server's metrics were read, classes.parquet if requests have classes, and sessions.parquet
+if a session has several requests.
 
 Tables are appended as shards during a run and joined at its end. The manifest is written last, so that a directory with
 a manifest is complete.
@@ -38,7 +39,7 @@ TAIL = ".tail.arrows"
 LONGEST_NAME = 60
 """Letters in the longest name of a file in a run directory, while it is written."""
 _NAME_LETTERS = 60
-TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics", "summary"]
+TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics", "summary", "classes", "sessions"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
     "requests": REQUESTS,

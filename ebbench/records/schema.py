@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.process.without_pandas import skip_pandas
 
@@ -65,6 +64,10 @@ PLAN_EXTRAS = pa.schema(
         # width of each in pixels.
         pa.field("image_tokens", pa.list_(pa.int32())),
         pa.field("image_side", pa.int32()),
+        # Class of the request, such as chat or batch; null: none. Results are given for each class.
+        pa.field("class", pa.string()),
+        # As vLLM's `priority`: of two waiting requests the one with the lower value is scheduled first. Null: 0.
+        pa.field("priority", pa.int32()),
     ]
 )
 
@@ -100,10 +103,11 @@ REQUESTS = pa.schema(
     ]
 )
 
-# Columns that a requests table has only where they apply. The first two: where answers may have a thinking part, so in
-# simulated runs whose plan says so, and in runs against the chat endpoint.
+# Columns that a requests table has only where they apply. The first: where the plan has it. The next two: where answers
+# may have a thinking part, so in simulated runs whose plan says so, and in runs against the chat endpoint.
 REQUESTS_EXTRAS = pa.schema(
     [
+        pa.field("class", pa.string()),
         # Thinking tokens of the output; null where the server marked none. The server's `usage` decides, else messages.
         pa.field("thinking_tokens", pa.int32()),
         # First token of the answer after the thinking. Null without thinking, and where the output ended in it.
@@ -226,8 +230,8 @@ def tokens_after_first_of(requests: pa.Table) -> Ints:
     """:func:`tokens_after_first` of a table in the REQUESTS schema."""
     gaps = requests.column("itl_ns").combine_chunks()
     return tokens_after_first(
-        np.array(pc.fill_null(requests.column("output_tokens"), 0).to_numpy(), np.int64),
-        np.array(pc.fill_null(requests.column("bundled_tokens"), False).to_numpy(), np.bool_),
-        np.array(pc.fill_null(pc.list_value_length(gaps), 0).to_numpy(zero_copy_only=False), np.int64),
-        pc.list_flatten(gaps).to_numpy(zero_copy_only=False),
+        np.array(requests.column("output_tokens").fill_null(0).to_numpy(), np.int64),
+        np.array(requests.column("bundled_tokens").fill_null(False).to_numpy(), np.bool_),
+        np.array(gaps.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64),
+        gaps.flatten().to_numpy(zero_copy_only=False),
     )

@@ -94,7 +94,8 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
 
 def _step_table(facts: DeviceFacts) -> Table:
     table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run separately", right=1)
-    table.title = f"Step times; each decode holds {facts.context_tokens} tokens of KV"
+    drafts = f" and {facts.drafts} drafted" if facts.drafts else ""
+    table.title = f"Step times; each decode holds {facts.context_tokens} tokens of KV{drafts}"
     table.title_justify = "left"
     for row in facts.steps:
         apart = f"{row.step_s / row.parts_s:.2f} x" if row.parts_s else ""

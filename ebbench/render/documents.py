@@ -55,7 +55,10 @@ def section_tables(section: Section, width: int) -> list[RenderableType]:
 
 
 def _sentences_too_narrow(section: Section, width: int) -> bool:
-    folded = [column.fold for column in section.columns]
+    folded = [
+        column.fold and any(len(text(row[index], column)) > LABEL_WIDTH for row in section.rows)
+        for index, column in enumerate(section.columns)
+    ]
     if sum(folded) < 2:
         return False
     fixed = sum(_natural_width(section, index) for index, fold in enumerate(folded) if not fold)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rich.progress import BarColumn, ProgressColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
 from ebbench.engines.base import Progress
-from ebbench.render.console import Console
+from ebbench.render.console import Console, ProgressEvent
 from ebbench.render.numbers import count, duration_ms, rate
-
-if TYPE_CHECKING:
-    pass
-
 
 LINES_EVERY_S = 10.0
 _SETTLED_S = 2.0  # before that the time left is a guess
@@ -43,12 +39,15 @@ class Work:
     kept: int = 0
     doing: str = ""
     began_s: float = field(default_factory=time.monotonic)
+    follow: Callable[[ProgressEvent], None] | None = None
 
     def reached(self, doing: str, done: int = 0, total: int = 0) -> None:
         """State of a part of the work; each part's time and time left are told by themselves."""
         if doing != self.doing:
             self.began_s = time.monotonic()
         self.doing, self.done, self.total = doing, done, total
+        if self.follow is not None:
+            self.follow(ProgressEvent(self.describe(), done, total))
 
     def describe(self) -> str:
         """``table 3: 12 of 40 runs, 20 s so far, 47 s to go``."""
@@ -80,7 +79,8 @@ def in_words(seconds: float) -> str:
 @contextmanager
 def shown(console: Console, work: Work, *, quiet: bool = False) -> Iterator[Work]:
     """Show the work while the block does it. Elsewhere than on a terminal, work of less than 10 s has no line."""
-    if quiet:
+    if quiet or console.follow is not None:
+        work.follow = None if quiet else console.follow
         yield work
     elif console.is_terminal:
         with _bars(console, work.describe, lambda: (work.done, work.total), transient=True):
@@ -196,7 +196,9 @@ class _Shown:
         self._last: Progress | None = None
         self._began_s = time.monotonic()
         self._show: AbstractContextManager[None]
-        if console.is_terminal:
+        if console.follow is not None:
+            self._show = nullcontext()
+        elif console.is_terminal:
             self._show = _bars(console, self._line, self._counts, transient=brief)
         else:
             self._show = every(LINES_EVERY_S, lambda: say(console, self._line()))
@@ -206,9 +208,11 @@ class _Shown:
         if self._last is None or self._last.waiting_for:
             self._began_s = time.monotonic()
         self._last = progress
+        if self._console.follow is not None:
+            self._console.follow(ProgressEvent(self._line(), progress.completed, progress.planned, progress))
 
     def __enter__(self) -> _Shown:
-        if not self._brief and not self._console.is_terminal:
+        if self._in_lines:
             say(self._console, f"{self._label}: {count(self._planned)} requests")
         self._show.__enter__()
         return self
@@ -217,8 +221,12 @@ class _Shown:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._show.__exit__(kind, error, trace)
-        if self._last is not None and not self._brief and not self._console.is_terminal:
+        if self._last is not None and self._in_lines:
             say(self._console, self._line())
+
+    @property
+    def _in_lines(self) -> bool:
+        return not self._brief and not self._console.is_terminal and self._console.follow is None
 
     def _line(self) -> str:
         elapsed_s = time.monotonic() - self._began_s

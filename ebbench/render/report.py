@@ -188,7 +188,7 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     for section in document.sections:
         parts += [Text(), *section_tables(section, width)]
     parts += [Text(note, style="dim") for note in document.notes]
-    for section in filter(None, map(tables.phases, cases)):
+    for section in (one for case in cases for one in tables.parts(case)):
         parts += [Text(), *section_tables(section, width)]
     parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
@@ -212,8 +212,8 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
         *doubts_of(cases),
         *sentences.caveats(groups),
     ]
-    phases = tuple(filter(None, map(tables.phases, cases)))
-    return replace(compared, title=machine(summaries), sections=(*compared.sections, *phases), notes=tuple(said))
+    parts = [section for case in cases for section in tables.parts(case)]
+    return replace(compared, title=machine(summaries), sections=(*compared.sections, *parts), notes=tuple(said))
 
 
 def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> None:

@@ -9,6 +9,7 @@ Pure functions from data to lines of text without markup, so that a name cannot 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from ebbench.analysis.cases import (
@@ -41,7 +42,7 @@ from ebbench.analysis.certainty import (
     tests_of,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
-from ebbench.analysis.summary import Summary
+from ebbench.analysis.summary import Summary, named
 from ebbench.records.warnings import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
 from vllm_eb.policies.cadence import CadenceSpec
@@ -207,9 +208,8 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     if len(groups) > 1 and (invalid := _invalid(groups)):
         return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
-        return Verdict(
-            [f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."]
-        )
+        line = f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."
+        return Verdict([line, *_worst_classes(groups)])
     if len(order) < len(groups):
         return Verdict([f"No winner: {_unfinished(groups)}, so there is no figure to compare."])
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
@@ -299,7 +299,21 @@ def _limits(groups: Sequence[Group]) -> list[str]:
         return []
     [slo] = given
     met = [f"{group.policy} {percent(group.mean(lambda m: m.slo_attainment))}" for group in groups]
-    return [f"Requests within {slo} ms: {', '.join(met)}."]
+    return [f"Requests within {slo} ms: {', '.join(met)}.", *_worst_classes(groups)]
+
+
+def _worst_classes(groups: Sequence[Group]) -> list[str]:
+    """The class of which the fewest requests met their limits, per policy; empty without classes or limits."""
+    found = []
+    for group in groups:
+        names = list(dict.fromkeys(name for summary in group.summaries for name in summary.classes))
+        met = {name: [s.classes[name].slo_attainment for s in group.summaries if name in s.classes] for name in names}
+        shares = {name: [share for share in each if share is not None] for name, each in met.items()}
+        known = {name: fmean(each) for name, each in shares.items() if each}
+        if len(known) > 1:
+            worst = min(known, key=lambda name: known[name])
+            found.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
+    return [f"Worst class, by the share of its requests within limits: {', '.join(found)}."] if found else []
 
 
 def _within_limits(groups: Sequence[Group]) -> Verdict | None:

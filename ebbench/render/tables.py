@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from rich import box
 from rich.table import Table
@@ -16,6 +17,7 @@ from ebbench.analysis.cases import (
     Figure,
     Group,
     baseline_of,
+    by_class,
     by_phase,
     differing,
     gain,
@@ -26,6 +28,8 @@ from ebbench.analysis.cases import (
 )
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value
 from ebbench.analysis.metrics import QUANTILES, Distribution, Metrics
+from ebbench.analysis.sessions import SessionFigures
+from ebbench.analysis.summary import named
 from ebbench.render import numbers
 
 INVALID = " INVALID"
@@ -119,26 +123,99 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
 
 
+def parts(case: ComparisonCase) -> list[Section]:
+    """The tables of a case by phase, by class of requests and by session, as far as it has several of them."""
+    return [section for section in (phases(case), classes(case), sessions(case)) if section is not None]
+
+
 def phases(case: ComparisonCase) -> Section | None:
     """One row per phase and policy; None if the plan has one phase. Gains are over the case's baseline."""
-    parts = by_phase(case)
-    if len(parts) < 2:
+    found = by_phase(case)
+    if len(found) < 2:
         return None
-    everything = [group for _, groups in parts for group in groups]
-    figures = [*_figures(everything, all_percentiles=False)]
+    everything = [group for _, groups in found for group in groups]
+    return _by_part("phase", case, found, _figures(everything, all_percentiles=False))
+
+
+def classes(case: ComparisonCase) -> Section | None:
+    """One row per class of requests and policy; None without classes. Rates are over the whole run's duration."""
+    found = by_class(case)
+    if not found:
+        return None
+    everything = [group for _, groups in found for group in groups]
+    latencies = [
+        figure
+        for name in ("ttft", "tpot")
+        for figure in (_median(name), *_tails(everything, name, all_percentiles=False))
+    ]
+    limits = _LIMITS if any(one.slo for group in everything for one in group.summaries) else ()
+    shown = [(named(name), groups) for name, groups in found]
+    return _by_part("class", case, shown, [*limits, *latencies, _median("e2el"), _REQUESTS])
+
+
+def _by_part(
+    kind: str, case: ComparisonCase, found: Sequence[tuple[str, Sequence[Group]]], figures: Sequence[_Figure]
+) -> Section:
+    """One row per part and policy; no gains if there is one policy."""
+    versus = [Column(f"vs\n{case.baseline.policy}", "change", key="gain")] if len(case.groups) > 1 else []
     columns = (
-        Column("phase", "label", fold=True),
+        Column(kind, "label", fold=True),
         Column("policy", "label", fold=True),
         _OUTPUT.column(),
-        Column(f"vs\n{case.baseline.policy}", "change", key="gain"),
+        *versus,
         *(figure.column() for figure in figures),
     )
     rows = tuple(
-        (name, group.policy, _OUTPUT.cell(group), _gain(group, baseline_of(groups)), *(f.cell(group) for f in figures))
-        for name, groups in parts
+        (
+            name, group.policy, _OUTPUT.cell(group), *([_gain(group, baseline_of(groups))] if versus else []),
+            *(f.cell(group) for f in figures),
+        )
+        for name, groups in found
         for group in groups
-    )
-    return Section(f"By phase{f': {case.title}' if case.title else ''}", columns, rows)
+    )  # fmt: skip
+    return Section(f"By {kind}{f': {case.title}' if case.title else ''}", columns, rows)
+
+
+_OF_SESSIONS: tuple[tuple[Column, Callable[[SessionFigures], float | None]], ...] = (
+    (Column("time\nmedian", show=numbers.duration_ms, key="median_completion_ms"), lambda s: s.completion.median),
+    (Column("time\np90", show=numbers.duration_ms, key="p90_completion_ms"), lambda s: s.completion.p90),
+    (Column("in the\nmodel", show=numbers.percent, key="model_share"), lambda s: s.model_share),
+    (Column("wait\nmedian", show=numbers.duration_ms, key="median_wait_ms"), lambda s: s.wait.median),
+    (Column("turns\nmean", show=numbers.rate, key="mean_turns"), lambda s: s.mean_turns),
+    (Column("in tok\nmean", show=numbers.rate, key="mean_input_tokens"), lambda s: s.mean_input_tokens),
+    (Column("out tok\nmean", show=numbers.rate, key="mean_output_tokens"), lambda s: s.mean_output_tokens),
+    (Column("tok/s end\nto end", show=numbers.rate, key="interactivity_tokens_per_s"), lambda s: s.interactivity),
+)
+
+
+def sessions(case: ComparisonCase) -> Section | None:
+    """One row per policy, and per class and policy if there are classes; None if every session is one request."""
+    found = [("all", case.groups), *((named(name), groups) for name, groups in by_class(case) if name)]
+    rows: list[tuple[Value, ...]] = [
+        (name, group.policy, _jobs(group), *(_of_sessions(group, figure) for _, figure in _OF_SESSIONS))
+        for name, groups in found
+        for group in groups
+        if all(summary.sessions for summary in group.summaries)
+    ]
+    if not rows:
+        return None
+    by_name = len(found) > 1
+    columns = (*[Column("class", "label", fold=True)] * by_name, Column("policy", "label", fold=True),
+               Column("sessions\ncomplete", "label", right=True), *(column for column, _ in _OF_SESSIONS))  # fmt: skip
+    title = f"By session{f': {case.title}' if case.title else ''}"
+    return Section(title, columns, tuple(row if by_name else row[1:] for row in rows))
+
+
+def _jobs(group: Group) -> str:
+    found = [summary.sessions[""] for summary in group.summaries]
+    return f"{numbers.count(sum(s.complete for s in found))} of {numbers.count(sum(s.planned for s in found))}"
+
+
+def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> MeanFigure:
+    known = [value for summary in group.summaries if (value := of(summary.sessions[""])) is not None]
+    if len(known) < len(group.summaries):
+        return MeanFigure(None)
+    return MeanFigure(fmean(known), stdev(known) if len(known) > 1 and not group.copies else None)
 
 
 def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
@@ -246,6 +323,11 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
         "TTFT and E2EL count from the intended start",
         "per user: 1 / median TPOT",
     ]
+    if any(summary.sessions for case in cases for summary in case.summaries):
+        parts.append(
+            "session time: intended start to its last token; in the model: while a request of it is open, wait: the "
+            "rest; tok/s end to end: output tokens / sum of E2EL"
+        )
     if any(summary.drafted for case in cases for group in case.groups for summary in group.summaries):
         parts.append("per step: tokens that a decode step yields per sequence, accepted drafts and one more")
     groups = [group for case in cases for group in case.groups]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from ebbench.analysis.environment import flat_load, load_of_run, machine_of_run
+from ebbench.analysis.sessions import SESSIONS
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
 from ebbench.extras import need
@@ -26,8 +27,8 @@ _EXPLAIN = re.compile(
 )
 """What makes an explanation of a statement; DuckDB itself says what kind of statement follows."""
 TABLES = {**SCHEMAS, "requests": pa.schema([*REQUESTS, *REQUEST_LATENCIES]), "server_metrics": SERVER_METRICS}
-VIEWS = {**TABLES, "summary": pa.schema([])}
-"""The tables, and the stored summary, whose columns are those of ``--json``."""
+VIEWS = {**TABLES, "sessions": SESSIONS, "classes": pa.schema([]), "summary": pa.schema([])}
+"""The tables, and the stored figures of runs and of classes of requests, whose columns are those of ``--json``."""
 
 
 def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.analysis.cases import ComparisonCase, Group, cases_of
+from ebbench.analysis.cases import ComparisonCase, Group, cases_of_results, result_of
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.environment import UNKNOWN_DEVICE
-from ebbench.analysis.explain import explain
 from ebbench.analysis.metrics import Slo, itl_ns, tpot_ns
 from ebbench.analysis.phases import latencies_ms, run_surfaces
-from ebbench.analysis.summary import Summary, summarise, summarise_phases
+from ebbench.analysis.summary import Summary
 from ebbench.records.run import Run
 from ebbench.render import sentences
 from ebbench.render.report import load_and_limits, machine
@@ -27,7 +26,7 @@ from ebbench.report.page_tables import (
     comparison_tables,
     environment_tables,
     failures_tables,
-    phase_tables,
+    part_tables,
 )
 
 MAX_STEPS = 20_000
@@ -69,8 +68,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
 
     Runs are grouped by :func:`cases_of`: one table, one verdict and one set of curves per load and environment.
     """
-    phases = [summary for run in runs for summary in _phases_of(run, slo)]
-    cases = cases_of([summarise(run, slo) for run in runs], [explain(run) for run in runs], phases)
+    cases = cases_of_results([result_of(run, slo) for run in runs])
     by_directory = {str(run.path): run for run in runs}
     summaries = [summary for case in cases for summary in case.summaries]
     runs = [by_directory[summary.run_dir] for summary in summaries]
@@ -87,7 +85,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         warnings=(*notes, *sentences.missing(groups), *doubtful, *sentences.caveats(groups)),
         tables=(
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
-            *phase_tables(cases),
+            *part_tables(cases),
         ),
         explanations=tuple(explanation for case in cases for explanation in _explanations(case)),
         environment=environment_tables(labels, runs),
@@ -98,12 +96,6 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         runs=tuple(_run_data(run, targets) for run in runs),
         searches=tuple(searches),
     )  # fmt: skip
-
-
-def _phases_of(run: Run, slo: Slo | None) -> tuple[Summary, ...]:
-    """One summary per phase if the plan has several."""
-    found = summarise_phases(run, slo)
-    return found if len(found) > 1 else ()
 
 
 def _title(summaries: Sequence[Summary]) -> str:

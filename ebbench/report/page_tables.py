@@ -111,11 +111,17 @@ def comparison_tables(cases: Sequence[ComparisonCase], *, all_percentiles: bool 
     return (*found[:-1], replace(found[-1], note=notes))
 
 
-def phase_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
-    """One table per case whose plan has several phases."""
-    note = "A phase's output tokens/s: its requests' tokens, from its first intended start to its last completion."
-    sections = filter(None, map(tables.phases, cases))
-    return tuple(of_section(section, section.title, note) for section in sections)
+_PART_NOTES = {
+    "phase": "A phase's output tokens/s: its requests' tokens, from its first intended start to its last completion.",
+    "class": "Rates of a class are over the whole run, so that those of all classes add up to it.",
+    "session": "Of complete sessions. In the model: while a request of the session is open; wait: the rest.",
+}
+
+
+def part_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
+    """Tables by phase, by class of requests and by session, as far as a case has several of them."""
+    sections = [section for case in cases for section in tables.parts(case)]
+    return tuple(of_section(one, one.title, _PART_NOTES[one.title.split()[1].rstrip(":")]) for one in sections)
 
 
 def _titled(what: str, title: str) -> str:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.kv_pressure import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed
+from ebbench.analysis.sessions import sessions_table
 from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
@@ -36,7 +37,7 @@ from ebbench.records.manifest import (
     plan_hash,
     software_versions,
 )
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, with_class
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, RunWarning, caveat, warning
@@ -311,6 +312,7 @@ def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> Ru
 
 def conclude_with_summary(writer: RunWriter, context: RunContext, result: EngineResult) -> tuple[Run, Summary]:
     """:func:`conclude`, also returning the summary, whose metrics are computed for the validity check anyway."""
+    result = replace(result, requests=with_class(result.requests, context.plan.table))
     columns = RequestColumns.of(result.requests)
     windows = steady_windows(columns, phase_facts(context.plan))
     metrics = measure(columns, slo=context.slo, windows=windows)
@@ -340,8 +342,12 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
     }
     if result.server_metrics is not None and result.server_metrics.num_rows:
         tables["server_metrics"] = result.server_metrics
-    summary = summary_of(Run(writer.path, manifest, tables), metrics, context.slo)
+    summary = summary_of(Run(writer.path, manifest, tables), metrics, context.slo, columns)
     tables["summary"] = summary.to_table()
+    if summary.classes:
+        tables["classes"] = summary.classes_table()
+    if (sessions := sessions_table(columns)) is not None:
+        tables["sessions"] = sessions
     try:
         run = writer.finish(manifest, tables)
     except NotStoredError:

@@ -346,10 +346,15 @@ def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     cannot have, before anything is simulated."""
     from ebbench.devices.apiserver import chosen_api_server
     from ebbench.devices.base import quantised, start_up
+    from ebbench.devices.loader import check_drafts
     from ebbench.devices.profiles import as_decoder, find_model
+    from ebbench.spec.speculative import speculative_of
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
-    quantised(find_model(name), settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
+    geometry = find_model(name)
+    quantised(geometry, settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
+    if (drafts := settings.get("speculative")) is not None:
+        check_drafts(speculative_of(drafts), geometry)
     count = settings.get("api_server_count")
     api_server = first_choice(settings.get("api_server", AUTO), count)
     chosen_api_server(api_server, count)

@@ -2,27 +2,130 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import msgspec
 
-from ebbench.config.declare import DEFAULT_VLLM
+from ebbench.config.declare import DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import parse_topology
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
+from ebbench.devices.table import measured_devices
+from ebbench.engines.checks import check_counts
 from ebbench.errors import UsageError
 from ebbench.render.console import Console
 from ebbench.render.live import Work, shown
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
-from ebbench.runs.pool import Pool
+from ebbench.runs.pool import Pool, pool_of
+from ebbench.runs.prepare import api_server_if_busy, checked_server, each_once, parse_policies
 from ebbench.sizing.choose import DeploymentChoice, choose
-from ebbench.sizing.deployments import Candidate, PlanTask
-from ebbench.sizing.plan_sentences import api_servers_left_out
+from ebbench.sizing.deployments import Candidate, PlanTask, plan_notes
+from ebbench.sizing.limits import parse_limits
+from ebbench.sizing.plan_sentences import REFUSALS, api_servers_left_out
+from ebbench.sizing.prices import check_prices, sources
+from ebbench.spec.run import spec_of
 from ebbench.spec.server import DEFAULT_CLASS
+from ebbench.workloads.log_report import poisson_instead
+from ebbench.workloads.options import is_recorded
 
 DEFAULT_TP = (1, 2, 4, 8)
+
+
+SESSIONS = 2000
+"""Fewest per simulation."""
+DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
+MOST_HEADROOM = 10.0
+"""More is a percentage by mistake."""
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """The deployments that carry a load, with ``prices`` per GPU-hour and their currency and date.
+
+    ``task``: the load, with one of the candidates. ``notes``: sentences on the load.
+    """
+
+    deployments: DeploymentChoice
+    task: PlanTask
+    prices: Mapping[str, float]
+    priced_in: str
+    notes: tuple[str, ...]
+
+    @property
+    def shown(self) -> tuple[DeploymentChoice, PlanTask, Mapping[str, float], str, tuple[str, ...]]:
+        """The arguments of the functions of :mod:`ebbench.sizing.plan_sentences`."""
+        return self.deployments, self.task, self.prices, self.priced_in, self.notes
+
+
+def plan_tasks(
+    settings: Mapping[str, Any], *, request_rate: float, goodput: Sequence[str], attainment: float = 0.95,
+    scenario: str | None = None, headroom: float = 0.0, spare: int = 0, device: Sequence[str] | None = None,
+    model: str = DEFAULT_MODEL, tp: Sequence[int] | None = None, instance: Sequence[str] | None = None,
+    policy: Sequence[str] | None = None, max_num_batched_tokens: Sequence[int] | None = None,
+    max_num_seqs: Sequence[int] | None = None,
+) -> list[PlanTask]:  # fmt: skip
+    """One task per candidate. ``settings``: of the workload and of a simulated server, by name.
+
+    Raises UsageError for unknown names and invalid numbers or limits.
+    """
+    _check_target(request_rate, headroom, spare)
+    for option, values in (
+        ("--device", device), ("--tp", tp), ("--instance", instance),
+        ("--max-num-batched-tokens", max_num_batched_tokens), ("--max-num-seqs", max_num_seqs),
+    ):  # fmt: skip
+        each_once(option, values or ())
+    limits = parse_limits(goodput, attainment)
+    of_workload = {"scenario": scenario or "poisson"}
+    of_workload |= {"source": "auto"} if is_recorded(settings["workload"]) else {}
+    spec = spec_of({**settings, **of_workload, **checked_server(model, settings)}).changed(redraw=True)
+    return with_candidates(
+        PlanTask(spec, limits, request_rate, SESSIONS, headroom, spare),
+        device or measured_devices(),
+        instance_shapes(tp or (), instance or ()),
+        [each.name for each in parse_policies(policy or DEFAULT_POLICIES)],
+        max_num_batched_tokens or (),
+        max_num_seqs or (),
+    )
+
+
+def _check_target(request_rate: float, headroom: float, spare: int) -> None:
+    check_counts(request_rate=request_rate)
+    if math.isinf(request_rate):
+        raise UsageError("--request-rate inf: give the sessions/s to serve, a finite rate")
+    if not 0 <= headroom <= MOST_HEADROOM:
+        raise UsageError(f"--headroom is a share of the rate, such as 0.2 for 120 % of it, not {headroom:g}")
+    if spare < 0:
+        raise UsageError(f"--spare must be 0 or more replicas, not {spare}")
+
+
+def find_plan(
+    tasks: Sequence[PlanTask], settings: Mapping[str, Any], price: Sequence[str], messages: Console, *,
+    arrivals_given: bool, workers: int | None, quiet: bool,
+) -> DeploymentPlan:  # fmt: skip
+    """Simulate the candidates. ``settings``: those of :func:`plan_tasks`; ``price``: ``h200=3.5``, or a TOML file.
+
+    Raises UsageError, also if no candidate meets the limits with one request at a time.
+    """
+    prices = check_prices(price, dict.fromkeys(task.candidate.device for task in tasks))
+    plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
+    deployments, tasks = sized(
+        tasks, prices, pool_of(workers, len(tasks)), messages, if_busy=api_server_if_busy(settings),
+        quiet=quiet,
+    )  # fmt: skip
+    refused, carried = deployments.refused, deployments.found
+    if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
+        candidate, reason = refused[0]
+        why = reason.worded(REFUSALS)
+        raise UsageError(f"no candidate meets the limits: {candidate.device} {candidate.shape} {why}")
+    notes = plan_notes(tasks[0], carried[0].deployment.replicas if carried else 1)
+    # A workload with arrivals of its own is told that they were replaced, unless others were asked for.
+    note = "" if arrivals_given else poisson_instead(settings["workload"], settings)
+    return DeploymentPlan(deployments, tasks[0], prices, sources(price), (*filter(None, [note]), *notes))
 
 
 def with_candidates(
@@ -74,17 +177,17 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def sized(
-    tasks: Sequence[PlanTask], prices: Mapping[str, float], pool: Pool, *, api_server_if_busy: bool, quiet: bool
-) -> tuple[DeploymentChoice, Sequence[PlanTask]]:
+    tasks: Sequence[PlanTask], prices: Mapping[str, float], pool: Pool, messages: Console, *, if_busy: bool,
+    quiet: bool,
+) -> tuple[DeploymentChoice, Sequence[PlanTask]]:  # fmt: skip
     """The deployments, and the tasks that they were simulated with: again with vLLM's API server where that is busy."""
-    messages = Console(stderr=True, highlight=False)
     with shown(messages, Work("plan", unit="candidates"), quiet=quiet) as work:
 
         def attempt(served: bool) -> tuple[DeploymentChoice, Sequence[PlanTask]]:
             chosen = [task.changed(api_server=DEFAULT_CLASS) for task in tasks] if served else tasks
             deployments = choose(chosen, prices, pool, work.reached)
             busy = api_servers_left_out(deployments, tasks[0])
-            if busy is not None and api_server_if_busy and not served:
+            if busy is not None and if_busy and not served:
                 raise ApiServerBusyError(msgspec.structs.replace(busy, message=f"Per replica: {busy.sentence}"))
             return deployments, chosen
 

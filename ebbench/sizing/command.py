@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import check_counts, refuse_undecided
@@ -21,13 +21,15 @@ from ebbench.records.files import sole_use
 from ebbench.records.run import default_run_dir
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.key import stored_form
-from ebbench.runs.prepare import Series, device_of
+from ebbench.runs.prepare import Series, device_of, series_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
-from ebbench.sizing.limits import LatencyLimits
+from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ebbench.devices.base import Device
     from ebbench.render.console import Console
     from ebbench.sizing.estimate import Estimate
@@ -91,28 +93,92 @@ class CapacityOutput:
     quiet: bool = False
 
 
+@dataclass
+class Searched:
+    """What a search has found so far, by policy; kept if an error or a signal ends it.
+
+    ``folder``: of its results, "." before it is made. ``api_servers_left_out``: processes of vLLM's API server that the
+    simulation leaves out.
+    """
+
+    search: CapacitySearch
+    outcomes: dict[str, SearchOutcome] = field(default_factory=dict)
+    folder: Path = Path()
+    api_servers_left_out: int = 0
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One object per policy, as ``--json`` gives them."""
+        from ebbench.sizing.sentences import rows_of
+
+        return rows_of(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
+
+
+def capacity_search(
+    settings: Mapping[str, Any], goodput: Sequence[str], *, attainment: float = 0.95, by: str = "rate",
+    scenario: str | None = None, precision: float = 0.02, max_probes: int = 40, max_time: float | None = None,
+) -> CapacitySearch:  # fmt: skip
+    """The search with these settings of a run, by name. Raises UsageError."""
+    if by not in ("rate", "concurrency"):
+        raise UsageError(f"--by is rate or concurrency, not {by!r}")
+    limits = parse_limits(goodput, attainment)
+    arrivals = scenario or ("gamma" if "burstiness" in settings else "poisson")
+    series = series_of({**settings, "scenario": arrivals})
+    limits_ms = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
+    return CapacitySearch(
+        replace(series, spec=series.spec.changed(redraw=True, goodput=limits_ms)),
+        limits,
+        by_concurrency=by == "concurrency",
+        precision=precision,
+        max_probes=max_probes,
+        max_time_s=max_time,
+        arrivals_given=scenario is not None or "burstiness" in settings,
+    )
+
+
 def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
     from ebbench.render.console import Console
     from ebbench.sizing import chart
 
-    messages = Console(stderr=True, highlight=False)
-    search.check()
     if output.plot is not None:
         chart.check_suffix(output.plot)
+    done = Searched(search)
+    try:
+        find_capacity(done, output.directory, Console(stderr=True, highlight=False), quiet=output.quiet)
+    except InterruptedRunError:
+        _show(done, output)
+        raise
+    except EbbenchError:
+        done.outcomes = {name: outcome for name, outcome in done.outcomes.items() if outcome.readings}
+        if done.outcomes:
+            _show(done, replace(output, as_json=False))
+        raise
+    refuse_nothing(done.outcomes)
+    _show(done, output)
+
+
+def find_capacity(done: Searched, directory: Path | None, messages: Console, *, quiet: bool) -> None:
+    """Search for every policy, with the probes in ``directory``; ``done`` gets the results one by one.
+
+    Raises UsageError, RunError, InterruptedRunError.
+    """
+    search = done.search
+    search.check()
     system = _system(search)
-    folder, begun = _folder(search, output), time.monotonic()
-    with sole_use(folder):
+    done.folder, begun = _folder(search, directory), time.monotonic()
+    with sole_use(done.folder):
 
         def attempt(served: bool) -> None:
+            done.outcomes.clear()
             if not served:
-                return _search_all(search, output, system, messages, folder, folder, begun)
-            with_it = replace(search, series=search.series.with_api_server())
-            probes = folder / f"api-server-{DEFAULT_CLASS}"  # apart from the probes without it
+                return _search_all(done, system, messages, done.folder, begun, quiet=quiet)
+            done.search = replace(search, series=search.series.with_api_server())
+            probes = done.folder / f"api-server-{DEFAULT_CLASS}"  # apart from the probes without it
             probes.mkdir(exist_ok=True)
-            return _search_all(with_it, output, _system(with_it), messages, folder, probes, begun)
+            return _search_all(done, _system(done.search), messages, probes, begun, quiet=quiet)
 
-        again_if_busy(attempt, partial(messages.say, quiet=output.quiet))
+        again_if_busy(attempt, partial(messages.say, quiet=quiet))
 
 
 @dataclass(frozen=True)
@@ -133,25 +199,19 @@ def _system(search: CapacitySearch) -> _System:
     return _System(search.series.labelled(engine), engine, device, sentence)
 
 
-def _search_all(
-    search: CapacitySearch, output: CapacityOutput, system: _System, messages: Console, folder: Path, probes: Path,
-    begun: float,
-) -> None:  # fmt: skip
-    """Results go to ``folder``, runs to ``probes``. ``begun``: when the command began, on the monotonic clock."""
+def _search_all(done: Searched, system: _System, messages: Console, probes: Path, begun: float, *, quiet: bool) -> None:
+    """Runs go to ``probes``. ``begun``: when the command began, on the monotonic clock."""
     from ebbench.sizing import sentences
 
-    series = system.series
-    left_out_processes = _api_servers_left_out(series, system.engine)
-    show = partial(_show, search=search, output=output, folder=folder, api_servers_left_out=left_out_processes)
-    if not output.quiet:
-        messages.say(system.sentence)
-        messages.say(sentences.announce(search.limits, search.by_concurrency))
-    outcomes: dict[str, SearchOutcome] = {}
+    search, series, outcomes = done.search, system.series, done.outcomes
+    left_out_processes = done.api_servers_left_out = _api_servers_left_out(series, system.engine)
+    messages.say(system.sentence, quiet=quiet)
+    messages.say(sentences.announce(search.limits, search.by_concurrency), quiet=quiet)
     try:
         for index, policy in enumerate(series.policies):
             prober = RunProber(
                 replace(series, policies=(policy,)), search.scenario, search.by_concurrency, system.device,
-                system.engine, messages, probes, quiet=output.quiet,
+                system.engine, messages, probes, quiet=quiet,
             )  # fmt: skip
             budget = _budget(search, begun, len(series.policies) - index)
             with one_server(prober) as kept:
@@ -161,16 +221,8 @@ def _search_all(
             if series.api_server_if_busy and busy is not None:
                 raise ApiServerBusyError(busy)
     except KeyboardInterrupt:
-        show(outcomes)
-        raise InterruptedRunError(
-            f"interrupted; probes are kept in {folder}, continue with the same command and --output-dir {folder}"
-        ) from None
-    except EbbenchError:
-        with_readings = {name: outcome for name, outcome in outcomes.items() if outcome.readings}
-        show(with_readings, output=replace(output, as_json=False))
-        raise
-    _refuse_nothing(outcomes)
-    show(outcomes)
+        where = f"probes are kept in {done.folder}, continue with the same command and --output-dir {done.folder}"
+        raise InterruptedRunError(f"interrupted; {where}") from None
 
 
 def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchBudget:
@@ -182,7 +234,7 @@ def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchB
     return SearchBudget(search.max_probes, left_s / policies_left, named_s=search.max_time_s, begun=now)
 
 
-def _refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
+def refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
     """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
     outcomes = list(found.values())
     from ebbench.sizing.sentences import ENDS, nothing_usable
@@ -205,7 +257,7 @@ def _check_workload(workload: str) -> None:
         raise UsageError(f"{workload}: no such file")
 
 
-def _folder(search: CapacitySearch, output: CapacityOutput) -> Path:
+def _folder(search: CapacitySearch, directory: Path | None) -> Path:
     """Directory of the probes: a new one, or that of an earlier search with the same settings."""
     spec = search.series.spec
     settings = {
@@ -213,7 +265,7 @@ def _folder(search: CapacitySearch, output: CapacityOutput) -> Path:
         "run": {name: value for name, value in stored_form(spec).items() if name not in ("policy", "weight")},
     }  # fmt: skip
     text = json.dumps(settings, indent=1, sort_keys=True, default=str).encode() + b"\n"
-    folder = output.directory or default_run_dir(spec.plan.workload, "capacity")
+    folder = directory or default_run_dir(spec.plan.workload, "capacity")
     stored = folder / SETTINGS
     if stored.exists():
         if stored.read_bytes() != text:
@@ -259,34 +311,39 @@ def _search(
     return search_capacity(config, prober, budget, prober.earlier(), seen)
 
 
-def _show(
-    outcomes: Mapping[str, SearchOutcome], *, search: CapacitySearch, output: CapacityOutput, folder: Path,
-    api_servers_left_out: int,
-) -> None:  # fmt: skip
+def _show(done: Searched, output: CapacityOutput) -> None:
     """Store the results beside the probes, then print or draw them."""
     from ebbench.render.console import Console
-    from ebbench.render.documents import section_tables
-    from ebbench.render.report import notes
-    from ebbench.sizing import sentences
-    from ebbench.sizing.sentences import rows_of, store
+    from ebbench.sizing.sentences import store
 
-    rows = rows_of(outcomes, search.by_concurrency, search.limits, search.notes)
+    rows = done.rows
     if rows:
-        store(rows, folder)
+        store(rows, done.folder)
     if output.plot is not None and rows:
         from ebbench.sizing.chart import save_curves
 
         save_curves(rows, output.plot)
     if output.as_json:
         sys.stdout.write(json.dumps(rows, indent=2, allow_nan=False) + "\n")
-    elif outcomes:
+    elif done.outcomes:
         console = Console(highlight=False)
-        for piece in section_tables(sentences.table(outcomes, search.by_concurrency), console.width):
-            console.print(piece)
-        for line in sentences.remarks(outcomes, search.limits, search.by_concurrency, api_servers_left_out):
-            console.say(line)
-        for part in notes("Keep in mind", [*search.notes, *sentences.caveats(outcomes, search.by_concurrency)]):
-            console.print(part)
+        for part in parts(done, console.width):
+            console.print(part, markup=False, soft_wrap=isinstance(part, str))
+
+
+def parts(done: Searched, width: int) -> list[RenderableType]:
+    """The results for a terminal of ``width`` characters: table, curves, remarks, caveats."""
+    from ebbench.render.documents import section_tables
+    from ebbench.render.report import notes
+    from ebbench.sizing import sentences
+
+    search, outcomes = done.search, done.outcomes
+    caveats = [*search.notes, *sentences.caveats(outcomes, search.by_concurrency)]
+    return [
+        *section_tables(sentences.table(outcomes, search.by_concurrency), width),
+        *sentences.remarks(outcomes, search.limits, search.by_concurrency, done.api_servers_left_out),
+        *notes("Keep in mind", caveats),
+    ]
 
 
 def _api_servers_left_out(series: Series, engine: Engine) -> int:

@@ -30,8 +30,6 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.kv_pressure import kv_pressure
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.devices.base import Device, Parallel
-from ebbench.devices.loader import load_device
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import check_options, rank_notes, start_notes
 from ebbench.engines.sim import SimEngine
@@ -40,6 +38,7 @@ from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
+from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
 from ebbench.sizing.limits import LatencyLimits
 from ebbench.sizing.probe import ProbeReading, ProbeTables, read_measured
@@ -372,7 +371,10 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
     """Simulate; the reading's caveats are those that matter to this run, and what a full KV cache cost in it."""
     result = _simulated(task, plan, replicas)
     tables = ProbeTables(result.requests, result.steps, phase_facts(plan), task.spec.plan.seed)
-    device, batches = result.device or _device(task), batches_of(result.steps, RequestColumns.of(result.requests))
+    device, batches = (
+        result.device or device_of(task.spec),
+        batches_of(result.steps, RequestColumns.of(result.requests)),
+    )
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
     said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
     said += shown_by_servers(device, batches)
@@ -388,24 +390,7 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
         topology = TopologySpec(replicas=pool)
     engine = SimEngine(topology, figures_only=True)
-    return engine.run(plan, parse_policy(candidate.policy), _device(task), task.spec.server)
-
-
-def _device(task: PlanTask) -> Device:
-    """One unit of an instance. Raises UsageError where the model does not fit or has no costs on them."""
-    candidate, server = task.candidate, task.spec.server
-    return load_device(
-        candidate.device,
-        task.model,
-        max_num_seqs=server.max_num_seqs,
-        max_num_batched_tokens=server.max_num_batched_tokens,
-        parallel=Parallel(tp=candidate.tp, dp=candidate.dp, ep=candidate.ep),
-        gpu_memory_utilization=server.gpu_memory_utilization,
-        vllm_version=server.vllm_version,
-        quantization=server.quantization,
-        kv_cache_dtype=server.kv_cache_dtype,
-        assume_kernels=server.assume_kernels,
-    )
+    return engine.run(plan, parse_policy(candidate.policy), device_of(task.spec), task.spec.server)
 
 
 def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[str, ...]:
@@ -414,4 +399,4 @@ def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[st
     """
     reading = whole or found.reading
     ranks = rank_notes(parse_policy(task.candidate.policy), task.candidate.dp)
-    return (*(reading.caveats if reading else ()), *start_notes(_device(task), task.spec.server), *ranks)
+    return (*(reading.caveats if reading else ()), *start_notes(device_of(task.spec), task.spec.server), *ranks)

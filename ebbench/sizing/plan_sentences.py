@@ -352,6 +352,7 @@ def as_dict(
         "vllm_version": task.vllm,
         "quantization": task.spec.server.quantization,
         "kv_cache_dtype": task.spec.server.kv_cache_dtype,
+        "speculative": task.spec.server.speculative,
         "api_server": None if task.spec.server.api_server == OFF else task.spec.server.api_server,
         "api_server_count": task.spec.server.api_server_count,
         "request_rate": task.rate,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.config.declare import CLIENT, MOST_SECONDS, check_ranges, declare, declared_in
 from ebbench.config.setting_strings import check_range
@@ -27,6 +26,8 @@ def lag_limit_ms(requests: pa.Table, asked_ms: float | None = None) -> float:
     """The limit on the p99 lag in ms: ``asked_ms``, else the larger of 10 ms and 5 % of the median TTFT."""
     if asked_ms is not None:
         return asked_ms
+    import pyarrow.compute as pc
+
     done = requests.filter(pc.equal(requests.column("status"), "ok"))
     ttft_ns = pc.subtract(done.column("first_token_ns"), done.column("intended_ns"))
     median_ns = pc.quantile(ttft_ns, 0.5)[0].as_py() or 0.0

@@ -215,6 +215,23 @@ DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 """Defaults of commands that run on any engine; a run's own defaults are the simulator's."""
 
 
+OF_A_SERVER = (
+    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
+    "api_server", "api_server_count", "front_end_ms", "speculative",
+)  # fmt: skip
+"""Settings of a simulated server besides its device, model and the limits of its scheduler."""
+OF_A_PLAN = (
+    "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
+    "input_len", "output_len", "length_distribution", "drop_too_long", *OF_A_SERVER,
+)  # fmt: skip
+"""Settings that `ebbench plan` takes as a run does: which requests are sent, and to what server."""
+SET_BY_SEARCH = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "rate_scale", "speed", "time_unit", "duration_s",
+    "think_time", "tool_time", "tool_share", "sub_agents", "abandon_after", "thinking_len", "lora_assignment", "images",
+)  # fmt: skip
+"""Settings that a search of `ebbench capacity` does not take: it sets the load."""
+
+
 def settings_of(spec: RunSpec) -> dict[str, Any]:
     """All declared settings of a run, in the order of :func:`known_settings`."""
     found = {

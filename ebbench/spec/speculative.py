@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ebbench.errors import UnknownNameError, UsageError
+from vllm_eb.theory import Drafts
 
 MOST_TOKENS = 32
 OPTION = "--speculative"
@@ -62,6 +63,11 @@ class Speculative:
     def lookahead_tokens(self) -> int:
         """KV slots that vLLM reserves for a sequence beyond the tokens that it schedules."""
         return self.tokens if self.rules.own_kv else 0
+
+    @property
+    def theory(self) -> Drafts:
+        """As the formulas and the policies take it; the cost of drafting is left to the calibration."""
+        return Drafts(self.acceptance, lookahead_tokens=self.lookahead_tokens)
 
     @property
     def tokens_per_step(self) -> float:

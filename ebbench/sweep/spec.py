@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.engines.checks import check_options
 from ebbench.engines.setup import make_engine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
@@ -20,6 +21,7 @@ from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server
+from ebbench.spec.speculative import speculative_of
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
@@ -246,7 +248,7 @@ def _of_engine(cell: RunSpec) -> str:
 
 def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.metrics import parse_slo
-    from ebbench.devices.loader import load_device
+    from ebbench.devices.loader import check_drafts, load_device
     from ebbench.devices.profiles import as_decoder, find_model, find_profile
     from ebbench.engines import ENGINES
     from ebbench.traffic.spec import load_scenario
@@ -273,8 +275,11 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
             load_device(device, "given")
         else:
             find_profile(device)
-    for model, assumed in dict.fromkeys((cell.model, cell.assume_decoder) for cell in own if cell.model is not None):
-        find_model(as_decoder(model) if assumed else model)
+    served = [(cell.model or DEFAULT_MODEL, cell.assume_decoder, cell.server.speculative) for cell in own]
+    for model, assumed, drafts in dict.fromkeys(served):
+        geometry = find_model(as_decoder(model) if assumed else model)
+        if drafts is not None:
+            check_drafts(speculative_of(drafts), geometry)
 
 
 def trace_notes(cells: Sequence[RunSpec]) -> list[str]:

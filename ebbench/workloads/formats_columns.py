@@ -35,6 +35,7 @@ from ebbench.workloads.recorded import (
     Rows,
     TraceFormat,
     answer_of,
+    class_of,
     text_of,
     tokens_of,
     turn_of,
@@ -163,7 +164,7 @@ class Delays:
         return delay
 
 
-_MORE = ("end", "duration", "turn", "hash_ids", "session", "cached")
+_MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class")
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
 """Keys of ``--columns`` that a log with columns takes."""
@@ -332,6 +333,7 @@ class _Reader:
         self._answer, self._failure = columns.getter("answer"), failure_of(columns, log)
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
         self._session, self._cached = self._session_of(), columns.getter("cached")
+        self._class = columns.getter("class")
         self._added = [(name, value_at(name)) for name in columns.added]
         # A prompt that is counted from its messages is whole; a length is of what the turn adds.
         self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
@@ -373,12 +375,13 @@ class _Reader:
         if self._definition.time_is_end and stamp is not None and lasted is not None:
             stamp, end = stamp._replace(value=stamp.value - lasted), stamp
         blocks = self._texts.prefix_ids(text, row.input_tokens) if self.from_texts else self._hash_ids(value)
-        cached = tokens_of(self._log, record, self._columns.names.get("cached", "cached"), self._cached(value))
-        turn = turn_of(self._log, record.line, self._columns.names.get("turn", "turn"), self._turns(value))
+        names = self._columns.names
+        cached = tokens_of(self._log, record, names.get("cached", "cached"), self._cached(value))
+        turn = turn_of(self._log, record.line, names.get("turn", "turn"), self._turns(value))
         return Recorded(
             row.line, stamp, row.input_tokens, row.output_tokens, self._blocks(record, blocks), self._session(value),
-            turn, end, lasted, text if self._texts.keep and text else None,
-            cached,
+            turn, end, lasted, text if self._texts.keep and text else None, cached,
+            request_class=class_of(self._log, record.line, names.get("class", "class"), self._class(value)),
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:

@@ -167,6 +167,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "errors", "error_code", "error_msg", "err", "failure", "failure_reason", "error_reason",
     ),
     "success": ("success", "succeeded", "successful", "is_success", "is_successful", "ok", "is_ok"),
+    "class": ("class", "request_class", "traffic_class", "service_class", "slo_class"),
     "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
     "cached": ("cached_tokens", "cache_read_input_tokens", "cached_input_tokens", "prompt_cache_hit_tokens"),
     "messages": ("messages", "conversations_messages", "chat_messages"),

@@ -18,7 +18,7 @@ import pyarrow as pa
 from ebbench.errors import InputFileError
 from ebbench.workloads.files import LogFile
 from ebbench.workloads.options import TIME_UNITS
-from ebbench.workloads.recorded import Dropped, Reading, Recorded
+from ebbench.workloads.recorded import MOST_CLASSES, Dropped, Reading, Recorded
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, ints, strings
 from ebbench.workloads.trace_times import StampColumn, Stamps, TimeReading
 
@@ -37,7 +37,7 @@ class Collected:
     ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the
     number of rows and the line of the first; ``failed_by``: roles of columns that told failed ones; ``early_ends``:
     as ``dropped``, of requests that end before they start. ``cached_tokens``: prompt tokens that were in the
-    server's cache, over all rows; None if the log does not say.
+    server's cache, over all rows; None if the log does not say. ``classes``: empty if no row has one.
     """
 
     line: Any = field(default_factory=lambda: array("q"))
@@ -48,6 +48,7 @@ class Collected:
     dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
     failed_by: set[str] = field(default_factory=set)
     prompts: list[str | None] = field(default_factory=list)
+    classes: list[str | None] = field(default_factory=list)
     hash_flat: Any = field(default_factory=lambda: array("q"))
     hash_counts: Any = field(default_factory=lambda: array("q"))
     block_tokens: int | None = None
@@ -103,8 +104,9 @@ class Collected:
         if row.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + row.cached_tokens
         if row.prompt is not None:
-            self.prompts += [None] * (len(self.line) - len(self.prompts) - 1)
-            self.prompts.append(row.prompt)
+            _put(self.prompts, len(self.line), row.prompt, None)
+        if row.request_class is not None:
+            _put(self.classes, len(self.line), row.request_class, None)
 
     def _add_ids(self, ids: Sequence[int | str]) -> None:
         """Append hash ids as they are; all are numbered in order of appearance once one is a text or beyond 64 bits."""
@@ -210,8 +212,12 @@ def collect(log: LogFile, reading: Reading) -> Collected:
             found.drop(row)
     if found.times.offsets and len(found.times.offsets) != len(found):
         raise InputFileError(log.path, "some requests have a time and some have none", int(found.line[-1]))
-    if found.prompts:
-        found.prompts += [None] * (len(found) - len(found.prompts))
+    for texts in filter(None, (found.prompts, found.classes)):
+        texts += [None] * (len(found) - len(texts))
+    if (classes := len(set(found.classes) - {None})) > MOST_CLASSES:
+        column = "class" if reading.columns is None else reading.columns.names.get("class", "class")
+        problem = f"column {column!r} has {classes:,} different values, too many for classes of requests"
+        raise InputFileError(log.path, f"{problem}; --columns class=- leaves it out")
     if found.hash_counts:
         found.number_ids()
         found.block_tokens = _block_tokens(log, found, reading)
@@ -290,6 +296,7 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
         arrival_s=None if start_s is None else times[order][first],
         pause_s=pause_s,
         after=after,
+        classes=[rows.classes[row] for row in order] if rows.classes else None,
     )
 
 

@@ -140,9 +140,13 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
     if requests.lora is not None:
         found["lora"] = pa.array(requests.lora, pa.string())
     if requests.images is not None:
-        tokens = [requests.images.tokens] * requests.images.count
-        found["image_tokens"] = pa.array([tokens] * len(requests), pa.list_(pa.int32()))
-        found["image_side"] = ints(np.full(len(requests), requests.images.side), pa.int32())
+        tokens = [None if one is None else [one.tokens] * one.count for one in requests.images]
+        found["image_tokens"] = pa.array(tokens, pa.list_(pa.int32()))
+        found["image_side"] = pa.array([None if one is None else one.side for one in requests.images], pa.int32())
+    if requests.classes is not None:
+        found["class"] = pa.array(requests.classes, pa.string())
+    if requests.priority is not None:
+        found["priority"] = ints(requests.priority, pa.int32())
     return found
 
 
@@ -230,7 +234,7 @@ def with_images(requests: Requests, images: ImageSettings) -> Requests:
     return replace(
         requests,
         input_tokens=(requests.input_tokens + more).astype(np.int32),
-        images=images,
+        images=[images] * len(requests),
         facts={**requests.facts, "images": described},
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
+from ebbench.untrusted import visible
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import Columns
 from ebbench.workloads.tokens import BYTES_PER_TOKEN, TokenCounter, token_counter
@@ -122,7 +124,7 @@ class Recorded(NamedTuple):
 
     ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known;
     ``cached_tokens``: how much of the prompt the server had in its cache then; ``pause_s``: the time from the end of
-    the turn before to its start, where that is what the log says.
+    the turn before to its start, where that is what the log says; ``request_class``: the name of its class.
     """
 
     line: int
@@ -137,6 +139,7 @@ class Recorded(NamedTuple):
     prompt: str | None = None
     cached_tokens: int | None = None
     pause_s: float | None = None
+    request_class: str | None = None
 
 
 class Dropped(NamedTuple):
@@ -239,6 +242,24 @@ def turn_of(log: LogFile, line: int, name: str, value: Any) -> float | None:
     return number
 
 
+MOST_CLASSES = 100
+"""Different values of a column of classes: one with more names requests, users or times."""
+
+
+def class_of(log: LogFile, line: int, name: str, value: Any) -> str | None:
+    """The class that a cell names, None for an empty one; blanks, colons and commas, which limits cannot name, become
+    ``_``. Raises InputFileError for what is no name.
+    """
+    if value is None or value == "" or value != value:
+        return None
+    if isinstance(value, str | int | float) and len(text := visible(str(value).strip())) <= _LONGEST_CLASS:
+        return sys.intern(re.sub(r"[\s:,=]+", "_", text)) or None
+    problem = f"expected the name of a class in {name}, found {str(value)[:40]!r}"
+    raise InputFileError(log.path, f"{problem}; --columns class=- leaves it out", line)
+
+
+_LONGEST_CLASS = 60
+"""Letters in the name of a class, which stands in a table."""
 UNUSABLE: Mapping[str, str] = {
     "no prompt length": "input", "no output length": "output", "no prompt token": "", "no output token": "",
 }  # fmt: skip

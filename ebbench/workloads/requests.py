@@ -93,7 +93,8 @@ class Requests:
     per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none); ``after``: the
     turns that it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN:
     never). ``thinking_tokens``: how many output tokens, from the first one on, are thinking. ``lora``: adapter of
-    each row; ``images``: those of every prompt, whose tokens ``input_tokens`` includes.
+    each row; ``images``: those of each prompt, whose tokens ``input_tokens`` includes. ``classes`` and ``priority``:
+    class and vLLM's priority of each row.
     """
 
     session: Int64s
@@ -110,7 +111,9 @@ class Requests:
     hang_up_s: Floats | None = None
     thinking_tokens: Int32s | None = None
     lora: Sequence[str | None] | None = None
-    images: ImageSettings | None = None
+    images: Sequence[ImageSettings | None] | None = None
+    classes: Sequence[str | None] | None = None
+    priority: Int32s | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -140,7 +143,10 @@ class Requests:
             after=None if self.after is None else self._after_kept(mask),
             hang_up_s=None if self.hang_up_s is None else self.hang_up_s[mask],
             thinking_tokens=None if self.thinking_tokens is None else self.thinking_tokens[mask],
-            lora=None if self.lora is None else [self.lora[row] for row in np.flatnonzero(mask).tolist()],
+            priority=None if self.priority is None else self.priority[mask],
+            lora=_chosen(self.lora, mask),
+            images=_chosen(self.images, mask),
+            classes=_chosen(self.classes, mask),
         )
 
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
@@ -182,8 +188,15 @@ class Requests:
             after=None if self.after is None else list(self.after) * times,
             hang_up_s=tiled(self.hang_up_s),
             thinking_tokens=tiled(self.thinking_tokens),
+            priority=tiled(self.priority),
             lora=None if self.lora is None else list(self.lora) * times,
+            images=None if self.images is None else list(self.images) * times,
+            classes=None if self.classes is None else list(self.classes) * times,
         )
+
+
+def _chosen(values: Sequence[Any] | None, mask: npt.NDArray[np.bool_]) -> list[Any] | None:
+    return None if values is None else [values[row] for row in np.flatnonzero(mask).tolist()]
 
 
 def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:

@@ -357,6 +357,15 @@ class _Rows:
             return None
         return np.array([0 if row < 0 else thinking[row] for row in self._columns["source"]], np.int32)
 
+    def _classes(self) -> list[str | None] | None:
+        """Classes of the rows; sub-agents have that of the turn after which they start."""
+        if self._old.classes is None:
+            return None
+        found: list[str | None] = []
+        for row in self._columns["source"]:
+            found.append(found[-1] if row < 0 else self._old.classes[row])
+        return found
+
     def requests(self) -> Requests:
         """The requests written."""
         columns, old = self._columns, self._old
@@ -372,6 +381,7 @@ class _Rows:
             hash_ids=None if old.hash_ids is None else old.hash_ids.take(source),
             pause_s=pauses if pauses.any() else None,
             thinking_tokens=self._thinking(),
+            classes=self._classes(),
             after=columns["after"],
             content=np.array(columns["content"], np.int64),
         )

@@ -10,6 +10,7 @@ import pytest
 from ebbench.advice import sentences
 from ebbench.advice.choice import ExpectedLoad, GainCurve, predict, sign_changes
 from vllm_eb.calibration import Calibration, MixedCost
+from vllm_eb.theory import Drafts
 
 COSTS = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
 LOAD = ExpectedLoad(mu_l=512, mu_o=256, p0=1 / 256, eta=0.0, concurrency=2048)
@@ -76,3 +77,14 @@ def test_without_a_mixed_cost_mixing_is_taken_to_cost_nothing_more() -> None:
 def test_sign_changes_are_interpolated() -> None:
     assert sign_changes([0, 1, 2, 3], [-1, 1, 1, -3]) == pytest.approx((0.5, 2.25))
     assert sign_changes([0, 1], [1, 2]) == ()
+
+
+def test_drafts_shorten_the_answers_by_which_it_predicts() -> None:
+    """All drafts accepted at no cost: half the decode steps, so exclusive batches have half the fixed cost of them."""
+    plain = predict(LOAD, COSTS, 10_000_000, 1024)
+    rejected = predict(LOAD, COSTS, 10_000_000, 1024, Drafts((0.0,)))
+    accepted = predict(LOAD, COSTS, 10_000_000, 1024, Drafts((1.0,)))
+    assert rejected.eb_rps < plain.eb_rps < accepted.eb_rps
+    assert rejected.threshold.theta0 == plain.threshold.theta0 < accepted.threshold.theta0
+    assert rejected.n_star == accepted.n_star < plain.n_star or plain.n_star == 1024
+    assert predict(LOAD, COSTS, 10_000_000, 1024, Drafts(())) == plain

@@ -3,13 +3,17 @@
     python tests/benchmarks/bench_client.py --output reports/client-bench.json \\
         --vllm .venv-test/bin/python --guidellm ENV/bin/python --aiperf ENV/bin/python
 
+    python tests/benchmarks/bench_client.py --vllm-rs vllm/vllm-rs   # the file in vLLM's wheel for GPUs (unzip it)
+
 Every client sends the same number of requests, Poisson arrivals at one rate, prompts of 100 tokens, outputs of a
-fixed length, streamed at 50 tokens/s. Two figures:
+fixed length, streamed at 50 tokens/s. Three figures:
 
 - CPU per streamed token: user and system time of the client's whole process tree, in a run with long outputs minus
   one with short outputs, divided by the difference in tokens. Start-up, imports and work per request cancel out; a
   second column divides the long run's total time by its tokens. The time of a process that its parent does not wait
   for is missing, in favour of that client.
+- CPU around: the run with short outputs less that figure times its tokens: start, plan, work per request, storage,
+  analysis.
 - TTFT error: the client's own TTFT from its send, less the server's from receipt to first token, request by
   request, joined by request id.
 """
@@ -68,7 +72,7 @@ def ebbench(python: str) -> Client:
 
     def prepare(url: str, load: Load, folder: Path) -> tuple[list[str], Read]:
         command = [
-            python, "-c", "from ebbench.cli.main import run; run()", "run", "balanced", "--engine", url,
+            python, "-c", "from ebbench.__main__ import run; run()", "run", "balanced", "--engine", url,
             "-n", str(load.requests), "--scenario", "poisson", "--request-rate", str(load.rate),
             "--input-len", str(PROMPT_TOKENS), "--output-len", str(load.output_tokens),
             "--length-distribution", "fixed", "--source", "profile", "--output-dir", str(folder / "run"), "--quiet",
@@ -105,6 +109,16 @@ def vllm_serve(python: str, tokenizer: Path) -> Client:
             return {f"v-{number}": 1000 * ttft_s for number, ttft_s in enumerate(ttfts_s)}
 
         return command, read
+
+    return prepare
+
+
+def vllm_rust(binary: str, tokenizer: Path) -> Client:
+    """``vllm-rs bench serve``, the client in Rust inside vLLM's GPU wheel; its results have the same form."""
+
+    def prepare(url: str, load: Load, folder: Path) -> tuple[list[str], Read]:
+        command, read = vllm_serve(binary, tokenizer)(url, load, folder)
+        return [binary, "bench", "serve", *command[3:]], read
 
     return prepare
 
@@ -197,6 +211,7 @@ class Row:
     client: str
     cpu_us_per_token: float
     cpu_us_per_token_whole: float
+    cpu_around_s: float
     ttft_error_p50_ms: float
     ttft_error_p99_ms: float
     completed: int
@@ -208,10 +223,12 @@ class Row:
 def summarise(name: str, short: Outcome, long: Outcome) -> Row:
     """Slope between the two runs, and the TTFT error of the long one."""
     errors = np.array(long.ttft_ms) - np.array(long.server_ttft_ms)
+    per_token_s = (long.cpu_s - short.cpu_s) / (long.tokens - short.tokens)
     return Row(
         client=name,
-        cpu_us_per_token=1e6 * (long.cpu_s - short.cpu_s) / (long.tokens - short.tokens),
+        cpu_us_per_token=1e6 * per_token_s,
         cpu_us_per_token_whole=1e6 * long.cpu_s / long.tokens,
+        cpu_around_s=short.cpu_s - per_token_s * short.tokens,
         ttft_error_p50_ms=float(np.percentile(errors, 50)),
         ttft_error_p99_ms=float(np.percentile(errors, 99)),
         completed=len(errors),
@@ -242,6 +259,7 @@ def main() -> None:
     """Parse, measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", help="Python with vLLM (and transformers)")
+    parser.add_argument("--vllm-rs", help="the file vllm/vllm-rs of vLLM's wheel for GPUs")
     parser.add_argument("--guidellm", help="Python of guidellm's environment")
     parser.add_argument("--aiperf", help="Python of aiperf's environment")
     parser.add_argument("--requests", type=int, default=1000)
@@ -251,16 +269,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the rows as JSON here")
     parser.add_argument("--log", type=Path, default=Path("bench_client.log").absolute(), help="what the clients say")
     asked = parser.parse_args()
-    for peer in ("vllm", "guidellm", "aiperf"):  # clients run in folders of their own
+    for peer in ("vllm", "vllm_rs", "guidellm", "aiperf"):  # clients run in folders of their own
         if getattr(asked, peer):
             setattr(asked, peer, str(Path(getattr(asked, peer)).absolute()))
     rate = round(asked.streams / (TTFT_MS / 1000 + asked.tokens / TOKENS_PER_S), 1)
     with tempfile.TemporaryDirectory() as folder:
         clients: dict[str, Client] = {"ebbench": ebbench(sys.executable)}
-        if asked.vllm or asked.guidellm or asked.aiperf:
-            tokenizer = make_tokenizer(Path(folder), asked.vllm or asked.guidellm or asked.aiperf)
+        if asked.vllm or asked.vllm_rs or asked.guidellm or asked.aiperf:
+            python = asked.vllm or asked.guidellm or asked.aiperf or sys.executable
+            tokenizer = make_tokenizer(Path(folder), python)
         if asked.vllm:
             clients["vllm bench serve"] = vllm_serve(asked.vllm, tokenizer)
+        if asked.vllm_rs:
+            clients["vllm-rs bench serve"] = vllm_rust(asked.vllm_rs, tokenizer)
         if asked.guidellm:
             clients["guidellm"] = guidellm(asked.guidellm, tokenizer)
         if asked.aiperf:

@@ -22,6 +22,7 @@ from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.request_sender import ConnectionPool
 from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
+from ebbench.network.connections import RequestHead
 from ebbench.spec.client import ClientOptions
 
 Ask = Callable[[str, bytes, StreamedResponse], Awaitable[None]]
@@ -32,7 +33,7 @@ HEADERS = {"content-type": "application/json"}
 @contextlib.asynccontextmanager
 async def direct(url: str) -> AsyncIterator[Ask]:
     """The client's own wire: the answer's tap is called in the read callback."""
-    pool = ConnectionPool(httpx.Request("POST", f"{url}/v1/completions", headers=HEADERS), None, 10.0)
+    pool = ConnectionPool(RequestHead.of(httpx.Request("POST", f"{url}/v1/completions", headers=HEADERS)), None, 10.0)
 
     async def ask(request_id: str, body: bytes, answer: StreamedResponse) -> None:
         exchange = await pool.send(request_id, body, answer)

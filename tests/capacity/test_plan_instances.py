@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from ebbench.cli import plan as plan_command
 from ebbench.cli.main import app
 from ebbench.runs.execute import Task, make
+from ebbench.sizing import candidates
 from ebbench.sizing.choose import Costed, DeploymentChoice
 from ebbench.sizing.deployments import Candidate, Deployment, PlanTask, bound, size
 from ebbench.sizing.plan_sentences import parts
@@ -32,7 +32,7 @@ def moe(candidate: Candidate) -> PlanTask:
 
 
 def test_the_command_sizes_the_instances_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_command, "SESSIONS", 100)  # the least per run; 2,000 take 20 s with all invariants checked
+    monkeypatch.setattr(candidates, "SESSIONS", 100)  # the least per run; 2,000 take 20 s with all invariants checked
     options = [
         *("--model", "qwen3-30b-a3b", "--policy", "v1", "--max-num-seqs", "8"),
         *("--instance", "dp=2,ep=2", "--price", "h200=3"),

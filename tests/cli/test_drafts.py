@@ -46,3 +46,66 @@ def test_runs_with_other_drafts_are_not_compared(tmp_path: Path) -> None:
     assert compared.exit_code == 3
     assert "not comparable" in said
     assert "acceptance=0.8,0.64 against" in said
+
+
+SERVER = ("balanced", "--device", "h200", "--quiet")
+SIMULATES = {
+    "run": ("run", *SERVER, "-n", "20"),
+    "capacity": ("capacity", *SERVER, "--goodput", "tpot:50"),
+    "plan": ("plan", *SERVER, "--request-rate", "4", "--goodput", "tpot:50", "--tp", "1", "-p", "v1"),
+    "advise": ("advise", *SERVER, "-n", "20", "--seeds", "1"),
+    "devices": ("devices", "show", "h200"),
+}
+
+
+@pytest.mark.parametrize("command", SIMULATES)
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("method=eagle3,tokens=3,acceptance=1.8", "position 1 must lie in [0, 1]"),
+        ("method=eagle3,tokens=1,acceptance=0.8,0.7", "2 rates for 1 drafted tokens"),
+        ("method=mtp,tokens=1,acceptance=0.8", "no layers for multi-token prediction"),
+    ],
+)
+def test_a_command_that_simulates_refuses_drafts_in_one_line(
+    command: str, setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*SIMULATES[command], "--speculative", setting])
+    assert done.exit_code == 2
+    assert said in done.output
+    assert done.output.startswith("error: --speculative")
+    assert done.output.count("\n") == 1
+
+
+def test_a_sweep_refuses_drafts_that_the_model_cannot_make(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.toml"
+    common = 'workload = "balanced"\nspeculative = "method=mtp,tokens=1,acceptance=0.8"'
+    grid.write_text(f'name = "x"\n[common]\n{common}\n[grid]\npolicy = ["v1", "eb"]\n')
+    done = CliRunner().invoke(app, ["sweep", str(grid), "--quiet", "-o", str(tmp_path / "cells")])
+    assert "no layers for multi-token prediction" in done.output
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_plan_prices_the_drafts_in(tmp_path: Path) -> None:
+    common = ("plan", *SERVER, "--request-rate", "2", "--goodput", "tpot:50", "--tp", "1", "-p", "v1", "--json")
+    common += ("--max-num-seqs", "16", "--input-len", "200", "--output-len", "50")
+    found = {}
+    for rate in ("0", "1"):
+        done = CliRunner().invoke(app, [*common, "--speculative", f"method=eagle3,tokens=3,acceptance={rate}"])
+        assert done.exit_code == 0, done.output
+        found[rate] = json.loads(done.stdout)["deployments"][0]
+    without = CliRunner().invoke(app, [*common])
+    plain_ms = json.loads(without.stdout)["deployments"][0]["median_tpot_ms"]
+    assert found["1"]["median_tpot_ms"] < plain_ms < found["0"]["median_tpot_ms"]
+    assert any("steps with drafts are modelled" in text for text in found["0"]["caveats"])
+
+
+def test_a_device_is_shown_with_the_drafts_of_its_decodes() -> None:
+    shown = {}
+    for options in ((), ("--speculative", "method=eagle3,tokens=3,acceptance=0.8")):
+        done = CliRunner().invoke(app, ["devices", "show", "h200", "--json", *options])
+        shown[len(options)] = json.loads(done.stdout)
+    plain, drafting = ([row for row in shown[given]["steps"] if row["kind"] == "decode"] for given in (0, 2))
+    assert [row["tokens"] for row in drafting] == [4 * row["tokens"] for row in plain]
+    assert all(row["step_s"] > before["step_s"] for row, before in zip(drafting, plain, strict=True))

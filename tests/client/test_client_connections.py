@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from ebbench.client.request_sender import ConnectionPool
+from ebbench.network.connections import RequestHead
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\nok"
 
@@ -45,7 +46,9 @@ def with_pool(test: Callable[[ConnectionPool, Listener], Awaitable[None]]) -> No
         listener = Listener()
         server = await asyncio.start_server(listener.serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        pool = ConnectionPool(httpx.Request("POST", f"http://127.0.0.1:{port}/v1/completions"), None, 5.0)
+        pool = ConnectionPool(
+            RequestHead.of(httpx.Request("POST", f"http://127.0.0.1:{port}/v1/completions")), None, 5.0
+        )
         try:
             await test(pool, listener)
         finally:

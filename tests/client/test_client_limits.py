@@ -13,13 +13,13 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from ebbench.client.request_sender import BODY_S, is_event_stream
 from ebbench.client.response import BODY_LIMIT, transport_failure
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
+from ebbench.network.connections import ConnectError
 from ebbench.process.child import OTHER_FILES, allow_open_files
 from tests.client.client_runs import column, plan_of, run
 from tests.client.odd_server import Answer, OddServer, completion, reply, running
@@ -64,12 +64,12 @@ def test_what_the_hard_limit_cannot_hold_is_refused_with_the_number() -> None:
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
 @pytest.mark.parametrize("plain", [True, False])
 def test_limits_of_this_machine_are_not_the_servers_fault(number: int, plain: bool) -> None:
-    error = httpx.ConnectError("no")
+    error = ConnectError("no")
     error.__cause__ = (
         OSError(number, "x") if plain else OSError(f"Multiple exceptions: [Errno {number}] x, [Errno 111] y")
     )
     assert transport_failure(error) == "client_limit"
-    assert transport_failure(httpx.ConnectError("refused")) == "connect_error"
+    assert transport_failure(ConnectError("refused")) == "connect_error"
 
 
 async def endless(writer: asyncio.StreamWriter, head: bytes, piece: bytes) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ebbench.client.request_sender import ConnectionPool, HttpExchange
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
+from ebbench.network.connections import RequestHead
 from tests.client.client_runs import column, plan_of, run
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -64,7 +65,7 @@ def with_pool(answer: bytes, play: Callable[[ConnectionPool], Awaitable[None]], 
     async def run() -> None:
         listening = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/"
-        pool = ConnectionPool(httpx.Request("POST", url), None, 5.0)
+        pool = ConnectionPool(RequestHead.of(httpx.Request("POST", url)), None, 5.0)
         try:
             await play(pool)
         finally:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbench.client.drive import DriveResult, slow_first_uses
+from ebbench.client.load_generator import DriveResult, slow_first_uses
 from ebbench.errors import UsageError
 from tests.client.client_runs import column, plan_of, run
 from tests.client.odd_server import OddServer, completion, models, reply, running, streamed

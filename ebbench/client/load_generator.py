@@ -25,7 +25,7 @@ from ebbench.client.nodes import ClientNode, client_nodes, node_senders, wants_n
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
-from ebbench.client.request_sender import RequestSender
+from ebbench.client.request_sender import RequestSender, request_head
 from ebbench.client.response import StreamedResponse
 from ebbench.client.senders import Interrupts, Senders, local_senders
 from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
@@ -57,8 +57,8 @@ async def warm_up(url: ServerUrl, model: str, plan: Plan, options: ClientOptions
     if not options.warmup:
         return
     bodies = RequestBodies(model, options)
-    gate = asyncio.Semaphore(_AT_ONCE)
-    async with RequestSender(url, bodies.path, options, environ) as sender:
+    gate, target = asyncio.Semaphore(_AT_ONCE), url.target(options.endpoint)
+    async with RequestSender(target, request_head(target, options, environ), options, environ) as sender:
 
         async def one(number: int) -> StreamedResponse:
             streamed = StreamedResponse(options.endpoint == "chat", keep_text=False)

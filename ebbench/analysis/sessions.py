@@ -1,0 +1,184 @@
+"""Sessions as jobs: how long each took, how much of that in the model, and what it sent and received.
+
+Definitions, the same for simulated and measured runs; a session is complete if all its planned requests completed:
+
+- completion time: from the intended start of its first request to the last token of its last one
+- model time: how much of it at least one request of the session was open, from its intended start to its last token
+- wait: the rest of it, in which tools ran or the user thought; completion = model + wait
+- request time: sum over its requests of E2EL; more than the model time where sub-agents run at the same time
+- end-to-end interactivity: output tokens / request time, in tokens/s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ebbench.analysis.columns import MISSING, NO_CLASS, Ints, RequestColumns
+from ebbench.analysis.metrics import NS_PER_MS, Distribution
+
+SESSIONS = pa.schema(
+    [
+        pa.field("session", pa.int64(), nullable=False),
+        pa.field("class", pa.string()),  # that of its first request
+        pa.field("complete", pa.bool_(), nullable=False),
+        pa.field("turns", pa.int32(), nullable=False),  # planned requests, those of sub-agents included
+        pa.field("completed_turns", pa.int32(), nullable=False),
+        pa.field("start_ns", pa.int64()),
+        pa.field("end_ns", pa.int64()),
+        # Null for sessions that are not complete.
+        pa.field("completion_ms", pa.float64()),
+        pa.field("model_ms", pa.float64()),
+        pa.field("wait_ms", pa.float64()),
+        pa.field("request_ms", pa.float64()),
+        pa.field("interactivity_tokens_per_s", pa.float64()),
+        # Of completed requests.
+        pa.field("input_tokens", pa.int64(), nullable=False),
+        pa.field("cached_tokens", pa.int64(), nullable=False),
+        pa.field("output_tokens", pa.int64(), nullable=False),
+    ]
+)
+"""One row per session, in the order of their first requests in the plan."""
+
+
+def sessions_table(columns: RequestColumns) -> pa.Table | None:
+    """Table SESSIONS; None if every session is a single request."""
+    first, number = np.unique(columns.session, return_index=True, return_inverse=True)[1:]
+    count = len(first)
+    if count == len(number):
+        return None
+    ok, turns = columns.ok, np.bincount(number, minlength=count)
+    done = np.bincount(number[ok], minlength=count)
+    start, end, wait = _spans(columns, ok, number, count)
+    complete = done == turns
+
+    def summed(values: Ints) -> Ints:
+        return np.bincount(number[ok], values[ok], minlength=count).astype(np.int64)
+
+    output = summed(columns.output_tokens)
+    request_ns = np.bincount(number[ok], (columns.last_token - columns.intended)[ok], minlength=count)
+    known = done > 0
+    names = columns.request_class[first]
+    of = {
+        "session": pa.array(columns.session[first]),
+        "class": pa.array(names, pa.string(), mask=names == NO_CLASS),
+        "complete": pa.array(complete),
+        "turns": pa.array(turns, pa.int32()),
+        "completed_turns": pa.array(done, pa.int32()),
+        "start_ns": pa.array(start, pa.int64(), mask=~known),
+        "end_ns": pa.array(end, pa.int64(), mask=~known),
+        "completion_ms": pa.array((end - start) / NS_PER_MS, mask=~complete),
+        "model_ms": pa.array((end - start - wait) / NS_PER_MS, mask=~complete),
+        "wait_ms": pa.array(wait / NS_PER_MS, mask=~complete),
+        "request_ms": pa.array(request_ns / NS_PER_MS, mask=~complete),
+        "interactivity_tokens_per_s": pa.array(output / np.maximum(request_ns, 1) * 1e9, mask=~complete),
+        "input_tokens": pa.array(summed(columns.input_tokens)),
+        "cached_tokens": pa.array(summed(np.where(columns.cached_tokens == MISSING, 0, columns.cached_tokens))),
+        "output_tokens": pa.array(output),
+    }
+    return pa.table(of, schema=SESSIONS).take(pa.array(np.argsort(first, kind="stable")))
+
+
+def _spans(columns: RequestColumns, ok: npt.NDArray[np.bool_], number: Ints, count: int) -> tuple[Ints, Ints, Ints]:
+    """First intended start and last token of each session, and the time between in which no request was open (ns)."""
+    rows = np.flatnonzero(ok)
+    rows = rows[np.lexsort((columns.intended[rows], number[rows]))]
+    session, starts, ends = number[rows], columns.intended[rows], columns.last_token[rows]
+    latest = _latest_so_far(session, ends)
+    begins = np.ones(len(rows), np.bool_)
+    begins[1:] = session[1:] != session[:-1]
+    idle = np.zeros(len(rows), np.int64)
+    idle[1:] = np.where(begins[1:], 0, np.maximum(starts[1:] - latest[:-1], 0))
+    start, end = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    start[session[begins]] = starts[begins]
+    finals = np.append(begins[1:], np.True_) if len(rows) else begins
+    end[session[finals]] = latest[finals]
+    wait = np.zeros(count, np.int64)
+    np.add.at(wait, session, idle)
+    return start, end, wait
+
+
+def _latest_so_far(session: Ints, ends: Ints) -> Ints:
+    """The largest end of each session up to every row; rows are ordered by session."""
+    by_end = np.argsort(ends, kind="stable")
+    rank = np.empty(len(ends), np.int64)
+    rank[by_end] = np.arange(len(ends))
+    reached = np.maximum.accumulate(session.astype(np.int64) * len(ends) + rank)
+    found: Ints = ends[by_end][reached % max(len(ends), 1)]
+    return found
+
+
+@dataclass(frozen=True)
+class SessionFigures:
+    """Sessions of a run, or of a class of requests; times in ms, of complete sessions.
+
+    ``model_share``: model time / completion time, and ``interactivity``: output tokens / request time (tokens/s), each
+    over all complete sessions together.
+    """
+
+    planned: int
+    complete: int
+    completion: Distribution
+    model: Distribution
+    wait: Distribution
+    model_share: float | None
+    interactivity: float | None
+    mean_turns: float | None
+    mean_input_tokens: float | None
+    mean_output_tokens: float | None
+
+    @classmethod
+    def of(cls, table: pa.Table) -> SessionFigures:
+        """The figures of a table SESSIONS."""
+        done = table.filter(table["complete"])
+
+        def ns(name: str) -> npt.NDArray[np.float64]:
+            return np.asarray(done[name].to_numpy(), np.float64) * NS_PER_MS
+
+        def mean(name: str) -> float | None:
+            return float(done[name].to_numpy().mean()) if done.num_rows else None
+
+        completion, model, wait = (ns(name) for name in ("completion_ms", "model_ms", "wait_ms"))
+        whole, requests = float(completion.sum()), float(ns("request_ms").sum())
+        return cls(
+            table.num_rows,
+            done.num_rows,
+            Distribution.of_ns(completion),
+            Distribution.of_ns(model),
+            Distribution.of_ns(wait),
+            float(model.sum()) / whole if whole else None,
+            float(done["output_tokens"].to_numpy().sum()) / requests * 1e9 if requests else None,
+            mean("turns"),
+            mean("input_tokens"),
+            mean("output_tokens"),
+        )
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        """Flat values, times as ``{mean,median,std,p90,p95,p99}_{completion,model,wait}_ms``."""
+        own = {
+            "planned": self.planned, "complete": self.complete, "model_share": self.model_share,
+            "interactivity_tokens_per_s": self.interactivity, "mean_turns": self.mean_turns,
+            "mean_input_tokens": self.mean_input_tokens, "mean_output_tokens": self.mean_output_tokens,
+        }  # fmt: skip
+        times: dict[str, Any] = {
+            f"{statistic}_{name}_ms": value
+            for name in ("completion", "model", "wait")
+            for statistic, value in getattr(self, name).items()
+        }
+        return own | times
+
+
+def figures_by_class(table: pa.Table | None) -> Mapping[str, SessionFigures]:
+    """The figures of all sessions under ``""``, and of each class by name; empty without sessions of several turns."""
+    if table is None:
+        return {}
+    classes = np.asarray(table["class"].fill_null(NO_CLASS).to_numpy(zero_copy_only=False))
+    names = sorted(set(classes.tolist()) - {NO_CLASS})
+    return {"": SessionFigures.of(table)} | {
+        name: SessionFigures.of(table.filter(pa.array(classes == name))) for name in names
+    }
