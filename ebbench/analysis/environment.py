@@ -249,7 +249,7 @@ def _further_limits(options: Mapping[str, Any]) -> str:
     if options.get("gpu_memory_utilization"):
         found.append(f"{options['gpu_memory_utilization']:.0%} of the GPU memory")
     if options.get("vllm_version"):
-        found.append(f"KV cache of vLLM {options['vllm_version']}")
+        found.append(f"defaults and KV cache of vLLM {options['vllm_version']}")
     return ", ".join(found)
 
 

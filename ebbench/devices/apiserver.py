@@ -44,7 +44,8 @@ class FrontEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ApiServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Time of one core, in us: per streamed token, per request, and per token of its prompt.
 
-    ``latency_us``: what every request takes besides, of no core. ``front_end``: of servers on this class of machine.
+    ``latency_us``: what every request takes besides, of no core. ``streams``: tokens wait for the core; otherwise they
+    leave with their step, and only requests do. ``front_end``: of servers on this class of machine.
     """
 
     token_us: float
@@ -52,15 +53,11 @@ class ApiServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     prompt_token_us: float
     source: str
     latency_us: float = 0.0
+    streams: bool = True
     front_end: FrontEnd | None = None
 
     def __post_init__(self) -> None:
         _check_times(self)
-
-    @property
-    def streams(self) -> bool:
-        """Whether streamed tokens take time."""
-        return self.token_us > 0
 
     @property
     def latency_ns(self) -> int:
@@ -105,7 +102,7 @@ def answering_costs(options: EngineOptions, profile: DeviceProfile | None) -> Ap
     if server is None:
         return ApiServerCosts(
             token_us=0.0, request_us=0.0, prompt_token_us=front.prompt_token_us, source=front.source,
-            latency_us=front.latency_us,
+            latency_us=front.latency_us, streams=False,
         )  # fmt: skip
     tokenizing_us = max(server.prompt_token_us, front.prompt_token_us)
     return msgspec.structs.replace(server, prompt_token_us=tokenizing_us, latency_us=front.latency_us)

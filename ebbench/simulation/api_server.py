@@ -103,8 +103,8 @@ class ApiServers:
     """The API server processes of one engine instance; requests go to them in turn."""
 
     def __init__(self, costs: ApiServerCosts, count: int, state: RequestState) -> None:
-        """``count``: processes. The times at which tokens leave are written to ``state.client_ns``, if that takes time:
-        else they leave when their step ends."""
+        """``count``: processes. The times at which tokens leave are written to ``state.client_ns``, if they wait for
+        a process: else they leave when their step ends."""
         self._state, self._costs, self._token_ns = state, costs, costs.token_ns
         self.streams = costs.streams
         if self.streams and state.client_ns is None:
