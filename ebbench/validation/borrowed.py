@@ -533,7 +533,9 @@ def steps(decoder: Decoder, grid: StepGrid, output: Path, clock: Clock) -> int:
                 measured = measured or TorchSteps(decoder, grid, device)
                 found = measured.seconds(point, attention)
             except RuntimeError as error:  # out of memory, or no such kernel in this build of torch
-                clock.say(f"{attention}: a step of {point} failed and is left out: {str(error).splitlines()[0]}")
+                clock.say(
+                    f"{attention}: a step of {point} failed: {str(error).splitlines()[0]} (memory: smaller --seqs, --contexts)"
+                )
                 break
             longest_s = max(longest_s, time.monotonic() - begun)
             times[point] = found
@@ -551,7 +553,8 @@ STEPS_RESERVE_S = 5.0
 
 def _device_facts(torch: Any) -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return {"gpu": "CPU", "torch": torch.__version__}
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"gpu": "CPU", "memory_bytes": memory, "torch": torch.__version__}
     about = torch.cuda.get_device_properties(0)
     return {
         "gpu": about.name, "memory_bytes": about.total_memory, "torch": torch.__version__, "cuda": torch.version.cuda,
