@@ -534,7 +534,8 @@ def steps(decoder: Decoder, grid: StepGrid, output: Path, clock: Clock) -> int:
                 found = measured.seconds(point, attention)
             except RuntimeError as error:  # out of memory, or no such kernel in this build of torch
                 clock.say(
-                    f"{attention}: a step of {point} failed: {str(error).splitlines()[0]} (memory: smaller --seqs, --contexts)"
+                    f"{attention}: a step of {point} failed: {str(error).splitlines()[0]} (for less memory: smaller "
+                    "--seqs or --contexts)"
                 )
                 break
             longest_s = max(longest_s, time.monotonic() - begun)

@@ -23,8 +23,8 @@ TINY = Decoder(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermedia
 GRID = StepGrid(tokens=(4, 16), seqs=(2, 4), contexts=(8, 32), repeats=2)
 CONFIG = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 100,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
