@@ -303,7 +303,7 @@ def test_the_kv_cache_of_an_l40s_is_sized_with_its_own_limits() -> None:
     assert own.kv_capacity_tokens > other.kv_capacity_tokens
 
 
-def test_a_gpu_without_measured_kernels_is_refused_unless_a_roofline_is_asked_for() -> None:
+def test_a_gpu_without_kernels_is_refused_unless_they_are_assumed() -> None:
     with pytest.raises(UsageError, match=r"qwen3-8b on l4: .*roofline.*`ebbench devices list`.*--assume-kernels"):
         load_device("l4", "qwen3-8b")
     assumed = load_device("l4", "qwen3-8b", assume_kernels=True)
