@@ -20,7 +20,7 @@ AGAIN = { \
 	echo "$$failed failed beside others:" && test $$failed -le $(MOST_AGAIN) && \
 	$(PY) -m pytest $(LAST_FAILED) -v; }
 
-.PHONY: run dev setup test tests unit fast lowest vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving hostile nightly
+.PHONY: run dev setup test tests unit fast lowest vllm coverage bytecode lint style types docs notebook picture clean fuzz vllm-tests vllm-next serving hostile nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -89,6 +89,10 @@ types: $(TEST)/.stamp-dev
 # The documentation site, into site/. Strict: a broken link is an error.
 docs: $(TEST)/.stamp-dev
 	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build --strict
+
+# docs/notebook.ipynb with the outputs of now.
+notebook: $(TEST)/.stamp-dev
+	$(TEST)/bin/python docs/notebook.py
 
 # The pictures of the README, from runs made now; needs Chromium.
 picture: $(TEST)/.stamp-dev

@@ -24,7 +24,7 @@ def run() -> None:
         from ebbench.process.termination import handle_signals, held
 
         handle_signals()
-        from ebbench.process.without_pandas import process_of_ebbench
+        from ebbench.process.interpreter import process_of_ebbench
 
         process_of_ebbench()
         with held():  # an import that is broken off may raise anything

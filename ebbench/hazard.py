@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from ebbench.errors import DataError, InputFileError, UsageError
-from ebbench.extras import need
-from ebbench.foreign.opening import DOCUMENT_BYTES, read_text
+from ebbench.foreign.documents import DOCUMENT_BYTES, read_text
+from ebbench.installation import need
 from ebbench.records.run import MANIFEST, Run
 from vllm_eb.hazard import MIN_SURVIVORS, CensoredHazard, HazardEstimate, SlidingHazard, empirical_hazard
 

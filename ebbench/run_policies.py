@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,11 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
 from ebbench.runs import prepare
-from ebbench.runs.api_server import CODE, ApiServerBusyError, again_if_busy
-from ebbench.runs.key import stored_form
-from ebbench.runs.prepare import Series, needs_saturation
-from ebbench.runs.progress import measured, planned
+from ebbench.runs.conclude import CODE, ApiServerBusyError, again_if_busy
+from ebbench.runs.execute import measured, planned
+from ebbench.runs.file import FURTHER
+from ebbench.runs.prepare import Series, needs_saturation, series_of
+from ebbench.spec.run import stored_form
 from ebbench.spec.server import AUTO, is_server
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
     from ebbench.records.plan import Plan
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.runs.execute import Executed
     from ebbench.runs.prepare import Prepared
     from vllm_eb.policy import PolicySpec
@@ -184,6 +185,18 @@ class Output:
         return self.directory if series.runs == 1 else unused(self.directory / slug(name))
 
 
+def series_and_output(asked: Mapping[str, Any]) -> tuple[Series, Output]:
+    """The series, and where it is stored, by settings of a run and the keys of FURTHER. Raises UsageError."""
+    series = series_of({name: value for name, value in asked.items() if name not in FURTHER})
+    words, most = str(asked.get("repeats", "1")), int(asked.get("max_repeats", 30))
+    repeats, until_clear = parse_repeats(words, most, policies=len(series.policies))
+    directory, target = (asked.get(name) for name in ("output_dir", "save_as_vllm"))
+    return (
+        replace(series, repeats=repeats, until_clear=until_clear, price_per_hour=asked.get("price_per_hour")),
+        Output(None if directory is None else Path(directory), None if target is None else Path(target)),
+    )
+
+
 @dataclass
 class MadeRuns:
     """The runs so far, which are kept if an error or a signal ends the series. ``begun``: nothing refused the first."""
@@ -208,7 +221,8 @@ def dry_run(series: Series, output: Output, further: Mapping[str, Any]) -> None:
     names = [spec.name for spec in series.policies]
     runs = f"{'at most ' * series.until_clear}{series.runs} run{'s' * (series.runs > 1)}: {', '.join(names)}"
     if output.as_json:
-        settings = stored_form(series.spec) | {"policy": names, "repeats": series.repeats}
+        labels = asdict(series.spec.labels)
+        settings = stored_form(series.spec) | {"labels": labels, "policy": names, "repeats": series.repeats}
         sys.stdout.write(json.dumps({"engine": sentence, "settings": settings}, indent=2, default=str) + "\n")
         return
     api_server = AUTO if series.api_server_if_busy else series.spec.server.api_server
@@ -218,7 +232,7 @@ def dry_run(series: Series, output: Output, further: Mapping[str, Any]) -> None:
 
 def run_policies(series: Series, output: Output) -> None:
     """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     done = MadeRuns()
     try:
@@ -350,7 +364,7 @@ def _show(series: Series, output: Output, done: MadeRuns) -> None:
         merged = [row[0] if series.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
     elif cases:
-        from ebbench.render.console import Console
+        from ebbench.render.documents import Console
         from ebbench.render.report import print_report
 
         print_report(Console(highlight=False), cases, all_percentiles=output.all_percentiles)

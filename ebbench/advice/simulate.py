@@ -23,14 +23,14 @@ from ebbench.advice.choice import (
     relative_gain,
     sign_changes,
 )
-from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.environment import time_note
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
+from ebbench.analysis.validity import by_policy, told_once
 from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
 from ebbench.records.warnings import RunWarning
-from ebbench.runs.api_server import left_out_of
+from ebbench.runs.conclude import left_out_of
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ebbench.analysis.environment import differing_names
 from ebbench.analysis.explain import Explanation, explain
@@ -29,6 +29,11 @@ class RunResult:
     summary: Summary
     explanation: Explanation
     phases: tuple[Summary, ...] = ()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The run's figures by the names of ``--json``: ``median_ttft_ms``, ``output_throughput``, ..."""
+        return self.summary.to_dict()
 
 
 def result_of(run: Run, slo: Slo | None = None, summary: Summary | None = None) -> RunResult:
@@ -70,6 +75,11 @@ class Group:
         """Sample standard deviation over the runs; None for a single run and for copies."""
         values = self.values(figure)
         return stdev(values) if values and len(values) > 1 and not self.copies else None
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the client counted output tokens of a run, since the server did not."""
+        return any(summary.estimated_answers for summary in self.summaries)
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ NO_CLASS = ""
 """Stands for the class of requests that have none."""
 
 NEEDED = (
-    "request_id", "session", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
+    "request_id", "session", "turn", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
     "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns", "bundled_tokens", "preemptions",
 )  # fmt: skip
 """Columns of the requests table that the metrics read; where it has them also those of REQUESTS_EXTRAS."""
@@ -41,6 +41,7 @@ class RequestColumns:
     status: npt.NDArray[Any]
     phase: npt.NDArray[Any]
     session: Ints
+    turn: Ints
     input_tokens: Ints
     output_tokens: Ints
     cached_tokens: Ints
@@ -63,6 +64,12 @@ class RequestColumns:
         """Mask of requests that completed and have all times that metrics need; ``validity.py`` reports the others."""
         timed = (self.intended != MISSING) & (self.first_token != MISSING) & (self.last_token != MISSING)
         mask: Mask = (self.status == "ok") & timed
+        return mask
+
+    @property
+    def generated(self) -> Mask:
+        """Mask of completed requests that have a first token: answers of embeddings and rerank have no tokens."""
+        mask: Mask = self.ok & (self.output_tokens > 0)
         return mask
 
     @cached_property
@@ -116,6 +123,7 @@ class RequestColumns:
             status=_texts(requests, "status"),
             phase=_texts(requests, "phase"),
             session=session,
+            turn=_ints(requests, "turn", 0),
             input_tokens=_ints(requests, "input_tokens", 0),
             output_tokens=_ints(requests, "output_tokens", 0),
             cached_tokens=_ints(requests, "cached_tokens"),

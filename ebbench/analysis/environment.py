@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest, PhaseFact
-from ebbench.spec.server import OFF
+from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 
 # The load of a run (number and rate of sessions) and its machine (GPUs and scheduler limits).
@@ -47,6 +50,7 @@ class LoadFacts:
     trace: str = ""
     trace_rate: float | None = None
     single_requests: bool = False
+    begun_before: str = ""
 
     @property
     def open_loop(self) -> bool:
@@ -79,6 +83,8 @@ class LoadFacts:
         found |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
         if self.ramp_up_s:
             found["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+        if self.begun_before:
+            found["session start"] = self.begun_before
         return found
 
     def conditions(self) -> dict[str, str]:
@@ -115,7 +121,16 @@ def load_of_run(manifest: Manifest) -> LoadFacts:
         trace=time_note(facts),
         trace_rate=_trace_rate(facts),
         single_requests=facts.get("requests") == facts.get("sessions", 0),
+        begun_before=_begun_before(facts),
     )
+
+
+def _begun_before(facts: Mapping[str, Any]) -> str:
+    """How many sessions had begun before the run, and what of them was cached; empty without."""
+    if not facts.get("begun_before"):
+        return ""
+    where = f"in {facts['session_start']} of their course"
+    return f"{facts['begun_before']:,} sessions begun before ({where}, {facts['primed_tokens']:,} tokens cached)"
 
 
 def _trace_rate(facts: Mapping[str, Any]) -> float | None:
@@ -234,23 +249,14 @@ def _reported(settings: Mapping[str, Any]) -> str:
 
 
 def _further_limits(options: Mapping[str, Any]) -> str:
-    """``at most 64 running, refuses above 16,384 queued prompt tokens``; only what was asked for."""
-    words = {
-        "max_num_active_seqs": "at most {:,} running",
-        "long_prefill_token_threshold": "{:,} tokens of one prompt per step",
-        "max_num_queued_reqs": "at most {:,} open requests",
-        "max_num_queued_tokens": "refuses from {:,} queued prompt tokens on",
-    }
-    found = [text.format(int(options[name])) for name, text in words.items() if options.get(name)]
-    if options.get("long_prefill_token_threshold_adaptive"):
-        found.append("adaptive")
-    if options.get("scheduler_reserve_full_isl") is False:
-        found.append("admits by the first chunk")
-    if options.get("gpu_memory_utilization"):
-        found.append(f"{options['gpu_memory_utilization']:.0%} of the GPU memory")
-    if options.get("vllm_version"):
-        found.append(f"defaults and KV cache of vLLM {options['vllm_version']}")
-    return ", ".join(found)
+    """``at most 64 running, refuses from 16,384 queued prompt tokens on``; only what is not the default."""
+    declared = declared_in(EngineOptions)
+    told = [declared[name].condition(value) for name, value in options.items() if name in declared.keys() - _MAIN]
+    return ", ".join(filter(None, told))
+
+
+_MAIN = {"max_num_batched_tokens", "max_num_seqs"}
+"""Limits that are shown of every run."""
 
 
 def _types(options: Mapping[str, Any]) -> str:
@@ -276,17 +282,28 @@ def _number(value: Any) -> float | None:
 
 
 ENVIRONMENT = (
-    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options",
+    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options", "host",
 )  # fmt: skip
-"""Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology."""
+"""Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology.
+``host``: the machine of a server."""
+LATER = frozenset({"host"})
+"""Conditions that older runs and baselines do not know; where they are empty they are in no hash."""
 
-LATER_OPTIONS = {
-    "enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto", "api_server": "off",
-    "api_server_count": None, "max_num_active_seqs": None, "long_prefill_token_threshold_adaptive": False,
-    "max_num_queued_reqs": None, "max_num_queued_tokens": None, "scheduler_reserve_full_isl": True,
-    "gpu_memory_utilization": None, "vllm_version": None, "front_end_ms": None,
-}  # fmt: skip
-"""Options that older runs did not record, with the values that they ran with."""
+_FIRST_OPTIONS = frozenset(
+    {
+        "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "max_model_len", "block_size",
+        "num_kv_blocks", "enable_prefix_caching", "async_scheduling",
+    }
+)  # fmt: skip
+"""Options that every run recorded."""
+
+
+@cache
+def later_options() -> Mapping[str, Any]:
+    """Options that older runs did not record, with the values that they ran with: the defaults."""
+    declared = declared_in(EngineOptions)
+    return {name: one.default for name, one in declared.items() if name not in _FIRST_OPTIONS}
+
 
 JOINED = ("topology", "link", "replicas", "dispatch", "decode_dispatch", "vllm_options")
 """Facts that count as options if a run has them: topology of several engines, options passed to vLLM unchanged.
@@ -311,7 +328,17 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
         "scenario": manifest.scenario,
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
+        "host": host_of(manifest),
     }
+
+
+def host_of(manifest: Manifest) -> str:
+    """The machine of a server: as the user labelled it, else what is known of it where only its device was stated."""
+    facts = manifest.facts
+    label = facts.get("host_label")
+    if not label and manifest.device != UNKNOWN_DEVICE:
+        label = facts.get("server_machine")
+    return str(label or UNKNOWN)
 
 
 def _device(manifest: Manifest) -> str:
@@ -319,7 +346,8 @@ def _device(manifest: Manifest) -> str:
 
     Two servers whose device nobody stated are not comparable across machines, however alike their addresses are.
     """
-    machine = manifest.facts.get("server_machine") if manifest.device == UNKNOWN_DEVICE else None
+    unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
+    machine = manifest.facts.get("server_machine") if unstated else None
     facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
     apart = ", ".join(filter(None, facts))
     return f"{manifest.device} ({apart})" if apart else manifest.device
@@ -334,14 +362,15 @@ def _model(manifest: Manifest) -> str:
 
 
 def _compared(manifest: Manifest) -> dict[str, Any]:
-    options = {name: value for name, value in manifest.options.items() if LATER_OPTIONS.get(name, UNKNOWN) != value}
+    options = {name: value for name, value in manifest.options.items() if later_options().get(name, UNKNOWN) != value}
     return options | {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
 
 
 def unusual_options(options: Mapping[str, Any]) -> str:
-    """The LATER_OPTIONS, except ``warmup``, that differ from the values of older runs, as text."""
-    found = {name: options.get(name, value) for name, value in LATER_OPTIONS.items() if name != "warmup"}
-    return json.dumps({name: value for name, value in found.items() if value != LATER_OPTIONS[name]}, sort_keys=True)
+    """The later options, except ``warmup``, that differ from the values of older runs, as text."""
+    usual = {name: value for name, value in later_options().items() if name != "warmup"}
+    given = {name: options.get(name, value) for name, value in usual.items()}
+    return json.dumps({name: value for name, value in given.items() if value != usual[name]}, sort_keys=True)
 
 
 def _recorded(manifest: Manifest, name: str) -> str:
@@ -411,6 +440,11 @@ def _differing(
 
 def _shown(value: str) -> str:
     return value or "not recorded"
+
+
+def remedy(found: Sequence[str]) -> str:
+    """The options that allow these :func:`differences`."""
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(re.split(r"[.:]", text)[0] for text in found))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

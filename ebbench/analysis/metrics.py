@@ -2,7 +2,8 @@
 
 Definitions (all times from a monotonic clock, in ns from the start of the run):
 
-- TTFT: first token - intended start; also from the actual send, which shows client lag
+- TTFT: first token - intended start; also from the actual send, which shows client lag; undefined for answers without
+  tokens (embeddings, rerank)
 - TTFAT: first token of the answer, after the thinking - intended start; undefined where no request thought
 - TPOT: (last token - first token) / (output tokens after those that came with the first one); undefined where no token
   came later
@@ -40,10 +41,127 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
-from ebbench.analysis.steady import Window
-from ebbench.config.setting_strings import named_settings, pairs_of, setting, settings_of
+from ebbench.config.declare import named_settings, pairs_of, setting, settings_of
 from ebbench.errors import UsageError
+from ebbench.records.manifest import PhaseFact
 from ebbench.records.schema import ABANDONED
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Window:
+    """A steady window ``(start_ns, end_ns]`` of one phase; ``target``: the intended number of open sessions."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
+    target: float
+
+    @property
+    def duration_s(self) -> float:
+        """Length in seconds."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class _OpenSessions:
+    """Open sessions as a step function: ``count[i]`` holds from ``time[i]`` to ``time[i+1]``."""
+
+    time: Ints
+    count: Ints
+
+    def mean(self, start: int, end: int) -> float:
+        """Time-weighted mean over [start, end]."""
+        edges = np.clip(np.append(self.time, end), start, end)
+        return float(np.dot(np.diff(edges), self.count) / (end - start))
+
+    def first_and_last_at(self, level: float, start: int, end: int) -> tuple[int, int] | None:
+        """First and last time in [start, end] with at least ``level`` open sessions."""
+        until = np.append(self.time[1:], self.time[-1])
+        held = (self.count >= level) & (until > start) & (self.time < end)
+        if not held.any():
+            return None
+        first, last = np.flatnonzero(held)[[0, -1]]
+        return max(int(self.time[first]), start), min(int(until[last]), end)
+
+
+def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+    """Windows in time order, at most one per phase; none if the load was never reached. No ``phases``: open loop."""
+    started = columns.intended != MISSING
+    if not started.any():
+        return ()
+    load = _load(columns)
+    if phases:
+        return _closed_loop(columns, load, phases)
+    return _open_loop(columns, load)
+
+
+def completed_sessions_per_s(columns: RequestColumns, windows: Sequence[Window]) -> float:
+    """Sessions per second whose last request ended in the steady windows."""
+    length_s = sum(window.duration_s for window in windows)
+    if length_s <= 0:
+        return 0.0
+    last = session_ends_ns(columns)
+    ended = sum(int(((last > window.start_ns) & (last <= window.end_ns)).sum()) for window in windows)
+    return ended / length_s
+
+
+def session_ends_ns(columns: RequestColumns) -> Ints:
+    """When the last request of each session ended; the largest integer for sessions that did not end."""
+    _, which = np.unique(columns.session, return_inverse=True)
+    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
+    return last
+
+
+def _load(columns: RequestColumns) -> _OpenSessions:
+    started = columns.intended != MISSING
+    session, intended, end = columns.session[started], columns.intended[started], columns.end[started]
+    last = np.where(end == MISSING, columns.last_token[started], end)
+    horizon = max(int(last.max()), int(intended.max()))
+    last = np.where(last == MISSING, horizon, last)  # interrupted while open
+    _, which = np.unique(session, return_inverse=True)
+    opened = np.full(which.max() + 1, np.iinfo(np.int64).max)
+    closed = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.minimum.at(opened, which, intended)
+    np.maximum.at(closed, which, last)
+    times, index = np.unique(np.concatenate([opened, closed]), return_inverse=True)
+    change = np.zeros(len(times), np.int64)
+    np.add.at(change, index[: len(opened)], 1)
+    np.add.at(change, index[len(opened) :], -1)  # a slot that is freed and refilled at the same time is not a dip
+    return _OpenSessions(times, np.cumsum(change))
+
+
+def _closed_loop(columns: RequestColumns, load: _OpenSessions, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+    starts = [_first_intended(columns, phase.name) for phase in phases]
+    known = [(phase, start) for phase, start in zip(phases, starts, strict=True) if start is not None]
+    ends = [start for _, start in known[1:]] + [int(load.time[-1])]
+    windows = []
+    for (phase, start), end in zip(known, ends, strict=True):
+        target = phase.max_concurrency
+        span = load.first_and_last_at(LEVEL * target, start, end)
+        if span is not None and span[1] > span[0]:
+            windows.append(Window(phase.name, *span, float(target)))
+    return tuple(windows)
+
+
+def _open_loop(columns: RequestColumns, load: _OpenSessions) -> tuple[Window, ...]:
+    intended = columns.intended[columns.intended != MISSING]
+    first, last = int(intended.min()), int(intended.max())
+    if last <= first:
+        return ()
+    target = load.mean(first, last)
+    span = load.first_and_last_at(LEVEL * target, first, last)
+    if span is None or span[0] >= last:
+        return ()
+    return (Window("", span[0], last, target),)
+
+
+def _first_intended(columns: RequestColumns, phase: str) -> int | None:
+    times = columns.intended[(columns.phase == phase) & (columns.intended != MISSING)]
+    return int(times.min()) if len(times) else None
+
 
 # Service-level objectives: limits on request latencies, as in `--goodput ttft:500 tpot:50 e2el:5000`.
 
@@ -101,6 +219,16 @@ def parse_slo(texts: Iterable[str]) -> Slo:
         limits = named_settings(" ".join(own), METRICS, "--goodput", noun="metric", equals=":")
         found |= {f"{name}:{metric}" if name else metric: limit for metric, limit in limits.items()}
     return slo_from_limits(found)
+
+
+def slo_of(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> Slo:
+    """The limits of a run: those of ``--goodput``, and for other latencies those that the plan's classes bring.
+
+    ``classes``: by name, as in a plan's facts. Raises UsageError.
+    """
+    brought = {name: str(one["goodput"]) for name, one in classes.items() if one.get("goodput")}
+    own = [f"{name}:{','.join(pairs_of([text]))}" for name, text in brought.items()]
+    return slo_from_limits(parse_slo(own).limits() | parse_slo([goodput]).limits())
 
 
 def pairs_by_class(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -312,7 +440,7 @@ def measure(
     ``duration_s``: of the rates; by default from the first intended start of these requests to their last completion.
     """
     chosen = np.ones(len(columns.status), np.bool_) if rows is None else rows
-    ok = chosen & columns.ok
+    ok, generated = chosen & columns.ok, chosen & columns.generated
     duration_s = duration_s or _duration_s(columns, chosen, ok)
     tokens_in, tokens_out = int(columns.input_tokens[ok].sum()), int(columns.output_tokens[ok].sum())
     good = meets(columns, ok, slo) if slo else None
@@ -339,11 +467,11 @@ def measure(
         request_goodput=None if met is None else _rate(met, duration_s),
         slo_attainment=None if met is None or not planned else met / planned,
         steady=_steady(columns, windows, duration_s),
-        ttft=Distribution.of_ns((columns.first_token - columns.intended)[ok]),
+        ttft=Distribution.of_ns((columns.first_token - columns.intended)[generated]),
         tpot=Distribution.of_ns(tpot_ns(columns, ok)),
         itl=Distribution.of_ns(itl_ns(columns, ok)),
         e2el=Distribution.of_ns(e2el_ns),
-        ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
+        ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[generated & sent]),
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
@@ -362,13 +490,19 @@ def measure_classes(columns: RequestColumns, slo: Slo, duration_s: float | None)
 
     Raises UsageError if a class has limits and no request.
     """
-    if unknown := [name for name, _ in slo.classes if name not in columns.classes]:
-        known = f"; its classes are {', '.join(filter(None, columns.classes))}" if columns.classes else ""
-        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{known}")
+    refuse_unknown_classes(slo, columns.classes)
     return {
         name: measure(columns, rows=columns.request_class == name, slo=slo, duration_s=duration_s)
         for name in columns.classes
     }
+
+
+def refuse_unknown_classes(slo: Slo, classes: Iterable[str]) -> None:
+    """Raise UsageError for limits of a class that is not among the ``classes`` of a run."""
+    known = sorted(filter(None, classes))
+    if unknown := [name for name, _ in slo.classes if name not in known]:
+        of = f"; its classes are {', '.join(known)}" if known else ""
+        raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{of}")
 
 
 def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None:
@@ -401,7 +535,7 @@ def latency_columns(columns: RequestColumns, slo: Slo) -> dict[str, pa.Array]:
     per_token_ns = np.zeros(len(ok))
     per_token_ns[later] = tpot_ns(columns, ok)
     spans_ns = {
-        "ttft_ms": (columns.first_token - columns.intended, ok),
+        "ttft_ms": (columns.first_token - columns.intended, columns.generated),
         "tpot_ms": (per_token_ns, later),
         "e2el_ms": (columns.last_token - columns.intended, ok),
     }
@@ -431,14 +565,16 @@ def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
 def limited_ns(columns: RequestColumns, metric: str) -> npt.NDArray[np.float64]:
     """What a limit on ``metric`` is compared with, for every completed request (ns).
 
-    Infinite where the figure is unknown, so that no limit is met: TPOT of several tokens that all came at one time, and
-    TTFAT without an answer. 0 for TPOT of a single token: no later token can be too slow.
+    Infinite where the figure is unknown, so that no limit is met: TPOT of several tokens that all came at one time,
+    TTFT of an answer without tokens, and TTFAT without an answer. 0 for TPOT of a single token: no later token can be
+    too slow.
     """
     if metric == "tpot":
         span, later = columns.last_token - columns.first_token, columns.tokens_after_first
         unknown = np.where(columns.sent_tokens > 1, np.inf, 0.0)
         return np.where(later > 0, span / np.maximum(later, 1), unknown)
-    ends = {"ttft": columns.first_token, "ttfat": columns.answer_began, "e2el": columns.last_token}[metric]
+    first = np.where(columns.output_tokens > 0, columns.first_token, MISSING)
+    ends = {"ttft": first, "ttfat": columns.answer_began, "e2el": columns.last_token}[metric]
     return np.where(ends == MISSING, np.inf, np.asarray(ends - columns.intended, np.float64))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, NO_CLASS, Ints, RequestColumns
 from ebbench.analysis.metrics import NS_PER_MS, Distribution
@@ -26,6 +27,7 @@ SESSIONS = pa.schema(
     [
         pa.field("session", pa.int64(), nullable=False),
         pa.field("class", pa.string()),  # that of its first request
+        pa.field("first_turn", pa.int32(), nullable=False),  # above 0: it had begun before the run (--session-start)
         pa.field("complete", pa.bool_(), nullable=False),
         pa.field("turns", pa.int32(), nullable=False),  # planned requests, those of sub-agents included
         pa.field("completed_turns", pa.int32(), nullable=False),
@@ -67,6 +69,7 @@ def sessions_table(columns: RequestColumns) -> pa.Table | None:
     of = {
         "session": pa.array(columns.session[first]),
         "class": pa.array(names, pa.string(), mask=names == NO_CLASS),
+        "first_turn": pa.array(columns.turn[first], pa.int32()),
         "complete": pa.array(complete),
         "turns": pa.array(turns, pa.int32()),
         "completed_turns": pa.array(done, pa.int32()),
@@ -115,7 +118,7 @@ def _latest_so_far(session: Ints, ends: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class SessionFigures:
-    """Sessions of a run, or of a class of requests; times in ms, of complete sessions.
+    """Sessions that began in a run, of all or of one class; times in ms, of complete ones.
 
     ``model_share``: model time / completion time, and ``interactivity``: output tokens / request time (tokens/s), each
     over all complete sessions together.
@@ -135,6 +138,7 @@ class SessionFigures:
     @classmethod
     def of(cls, table: pa.Table) -> SessionFigures:
         """The figures of a table SESSIONS."""
+        table = table.filter(pc.equal(table["first_turn"], 0))
         done = table.filter(table["complete"])
 
         def ns(name: str) -> npt.NDArray[np.float64]:

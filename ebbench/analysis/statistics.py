@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.extras import need
+from ebbench.installation import need
 
 Floats = npt.NDArray[np.float64]
 

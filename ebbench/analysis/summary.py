@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.analysis.columns import NEEDED, NO_CLASS, RequestColumns
-from ebbench.analysis.drafting import Drafted, mean_acceptance
 from ebbench.analysis.environment import (
     LoadFacts,
     Machine,
@@ -22,8 +21,7 @@ from ebbench.analysis.environment import (
     load_of_run,
     machine_of_run,
 )
-from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
-from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
+from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.analysis.metrics import (
     ECONOMY_FIGURES,
     FURTHER_LATENCIES,
@@ -36,12 +34,64 @@ from ebbench.analysis.metrics import (
     measure,
     measure_classes,
     slo_from_limits,
+    steady_windows,
 )
 from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class, sessions_table
-from ebbench.analysis.steady import steady_windows
+from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import ESTIMATED, RunWarning
+
+FACT = "speculative"
+"""Name of the counts among the facts of a run."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """``steps``: decode steps that verified drafts, counted per sequence. ``drafted`` and ``accepted``: tokens per
+    position, as vLLM counts them."""
+
+    steps: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @staticmethod
+    def of(facts: Mapping[str, Any]) -> Drafted | None:
+        """From the facts of a run; None without speculative decoding, or where no draft was verified."""
+        counts = facts.get(FACT)
+        if not counts or not counts["steps"]:
+            return None
+        return Drafted(counts["steps"], tuple(counts["drafted"]), tuple(counts["accepted"]))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What :meth:`of` reads."""
+        return {FACT: {"steps": self.steps, "drafted": list(self.drafted), "accepted": list(self.accepted)}}
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per step and sequence: the accepted ones and one more. vLLM's name and definition."""
+        return 1.0 + sum(self.accepted) / self.steps
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of the drafts that were accepted at least up to each position."""
+        return tuple(accepted / self.steps for accepted in self.accepted)
+
+    def figures(self) -> dict[str, Any]:
+        """Figures by name, for JSON and tables."""
+        return {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance": [round(rate, 6) for rate in self.acceptance],
+            "drafted_tokens": sum(self.drafted),
+            "accepted_tokens": sum(self.accepted),
+        }
+
+
+def mean_acceptance(rates: Sequence[Sequence[float]]) -> list[float]:
+    """The mean per position over several runs; positions that a run does not have are left out."""
+    return [sum(position) / len(position) for position in zip(*rates, strict=False)]
+
 
 # The clients that sent a run's requests: machines, where there were several, and connections.
 
@@ -123,6 +173,7 @@ class Summary:
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
     kv: Mapping[str, float | None] = field(default_factory=dict)  # what a full KV cache cost the whole run
     drafted: Drafted | None = None  # of the whole run
+    estimated_answers: int = 0  # of the whole run: whose output tokens the client counted
     classes: Mapping[str, Metrics] = field(default_factory=dict)  # of each class of requests, NO_CLASS for the others
     sessions: Mapping[str, SessionFigures] = field(default_factory=dict)  # all under "", and of each class
 
@@ -171,6 +222,7 @@ class Summary:
             | metrics_dict(self.metrics)
             | ({} if self.phase else {name: self.kv.get(name) for name in KV_FIGURES})
             | (self.drafted.figures() if self.drafted is not None and not self.phase else {})
+            | ({"estimated_answers": self.estimated_answers} if self.estimated_answers else {})
             | self._parts()
             | unsound
             | verdict
@@ -305,6 +357,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         anchor_unix_ns=manifest.anchor_unix_ns,
         kv={name: manifest.facts.get(name) for name in KV_FIGURES},
         drafted=drafted,
+        estimated_answers=(manifest.facts.get(ESTIMATED) or {}).get("answers", 0),
     )
 
 

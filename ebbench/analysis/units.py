@@ -16,14 +16,14 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from ebbench.analysis.caveats import of_device
-from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of, machine_of_run
+from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, differences, load_of, machine_of_run, remedy
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
-from ebbench.config.setting_strings import Setting, pairs_of, value_of
+from ebbench.analysis.validity import of_device
+from ebbench.config.declare import Setting, pairs_of, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.run import Run, find_runs
-from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.records.warnings import ABOUT_SERVER, RunWarning
 
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",
@@ -100,7 +100,8 @@ class GateUnit:
     @property
     def configuration_hash(self) -> str:
         """Twelve hex digits over the whole environment, the key of stored baselines."""
-        text = json.dumps([[name, self.environment.get(name, UNKNOWN)] for name in ENVIRONMENT])
+        known = {name: self.environment.get(name, UNKNOWN) for name in ENVIRONMENT}
+        text = json.dumps([[name, value] for name, value in known.items() if value or name not in LATER])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -168,7 +169,7 @@ def _unit_of(run: Run) -> GateUnit:
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
         server=str(manifest.facts.get("server", "")) if manifest.engine == "endpoint" else "",
-        about_server=tuple(one for one in manifest.warnings if one.code in (WARM_CACHE, OTHER_MODEL)),
+        about_server=tuple(one for one in manifest.warnings if one.code in ABOUT_SERVER),
         cache_unknown=machine_of_run(manifest).cache_kept and manifest.facts.get("prefix_hit_rate") is None,
     )
 
@@ -211,7 +212,8 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     for unit in units[1:]:
         found = differences(first.environment, unit.environment, allowed)
         if found:
-            raise DataError(f"{side}: {first.run} and {unit.run} are not comparable ({'; '.join(found)})")
+            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(found)})"
+            raise DataError(f"{side}: {apart}; {remedy(found)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 

@@ -1,20 +1,306 @@
-"""Reasons that make a run INVALID, one sentence each.
+"""What speaks against a run: reasons that make it INVALID, failed requests by cause with a remedy, and caveats.
 
-An INVALID run is written and shown, but not gated or compared.
+An INVALID run is written and shown, but not gated or compared. Caveats of several runs are said once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
-from ebbench.records.schema import EARLIER_TURN_FAILED
+from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
+from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning
 from ebbench.spec.client import LAG_REMEDY, lag_limit_ms
+from ebbench.spec.server import VIRTUAL_TIME
+
+FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
+"""Columns of the requests table that :func:`failures_of` reads."""
+
+LONGEST_EXAMPLE = 200  # characters
+_ADVICE = re.compile(r"\((Retry-After|Location|Content-Type): [^)]*\) ")
+"""What the client puts before the body of a refusal: the headers that say what to do."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Requests with the same cause of failure. ``example``: the most frequent message, shortened; empty without one.
+
+    ``remedy``: options or steps that may help; empty if none is known.
+    """
+
+    error_class: str
+    count: int
+    example: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """``60 x error_frame: Token id 29783 is out of vocabulary -> give --vocab-size ...``."""
+        message = f"{self.count:,} x {self.error_class}" + (f": {self.example}" if self.example else "")
+        return f"{message} -> {self.remedy}" if self.remedy else message
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """A known cause, recognised by two patterns: of the error class and of the message."""
+
+    error_class: str
+    message: str
+    remedy: str
+
+    def explains(self, error_class: str, message: str) -> bool:
+        return bool(re.fullmatch(self.error_class, error_class) and re.search(self.message, message, re.IGNORECASE))
+
+
+_REFUSED_FIELD = r"(un(supported|known|recogni[sz]ed|expected)|not (permitted|supported|allowed)|extra|additional)"
+_LEAVE_OUT = "--extra-body '{{\"{}\": null}}'"
+_OTHER_LIMIT = "--max-tokens-field max_tokens (or max_completion_tokens, which chat sends by default)"
+_SERVER_LOG = "the server's log says why"
+_CAUSES = (
+    _Cause(".*", r"out of vocabulary|vocab(ulary)? size", "give --vocab-size, no larger than the model's vocabulary"),
+    _Cause(
+        ".*",
+        r"maximum (context|model) length|max_model_len|longer than the maximum|too long",
+        "give --max-model-len as the server has it, with --drop-too-long",
+    ),
+    _Cause("http_404", r"model", "give --model as the server's /v1/models names it"),
+    _Cause("http_40[45]", "", "another --endpoint (completions, chat, ...; see --help), or another URL"),
+    _Cause("http_40[13]", "", "set EBBENCH_API_KEY (or OPENAI_API_KEY) to a key that the server accepts"),
+    _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
+    _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
+    _Cause(
+        "http_4.*",
+        r"(?=.*(prompt|input)).*(must be a string|expected.*string|cannot unmarshal (array|number))",
+        "the server takes no token ids: give --endpoint chat, which sends words",
+    ),
+    _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
+    _Cause("http_4.*", r"ignore_eos", "--no-ignore-eos: the server does not know ignore_eos"),
+    _Cause("http_4.*", r"temperature", f"--temperature 1, or leave it out with {_LEAVE_OUT.format('temperature')}"),
+    _Cause(
+        "http_4.*",
+        r"stream_options",
+        f"leave it out with {_LEAVE_OUT.format('stream_options')}, if the server reports usage without being asked",
+    ),
+    _Cause("http_4.*", rf"(?=.*{_REFUSED_FIELD}).*max_(completion_)?tokens", _OTHER_LIMIT),
+    _Cause(
+        "http_4.*",
+        rf"{_REFUSED_FIELD}.*(param|argument|field|input|propert)",
+        f"try --no-ignore-eos (ignore_eos is no field of OpenAI's); leave another out with {_LEAVE_OUT.format('NAME')}",
+    ),
+    _Cause("http_4.*", "", "the server refuses the request: check --endpoint, --extra-body and --temperature"),
+    _Cause("http_3.*", r"completions/\)", "a proxy wants a slash at the end, which the API has not: change its rule"),
+    _Cause("http_3.*", "", "the server points to another URL: give that one as --engine"),
+    _Cause("http_5.*", "", _SERVER_LOG),
+    _Cause("connect_.*", r"certificate", "give the certificate authority with --ca-file, or in SSL_CERT_FILE"),
+    _Cause(
+        "client_limit", "too many open files", "a limit of this machine: raise it with `ulimit -n`, or more --workers"
+    ),
+    _Cause(
+        "client_limit",
+        "assign requested address",
+        "this machine has no free port left to the server: a lower load, or --connections other than per-request",
+    ),
+    _Cause("client_limit", "", "a limit of this machine, not of the server: check its memory and its limits"),
+    _Cause("connect_timeout", "", "a longer --connect-timeout, or a lower load"),
+    _Cause("connect_error", "", "check that the server runs at this URL"),
+    _Cause("(idle|first_token)_timeout", "", "a longer --idle-timeout, or a lower load"),
+    _Cause("total_timeout", "", "a longer --total-timeout, or a lower load"),
+    _Cause(
+        "no_usage", "", "let the server report usage in streams, or give --tokenizer FILE: tokens are then an estimate"
+    ),
+    _Cause("not_json", "", "the server must answer with JSON: check --endpoint and the URL"),
+    _Cause("bad_usage", "", "a fault of the server or of a proxy before it"),
+    _Cause("compressed_stream", "", "switch off compression of text/event-stream in the server or the proxy before it"),
+    _Cause("short_output", "", "--no-ignore-eos, if the server cannot ignore the end-of-sequence token"),
+    _Cause("long_output", "", f"if the server did not take the limit: {_OTHER_LIMIT}"),
+    _Cause("not_a_stream", r"<html|<!doctype", "a log-in page or another service answers: check the URL and the key"),
+    _Cause("not_a_stream", "", "the server must stream its answers (text/event-stream)"),
+    _Cause("error_frame|aborted|truncated|connection_(reset|closed)", "", _SERVER_LOG),
+    _Cause(EARLIER_TURN_FAILED, "", "see the failures of the turns before them"),
+    _Cause("worker_lost", "", "a client process died: check whether memory ran out"),
+    _Cause("node_lost", "", "a client node was lost: check that machine and its network, or use fewer nodes"),
+    _Cause("out_of_memory", "", "a device or topology with more memory, or smaller --max-num-seqs"),
+    _Cause("client_error", "", "a bug in ebbench: please report it with the command"),
+)
+
+
+def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
+    """Requests that did not complete, grouped by error class and cause, the most frequent first.
+
+    ``requests`` has FAILURE_COLUMNS; ``phase``: only this phase, empty: all. Every request that is not ``ok`` is in
+    exactly one group; requests without an error class are grouped by status. Requests whose clients hung up, and those
+    that were not sent because of that, did what the plan says and are no failures.
+    """
+    chosen = pc.invert(pc.is_in(requests["status"].cast(pa.string()), value_set=pa.array(["ok", ABANDONED])))
+    planned = pc.equal(pc.fill_null(requests["error_class"].cast(pa.string()), ""), EARLIER_TURN_ABANDONED)
+    chosen = pc.and_(chosen, pc.invert(planned))
+    if phase:
+        chosen = pc.and_(chosen, pc.equal(requests["phase"], phase))
+    failed = requests.select(list(FAILURE_COLUMNS)).filter(chosen)
+    if not failed.num_rows:
+        return ()
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for error_class, message, count in _distinct(failed):
+        groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
+    found = [
+        Failure(error_class, sum(count for _, count in messages), _example(messages), remedy)
+        for (error_class, remedy), messages in groups.items()
+    ]
+    return _ordered(found)
+
+
+def merge_failures(several: Iterable[Sequence[Failure]]) -> tuple[Failure, ...]:
+    """The failures of several runs merged; a merged failure keeps the first example."""
+    merged: dict[tuple[str, str], Failure] = {}
+    for failure in (failure for failures in several for failure in failures):
+        key = (failure.error_class, failure.remedy)
+        before = merged.get(key)
+        count, example = (before.count, before.example) if before else (0, "")
+        merged[key] = replace(failure, count=count + failure.count, example=example or failure.example)
+    return _ordered(merged.values())
+
+
+def _ordered(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """The most frequent first; last those that only follow from other failures."""
+
+    def place(failure: Failure) -> tuple[bool, int, str]:
+        return failure.error_class == EARLIER_TURN_FAILED, -failure.count, failure.error_class
+
+    return tuple(sorted(failures, key=place))
+
+
+def _distinct(failed: pa.Table) -> Iterator[tuple[str, str, int]]:
+    """Error class, message and count, in order of first appearance."""
+    classes = pc.coalesce(failed["error_class"].cast(pa.string()), failed["status"].cast(pa.string()))
+    pairs = pa.table({"class": classes, "body": failed["error_body"].cast(pa.string())})
+    counted = pairs.group_by(["class", "body"], use_threads=False).aggregate([([], "count_all")])
+    for row in counted.to_pylist():
+        yield row["class"], _words(row["body"] or ""), row["count_all"]
+
+
+def _remedy(error_class: str, message: str) -> str:
+    return next((cause.remedy for cause in _CAUSES if cause.explains(error_class, message)), "")
+
+
+def _example(messages: Sequence[tuple[str, int]]) -> str:
+    """The most frequent message (of equals the first), on one line."""
+    counts: dict[str, int] = {}
+    for message, count in messages:
+        counts[message] = counts.get(message, 0) + count
+    example = max(counts, key=lambda message: (bool(message), counts[message]))
+    return example if len(example) <= LONGEST_EXAMPLE else f"{example[:LONGEST_EXAMPLE].rstrip()}…"
+
+
+def _words(body: str) -> str:
+    """The message in an error body: OpenAI's ``error.message``, FastAPI's ``detail``, or the text itself."""
+    text = body.strip()
+    advice = mark[0] if (mark := _ADVICE.match(text)) else ""
+    text = text[len(advice) :]
+    if text.startswith("{"):
+        with suppress(msgspec.DecodeError, RecursionError):  # not JSON, or cut at the maximum length
+            text = _message_in(msgspec.json.decode(text)) or text
+    return " ".join(f"{advice}{text}".split())
+
+
+def _message_in(value: object) -> str:
+    """The message inside a decoded error; empty if there is none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):  # FastAPI: one entry per field
+        return "; ".join(filter(None, map(_message_in, value)))
+    if not isinstance(value, dict):
+        return ""
+    message = next(
+        (found for key in ("error", "message", "detail", "msg") if (found := _message_in(value.get(key)))), ""
+    )
+    field = value.get("param") or value.get("loc")
+    name = field[-1] if isinstance(field, list) and field else field
+    return f"{message} ({name})" if message and isinstance(name, str) and name not in message else message
+
+
+Owner = Callable[[Collection[int]], str]
+"""What stands before a caveat of the runs at these places; "" if it holds for all runs."""
+
+_NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.,]\d)")
+"""A number, but not one in a name: h100 and h200 are not the ends of a range."""
+
+
+def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
+    """The warnings of a run that are about its device: what it estimates, simplifies or leaves out.
+
+    All warnings of a simulated engine count as its device's (units of another pool, images, a server that would not
+    start). Of a real engine those about the server count, such as answers of another model and cached prompts, and not
+    those about its client and this one run. What a full KV cache cost counts on both.
+    """
+    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", *ABOUT_SERVER}
+    return tuple(str(warning) for warning in warnings if (warning.about or warning.code) in codes | {KV_CACHE})
+
+
+def told_once(said: Sequence[Iterable[str]], owner: Owner) -> list[str]:
+    """The caveats of runs, each once, preceded by ``owner``'s name for the runs that have it.
+
+    Caveats that differ only in numbers are merged, with the range of each number.
+    """
+    alike: dict[str, list[tuple[str, int]]] = {}
+    for place, texts in enumerate(said):
+        for text in texts:
+            alike.setdefault(_NUMBER.sub("#", text), []).append((text, place))
+    return [owner({place for _, place in told}) + _ranged([text for text, _ in told]) for told in alike.values()]
+
+
+def by_policy(runs: Sequence[str]) -> Owner:
+    """Names the policies of the runs that have a caveat, unless all have; ``runs``: the policy of each run."""
+
+    def owner(places: Collection[int]) -> str:
+        names = dict.fromkeys(runs[place] for place in sorted(places))
+        return "" if len(names) == len(set(runs)) else f"{', '.join(names)}: "
+
+    return owner
+
+
+def by_settings(runs: Sequence[Mapping[str, str]], words: Callable[[str, str], str], of: str) -> Owner:
+    """Names the settings that the runs with a caveat have and others lack; ``runs``: the settings of each run, by name.
+
+    No more settings are named than it takes, the first ones first. ``words``: a setting's name and values in words.
+    ``of``: what is counted where no choice of values has exactly these runs, such as ``cells``.
+    """
+
+    def owner(places: Collection[int]) -> str:
+        if len(places) == len(runs):
+            return ""
+        chosen: dict[str, list[str]] = {}
+        for name in runs[0]:
+            if values := _apart(name, places, runs):
+                chosen[name] = values
+            having = {place for place, run in enumerate(runs) if all(run[own] in chosen[own] for own in chosen)}
+            if having == set(places):
+                return f"{', '.join(words(own, ' or '.join(values)) for own, values in chosen.items())}: "
+        return f"{len(places)} of {len(runs)} {of}: "
+
+    return owner
+
+
+def _apart(name: str, places: Collection[int], runs: Sequence[Mapping[str, str]]) -> list[str]:
+    """The values of a setting at ``places``, if other runs have others; else none."""
+    values = list(dict.fromkeys(runs[place][name] for place in sorted(places)))
+    return values if len(values) < len({run[name] for run in runs}) else []
+
+
+def _ranged(texts: Sequence[str]) -> str:
+    """One text for several that differ only in numbers: "44 to 49" for 44, 47 and 49."""
+    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
+    ends = [sorted(set(column), key=lambda number: float(number.replace(",", ""))) for column in columns]
+    numbers = iter(found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" for found in ends)
+    return _NUMBER.sub(lambda _: next(numbers), texts[0])
+
 
 FAILURE_LIMIT = 0.01
 """Share of the planned requests from which on failures make a run INVALID."""
@@ -63,16 +349,17 @@ def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> 
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
         reasons.append(f"unknown request status {', '.join(unknown)}")
-    return reasons + _inconsistent(columns)
+    return reasons + _inconsistent(columns, requests)
 
 
-def _inconsistent(columns: RequestColumns) -> list[str]:
+def _inconsistent(columns: RequestColumns, requests: pa.Table) -> list[str]:
     claimed, ok = columns.status == "ok", columns.ok
     reasons = []
     untimed = int((claimed & ~ok).sum())
     if untimed:
         reasons.append(f"{untimed} completed requests lack a start, first-token or last-token time")
-    silent = int((ok & (columns.output_tokens < 1)).sum())
+    # null: an answer that has no tokens (embeddings, rerank)
+    silent = int((ok & pc.fill_null(pc.less(requests["output_tokens"], 1), False).to_numpy()).sum())
     if silent:
         reasons.append(f"{silent} completed requests have no output token")
     ordered = (columns.intended <= columns.first_token) & (columns.first_token <= columns.last_token)

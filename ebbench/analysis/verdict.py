@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ebbench.analysis.caveats import told_once
-from ebbench.analysis.environment import differences
+from ebbench.analysis.environment import differences, remedy
 from ebbench.analysis.statistics import (
     PairedInterval,
     anytime_p,
@@ -33,8 +32,9 @@ from ebbench.analysis.statistics import (
     sign_flip_p,
 )
 from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
+from ebbench.analysis.validity import told_once
 from ebbench.errors import DataError, UsageError
-from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE
+from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
@@ -156,7 +156,8 @@ def require_comparable(
     require_one_environment(candidate, allowed, "candidate")
     found = differences(baseline[0].environment, candidate[0].environment, allowed)
     if found:
-        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}")
+        alike = "measure both alike, or allow what is meant to differ"
+        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}; {alike}: {remedy(found)}")
     for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
         seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
         unlike = [unit for unit in ours if unit.plan_hash not in plans and unit.seed in seeds]
@@ -453,7 +454,7 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
 
 def _about_server(pairs: Sequence[Pair]) -> list[str]:
     """Why a server's figures are not of what was asked for; of its cache, what it means for the two sides."""
-    notes, codes = [], {OTHER_MODEL, WARM_CACHE}
+    notes, codes = [], set(ABOUT_SERVER)
     if server := _warm_server(pairs):
         codes.remove(WARM_CACHE)
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"

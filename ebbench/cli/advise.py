@@ -20,7 +20,7 @@ from ebbench.cli.run_settings import (
     setting,
 )
 from ebbench.config.declare import CLUSTER, DEFAULT_DEVICE, DEFAULT_MODEL
-from ebbench.spec.run import OF_A_SERVER
+from ebbench.spec.run import OF_A_SERVER, OF_LABELS
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.options import scenario_meant
 
@@ -125,7 +125,7 @@ def advise(
     ],
     server: ServerFlags,
     search: AdviceFlags,
-    settings: Annotated[dict[str, Any], RunSettings(_DEFAULTS, only=(*_TRAFFIC, *OF_A_SERVER))],
+    settings: Annotated[dict[str, Any], RunSettings(_DEFAULTS, only=(*_TRAFFIC, *OF_A_SERVER, *OF_LABELS))],
     runs: Annotated[Path, typer.Option("--runs", help="Directory of stored runs.")] = Path("runs/advise"),
     workers: Annotated[int | None, typer.Option("--workers", help="Processes. Default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -139,7 +139,7 @@ def advise(
     """
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.advice.simulate import api_server_left_out
-    from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
+    from ebbench.runs.conclude import ApiServerBusyError, again_if_busy
     from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 
@@ -209,12 +209,12 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
 
 
 def _of_server(settings: Mapping[str, Any], api_server: str) -> dict[str, Any]:
-    """The server's other settings that differ from their defaults, by the names of ``RunSpec.changed``."""
+    """The server's other settings that differ from their defaults, and labels, by the names of ``RunSpec.changed``."""
     from ebbench.spec.run import known_settings
     from ebbench.spec.server import version_defaults
 
     own = version_defaults(settings.get("vllm_version")) | {"api_server": api_server}
-    own |= {name: settings[name] for name in OF_A_SERVER if name in settings and name != "api_server"}
+    own |= {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings and name != "api_server"}
     left_out = ("assume_decoder", "max_model_len")  # in the model's name, and in the plan
     known = known_settings()
     return {name: value for name, value in own.items() if name not in left_out and value != known[name].default}
@@ -247,7 +247,7 @@ def _most(workload: str, columns: str | None) -> int:
 def _search(question: AdviceQuestion, store: RunStore, *, workers: int | None, quiet: bool) -> SearchResult:
     """Carry out the runs of the search."""
     from ebbench.advice.simulate import objective, search
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     def make(name: str, cells: Sequence[RunSpec]) -> None:
         with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -259,7 +259,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
     """Carry out the runs of the crossovers."""
     from ebbench.advice.candidates import load_of
     from ebbench.advice.simulate import concurrency_cells, mix_cells
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     load = load_of(question, store)
     pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
@@ -269,7 +269,7 @@ def _crossovers(question: AdviceQuestion, store: RunStore, *, workers: int | Non
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from ebbench.advice.simulate import tune, tuning_cells
-    from ebbench.runs.progress import with_progress
+    from ebbench.runs.execute import with_progress
 
     question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
     cells = tuning_cells(question, policy, budget)
@@ -282,7 +282,7 @@ def _print(found: Advice) -> None:
     from rich.text import Text
 
     from ebbench.advice import sentences
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     question = found.question

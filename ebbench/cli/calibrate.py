@@ -104,7 +104,7 @@ def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | N
 
 def _sizes(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas and increasing. Raises UsageError."""
-    from ebbench.config.setting_strings import Setting, values_of
+    from ebbench.config.declare import Setting, values_of
     from ebbench.errors import UsageError
 
     found = values_of(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
@@ -121,7 +121,7 @@ def _not_there(path: Path) -> None:
 
 
 def _gpu_name() -> str | None:
-    from ebbench.engines.machine import visible_gpus
+    from ebbench.engines.setup import visible_gpus
 
     return next((gpu.name for gpu in visible_gpus()), None)
 
@@ -150,9 +150,9 @@ def _measure_virtual(
     from ebbench.calibration.check import check_prediction
     from ebbench.calibration.measure import calibrate as measure
     from ebbench.devices.loader import load_device
-    from ebbench.engines import select_engine
+    from ebbench.engines.setup import select_engine
     from ebbench.errors import UnknownNameError
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.render.live import Work, shown
 
     if engine not in ("sim", "emulated"):
@@ -187,10 +187,9 @@ def _measure_vllm(
     from ebbench.calibration.measure import cost_grid, fit
     from ebbench.calibration.rounds import measure_steps, start
     from ebbench.devices.profiles import find_model
-    from ebbench.engines.machine import machine_name
-    from ebbench.engines.setup import unknown_device
+    from ebbench.engines.setup import machine_name, unknown_device
     from ebbench.engines.vllm_command import check_positions, check_servable, check_vllm_options
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.render.live import Work, shown
 
     check_vllm_options(vllm_options)

@@ -65,7 +65,7 @@ def _limit(levels: list[LoadLevel]) -> dict[str, float] | None:
 def _print(levels: list[LoadLevel]) -> None:
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     headings = ("streams", "tokens/s", "CPU/token", "send lag", "loop lag", "TTFT error p50", "p99", "server late")

@@ -45,7 +45,7 @@ def compare(
         found_as = comparison.plain if style == "csv" else comparison.document
         sys.stdout.write(rendered(found_as(found), style))
         return
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     console.print(comparison.console(found, console.width))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from ebbench.resources import bundled_dir
+from ebbench.installation import bundled_dir
 
 _DEVICES = Path(__file__).resolve().parents[1] / "devices" / "data"
 ENGINES = ("auto", "sim", "emulated", "vllm", "http://")

@@ -30,8 +30,8 @@ def list_command(as_json: JsonFlag = False) -> None:
     if as_json:
         typer.echo(json.dumps({"devices": devices, "models": models}))
         return
-    from ebbench.render.console import Console
     from ebbench.render.devices import listing
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     for table in listing(devices, models):
@@ -78,7 +78,7 @@ def show(
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
     from ebbench.engines.checks import check_counts
-    from ebbench.spec.speculative import speculative_of
+    from ebbench.spec.server import speculative_of
 
     check_tp(tp, link)
     check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
@@ -111,8 +111,8 @@ def show(
 
 
 def _print(facts: DeviceFacts) -> None:
-    from ebbench.render.console import Console
     from ebbench.render.devices import page
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     for part in page(facts):

@@ -58,7 +58,7 @@ def examine(*, quick: bool) -> list[CheckResult]:
 
 def optional() -> list[CheckResult]:
     """One finding per extra: its purpose, what is missing, and the command that installs it."""
-    from ebbench.extras import EXTRAS
+    from ebbench.installation import EXTRAS
 
     findings = []
     for extra in EXTRAS.values():
@@ -97,7 +97,7 @@ def _ebbench() -> CheckResult:
 
 def _libraries() -> CheckResult:
     """Whether the libraries of every ebbench installation are present."""
-    from ebbench.extras import own_distributions
+    from ebbench.installation import own_distributions
 
     own = own_distributions()
     missing = [name for name in own if _version(name) is None]
@@ -188,7 +188,7 @@ def _plugin() -> CheckResult:
 
 
 def _gpus() -> list[CheckResult]:
-    from ebbench.engines.machine import profile_of, visible_gpus
+    from ebbench.engines.setup import profile_of, visible_gpus
 
     gpus = visible_gpus()
     if not gpus:
@@ -208,7 +208,7 @@ def _gpus() -> list[CheckResult]:
 
 
 def _print(findings: list[CheckResult], extras: list[CheckResult], engines: dict[str, str]) -> None:
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     console.print(_table(findings))

@@ -89,7 +89,7 @@ def _list_faults() -> None:
     from rich.table import Table
 
     from ebbench.fakeserver.config import KINDS
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("fault", no_wrap=True)

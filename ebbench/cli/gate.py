@@ -13,7 +13,7 @@ import typer
 
 from ebbench.cli.options import grouped, opt
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
-from ebbench.untrusted import visible
+from ebbench.foreign.documents import visible
 
 if TYPE_CHECKING:
     from ebbench.analysis.units import GateUnit
@@ -243,7 +243,7 @@ def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     from ebbench.analysis.verdict import MAX_PAIRS, pairs_needed
     from ebbench.gate.interleave import Side, measure_pairs
     from ebbench.records.files import sole_use
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.render.live import Work, shown
 
     rules = question.rules
@@ -285,7 +285,7 @@ def _say(line: str) -> None:
 
 def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
     from ebbench.gate import verdicts
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     if wanted.as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")

@@ -96,13 +96,13 @@ def gateway(flags: GatewayFlags) -> None:
 
     ebbench gateway -u http://127.0.0.1:8001 -u http://127.0.0.1:8002 --dispatch sbs
     """
-    from ebbench.extras import need
+    from ebbench.installation import need
 
     for module in ("starlette", "uvicorn"):
         need(module, "ebbench gateway", "gateway")
     from ebbench.gateway.serve import serve
     from ebbench.gateway.settings import GatewaySettings
-    from ebbench.process.collector import no_full_collections
+    from ebbench.process.interpreter import no_full_collections
 
     given = vars(flags) | {"upstreams": tuple(flags.upstreams), "signals": tuple(flags.signals or ())}
     text = f"{len(flags.upstreams)} upstreams, dispatch {flags.dispatch}; Ctrl-C ends it"

@@ -146,7 +146,7 @@ def _as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Thresh
 def _print(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str) -> None:
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     console.print(f"{lengths.name}: {found.samples:,} responses ({lengths.source})", markup=False, style="bold")

@@ -23,8 +23,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from ebbench.cli.options import Command, ShownWhole, refuse_repeats
 from ebbench.errors import EbbenchError, UsageError
+from ebbench.foreign.documents import visible
 from ebbench.process.termination import finish, held, received
-from ebbench.untrusted import visible
 
 # What is wrong with a command's surroundings, found before anything is measured.
 
@@ -82,6 +82,7 @@ MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve
 COMMANDS: dict[str, CommandEntry] = {
     "run": CommandEntry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
     "show": CommandEntry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
+    "runs": CommandEntry("ebbench.cli.runs:app", MEASURE, "List stored runs; remove, move or export them."),
     "capacity": CommandEntry("ebbench.cli.capacity:capacity", MEASURE, "Find the highest load within latency limits."),
     "plan": CommandEntry("ebbench.cli.plan:plan", UNDERSTAND, "Find the cheapest GPUs for a request rate."),
     "sweep": CommandEntry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings; can be resumed."),

@@ -107,7 +107,7 @@ def plan(
 
     Exit code 2 if no candidate carries the rate within the limits.
     """
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing import chart, plan_sentences
     from ebbench.sizing.candidates import find_plan, plan_tasks
 

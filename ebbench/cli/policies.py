@@ -23,7 +23,7 @@ def list_policies(as_json: Annotated[bool, typer.Option("--json", help="One JSON
         return
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
@@ -63,7 +63,7 @@ def show_policy(
         return
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     console.say(f"{spec.name}: {spec.description}")

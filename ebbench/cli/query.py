@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.errors import UnknownNameError
-from ebbench.untrusted import csv_cell, visible
+from ebbench.foreign.documents import csv_cell, visible
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
 FORMATS = ("table", "csv", "json", "parquet")
 
@@ -122,7 +122,7 @@ _LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one bel
 def _table(result: pa.Table) -> str:
     import io
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     text = io.StringIO()
     _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
@@ -134,7 +134,7 @@ def _print(result: pa.Table, console: Console | None = None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = console or Console(highlight=False)
     if result.num_columns * _LEAST_WIDTH > console.width:

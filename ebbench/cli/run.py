@@ -74,25 +74,16 @@ def run(
 
     Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """
-    from ebbench.run_policies import Output, dry_run, parse_repeats, run_policies
+    from ebbench.run_policies import dry_run, run_policies, series_and_output
     from ebbench.runs.file import FURTHER
-    from ebbench.runs.prepare import series_of
 
     asked = _asked(context, workload, settings, output, vllm_options)
-    series = series_of({name: value for name, value in asked.items() if name not in FURTHER})
-    words, most = str(asked.get("repeats", "1")), int(asked.get("max_repeats", 30))
-    repeats, until_clear = parse_repeats(words, most, policies=len(series.policies))
-    series = replace(series, repeats=repeats, until_clear=until_clear, price_per_hour=asked.get("price_per_hour"))
-    directory, target = (_path(asked.get(name)) for name in ("output_dir", "save_as_vllm"))
-    destination = Output(directory, target, output.all_percentiles, output.as_json, output.quiet)
+    series, stored = series_and_output(asked)
+    destination = replace(stored, all_percentiles=output.all_percentiles, as_json=output.as_json, quiet=output.quiet)
     if output.dry_run:
         dry_run(series, destination, {name: asked[name] for name in FURTHER if name in asked})
     else:
         run_policies(series, destination)
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _plain(value: Any) -> Any:
@@ -104,13 +95,12 @@ def _asked(
     context: typer.Context, workload: str, settings: dict[str, Any], output: RunOutput, vllm_options: list[str] | None
 ) -> dict[str, Any]:
     """Settings, and keys of FURTHER, that are given: by the file in place of a workload, and by options."""
-    from ebbench.runs.file import FURTHER, is_run_file, read_run_file
+    from ebbench.runs.file import FURTHER, asked_for
 
     given = {name for name in context.params if is_given(context, name)}
-    asked = read_run_file(Path(workload).expanduser()) if is_run_file(workload) else {"workload": workload}
-    asked |= settings | {name: _plain(context.params[name]) for name in FURTHER if name in given}
+    asked = settings | {name: _plain(context.params[name]) for name in FURTHER if name in given}
     asked |= {"goodput": " ".join(output.goodput)} if output.goodput else {}
-    return asked | ({"vllm_options": vllm_options} if vllm_options else {})
+    return asked_for(workload, asked | ({"vllm_options": vllm_options} if vllm_options else {}))
 
 
 run.command_class = RunsCommand  # type: ignore[attr-defined]

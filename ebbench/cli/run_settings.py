@@ -20,7 +20,10 @@ LIMITS, OUTPUT = "Limits", "Output"
 
 WorkloadArgument = Annotated[
     str,
-    typer.Argument(help="A workload (`ebbench workloads list`), or log:FILE.", autocompletion=completion.workloads),
+    typer.Argument(
+        help="A workload (`ebbench workloads list`), log:FILE, or several with shares.",
+        autocompletion=completion.workloads,
+    ),
 ]
 VllmOptions = Annotated[
     list[str] | None,
@@ -50,7 +53,7 @@ class RunsCommand(GoodputCommand):
     everyday = frozenset((
         "policy", "engine", "device", "model", "max_num_seqs", "max_num_batched_tokens", "scenario", "max_concurrency",
         "request_rate", "num_prompts", "seed", "source", "input_len", "output_len", "topology", "goodput", "repeats",
-        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run",
+        "attainment", "by", "precision", "output_dir", "plot", "as_json", "quiet", "dry_run", "name",
     ))  # fmt: skip
 
 

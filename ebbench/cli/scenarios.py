@@ -36,7 +36,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
         return
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("scenario", no_wrap=True)
@@ -97,7 +97,7 @@ def _laid_out(
 def _print(spec: ScenarioSpec, arrivals: dict[str, float] | None) -> None:
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     console = Console(highlight=False)
     console.print(f"{spec.name}: {spec.description}", markup=False)

@@ -6,16 +6,18 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ebbench.cli.options import grouped
+from ebbench.cli.run_settings import RunSettings
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 from ebbench.runs.key import key_of
+from ebbench.spec.run import OF_LABELS
 
 if TYPE_CHECKING:
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.runs.pool import Pool
     from ebbench.sweep.drive import Result, SweepStore
     from ebbench.sweep.spec import Sweep
@@ -44,6 +46,7 @@ class PoolFlags:
 
 @grouped
 def sweep(
+    context: typer.Context,
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The grid; see docs/sweeps.md.")],
     output_dir: Annotated[
         Path | None,
@@ -51,6 +54,7 @@ def sweep(
     ] = None,
     *,
     pool: PoolFlags,
+    labels: Annotated[dict[str, Any], RunSettings(only=OF_LABELS)],
     metric: Annotated[
         str | None,
         typer.Option(
@@ -72,13 +76,13 @@ def sweep(
     fails is reported, the others continue, and the next call tries it again. Cells on a server's URL run one at a time.
     """
     from ebbench.records.run import slug
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sweep import show
     from ebbench.sweep.drive import SweepStore, run_sweep
     from ebbench.sweep.show import findings
     from ebbench.sweep.spec import load_sweep, trace_notes
 
-    grid = load_sweep(spec)
+    grid = load_sweep(spec).labelled(labels)
     metric = _metric(grid, metric)
     store = SweepStore(output_dir or Path("sweeps") / slug(grid.name))
     output = Console(highlight=False)

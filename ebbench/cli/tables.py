@@ -174,7 +174,7 @@ def _policies(names: list[str]) -> tuple[str, ...]:
 
 
 def _numbers(text: str, option: str) -> tuple[float, ...]:
-    from ebbench.config.setting_strings import Setting, values_of
+    from ebbench.config.declare import Setting, values_of
 
     return values_of(option, text, Setting("", above=0, infinite=True, example="2,5,10"))
 

@@ -252,7 +252,7 @@ def _usage_errors() -> Iterator[None]:
 
 
 def _known_costs(path: Path | None, device: str | None, model: str | None) -> Calibration | None:
-    from ebbench.foreign.opening import read_text
+    from ebbench.foreign.documents import read_text
     from vllm_eb.calibration import CalibrationError, calibration_from_json
 
     if (device is None) != (model is None):
@@ -293,7 +293,7 @@ def _show(title: str, values: Mapping[str, Value], as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     table = Table("symbol", "value", "meaning", title=title, title_justify="left")
     for name, value in values.items():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ebbench.cli import completion
 from ebbench.cli.calibrate import Contexts, Seqs, Tokens, grid_of
 from ebbench.cli.options import Command, grouped, opt
-from ebbench.cli.run_settings import VllmOptions
+from ebbench.cli.run_settings import RunSettings, VllmOptions
+from ebbench.spec.run import OF_LABELS, Labels
 
 if TYPE_CHECKING:
     from ebbench.validation.question import ValidationQuestion
@@ -114,9 +117,11 @@ class ValidationOutputFlags:
 
 @grouped
 def validate(
+    context: typer.Context,
     what: WhatFlags,
     how: HowFlags,
     output: ValidationOutputFlags,
+    labels: Annotated[dict[str, Any], RunSettings(only=OF_LABELS)],
     vllm_options: VllmOptions = None,
 ) -> None:
     """Measure how accurate simulated results are on this machine.
@@ -127,7 +132,7 @@ def validate(
     """
     from ebbench.validation.command import run_validation
 
-    question = question_of(what, how, tuple(vllm_options or ()))
+    question = replace(question_of(what, how, tuple(vllm_options or ())), labels=Labels(**labels))
     word = run_validation(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)
     sys.exit(5 if word == "undecided" else 0)
 
@@ -175,7 +180,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
 
 
 def _loads(text: str | None) -> tuple[int, ...]:
-    from ebbench.config.setting_strings import Setting, values_of
+    from ebbench.config.declare import Setting, values_of
 
     found = values_of("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
     return tuple(sorted(set(found)))

@@ -15,7 +15,7 @@ from ebbench.cli.run_settings import setting
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
 
 # The part of `ebbench workloads show log:FILE` that is about the log itself.
@@ -121,7 +121,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     table = _table("workload", "kind", "sessions", "description")
     for row in rows:
@@ -204,7 +204,7 @@ def fit(
 
 def _print(name: str, found: dict[str, Any]) -> None:
     from ebbench.analysis.environment import time_note
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     facts = found["facts"]
     console = Console(highlight=False)

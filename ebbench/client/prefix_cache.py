@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.content import block_tokens
+from ebbench.records.plan import block_tokens
 from ebbench.records.warnings import WARM_CACHE, RunWarning, warning
 
 # Remembers which prompts were sent to which server: its prefix cache may still hold them.
@@ -128,7 +128,7 @@ def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None
 
 def drafts(server_metrics: pa.Table) -> dict[str, Any]:
     """The tokens that a server drafted and accepted during a run, by its own counters, as facts of the run
-    (:mod:`ebbench.analysis.drafting`); empty if it reports none."""
+    (:mod:`ebbench.analysis.summary`); empty if it reports none."""
     steps, drafted = (sum(_growths(server_metrics, name).values()) for name in (_DRAFTS, _DRAFTED))
     accepted: dict[int, float] = {}
     for labels, growth in _growths(server_metrics, _ACCEPTED).items():

@@ -15,8 +15,7 @@ import pyarrow as pa
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.release_schedule import Arrivals, Slots
 from ebbench.errors import UsageError
-from ebbench.records.content import CHUNK_TOKENS, block_tokens
-from ebbench.records.plan import ClosedPhase, TurnGraph, turn_graph
+from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, TurnGraph, block_tokens, turn_graph
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class SessionPlan:
     def turn(self, row: int) -> Turn:
         """One request."""
         fields: dict[str, Any] = {name: self.columns[name][row] for name in _TURN_COLUMNS}
-        for name in ("lora", "image_tokens", "image_side"):
+        for name in _ATTACHED:
             if name in self.columns and (value := self.columns[name][row]) is not None:
                 fields[name] = value
         return Turn(row=row, block_tokens=self.block_tokens, **fields)
@@ -69,6 +68,8 @@ class _LazyColumn(Sequence[Any]):
 
 
 _LARGE = ("hash_ids", "prompt")
+_ATTACHED = ("lora", "image_tokens", "image_side", "priority")
+"""Columns of PLAN_EXTRAS that a body depends on."""
 _TURN_COLUMNS = ("request_id", "turn", "input_tokens", "output_tokens", "content", "hash_ids", "prompt")
 
 
@@ -82,7 +83,7 @@ def plan_sessions(
         name: _LazyColumn(table.column(name)) if name in _LARGE else table.column(name).to_pylist()
         for name in _TURN_COLUMNS
     }
-    for name in ("hang_up_ns", "lora", "image_tokens", "image_side"):
+    for name in ("hang_up_ns", *_ATTACHED):
         if name in table.column_names:
             columns[name] = table.column(name).to_pylist()
     graph = turn_graph(table)
@@ -136,14 +137,19 @@ def check_attachments(table: pa.Table, endpoint: str, served: frozenset[str] | N
         raise UsageError(f"the server does not serve the adapter {missing[0]!r}; it serves {', '.join(sorted(served))}")
 
 
-def rows_too_long(table: pa.Table, max_model_len: int | None, drop_too_long: bool) -> frozenset[int]:
+def rows_too_long(
+    table: pa.Table, max_model_len: int | None, drop_too_long: bool, prompts_only: bool = False
+) -> frozenset[int]:
     """Rows to leave out because prompt plus output exceed ``max_model_len`` tokens (None: no limit known).
+
+    ``prompts_only``: no output is generated.
 
     Raises UsageError if such rows exist and ``drop_too_long`` is False, or if no row is left.
     """
     if max_model_len is None:
         return frozenset()
-    total = table.column("input_tokens").to_numpy() + table.column("output_tokens").to_numpy()
+    total = table.column("input_tokens").to_numpy()
+    total = total if prompts_only else total + table.column("output_tokens").to_numpy()
     rows = np.flatnonzero(total > max_model_len)
     if rows.size == 0:
         return frozenset()

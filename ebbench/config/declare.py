@@ -1,13 +1,92 @@
-"""Declares a setting of a run: its default, help, range, and how a user writes it."""
+"""Declares a setting of a run: its default, help, range, and how a user writes it, in a string too (``ttft:500``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
-from ebbench.config.setting_strings import check_range, option_name
-from vllm_eb.settings import Setting
+from ebbench.errors import UnknownNameError, UsageError
+from vllm_eb.settings import (
+    Setting,
+    SettingError,
+    UnknownSettingError,
+    check_value,
+    read_settings,
+    read_value,
+    setting,
+    settings_of,
+    split_kind,
+    split_pairs,
+)
+
+__all__ = [
+    "COUNT",
+    "NOT_NEGATIVE",
+    "PORT",
+    "POSITIVE",
+    "Setting",
+    "check_fields",
+    "check_range",
+    "named_settings",
+    "option_name",
+    "pairs_of",
+    "setting",
+    "settings_of",
+    "split_kind",
+    "split_pairs",
+    "value_of",
+    "values_of",
+]
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except UnknownSettingError as error:
+        if not error.known:
+            raise UsageError(str(error)) from None
+        raise UnknownNameError(error.what, error.name, error.known) from None
+    except SettingError as error:
+        raise UsageError(str(error)) from None
+
+
+named_settings = _usage_errors()(read_settings)
+""":func:`vllm_eb.settings.read_settings`, but raises UnknownNameError for an unknown key, UsageError for a value."""
+check_range = _usage_errors()(check_value)
+""":func:`vllm_eb.settings.check_value`, but raises UsageError."""
+value_of = _usage_errors()(read_value)
+""":func:`vllm_eb.settings.read_value`, but raises UsageError."""
+
+
+def values_of(option: str, text: str, about: Setting) -> tuple[Any, ...]:
+    """The values of an option that takes several, separated by commas or white space. Raises UsageError."""
+    with _usage_errors():
+        return tuple(read_value("", part, about, option, equals="") for part in split_pairs(text))
+
+
+def pairs_of(texts: Iterable[str]) -> list[str]:
+    """The pairs of an option that may be repeated, with one or several pairs per use."""
+    return [pair for text in texts for pair in split_pairs(text)]
+
+
+POSITIVE, NOT_NEGATIVE, COUNT = Setting("", above=0), Setting("", at_least=0), Setting("", at_least=1)
+PORT = Setting("", at_least=0, at_most=65535)
+
+
+def option_name(field: str) -> str:
+    """The command-line option of a field: without the unit of times, which its help says."""
+    return f"--{field.removesuffix('_s').replace('_', '-')}"
+
+
+def check_fields(owner: object, names: Iterable[str], about: Setting) -> None:
+    """Raise UsageError, naming the option, for a field of ``owner`` that is out of range; None is allowed."""
+    with _usage_errors():
+        for name in names:
+            check_value(option_name(name), getattr(owner, name), about)
+
 
 DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
 """What a command simulates where neither a device nor a model is given."""
@@ -17,7 +96,7 @@ DEFAULT_VLLM = "0.32"
 
 
 WORKLOAD, LOAD, SESSIONS, ENGINE = "Workload", "Load", "Sessions", "Engine"
-CLIENT, CLUSTER = "Client (with a server's URL)", "Several instances"
+CLIENT, CLUSTER, LABELS = "Client (with a server's URL)", "Several instances", "Labels"
 
 
 @dataclass(frozen=True)
@@ -48,6 +127,14 @@ class Declared:
     default: Any
     about: Setting
     option: Option | None
+    shown: str | None = None
+    """A run's condition in words where the value is not the default, with a place for it; "": told elsewhere."""
+
+    def condition(self, value: Any) -> str:
+        """The value as a condition of a run; "" for the default, and where it is told elsewhere."""
+        if value is None or value == self.default or self.shown == "":
+            return ""
+        return f"{self.name} {value}" if self.shown is None else self.shown.format(value)
 
     @property
     def option_names(self) -> tuple[str, ...]:
@@ -61,14 +148,16 @@ def declare(
     default: Any = MISSING, help: str = "", panel: str = "", *, default_factory: Any = MISSING,
     names: tuple[str, ...] = (),
     turns_off: bool = False, complete: str = "", text: Any = None,
-    read: Callable[[Any], Mapping[str, Any]] | None = None, **about: Any,
+    read: Callable[[Any], Mapping[str, Any]] | None = None, shown: str | None = None, **about: Any,
 ) -> Any:  # fmt: skip
     """A dataclass field that is a setting; ``about``: range and unit, as in :class:`vllm_eb.settings.Setting`.
+
+    ``shown``: as in :class:`Declared`.
 
     Without a panel it has no option of its own, only a name in files.
     """
     option = Option(panel, names, turns_off, complete, text, read) if panel else None
-    noted = {"declared": (Setting(help, **about), option)}
+    noted = {"declared": (Setting(help, **about), option, shown)}
     given = {"default": default} if default is not MISSING else {}
     given |= {"default_factory": default_factory} if default_factory is not MISSING else {}
     return field(**given, metadata=noted)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ebbench.config.setting_strings import Setting, named_settings, split_pairs
+from ebbench.config.declare import Setting, named_settings, split_pairs
 from ebbench.errors import UsageError
 
 PIPELINE = (

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import HostCosts, release_of
-from ebbench.spec.speculative import Speculative
+from ebbench.spec.server import HostCosts, Speculative, release_of
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
+    from ebbench.devices.capacity import KvLayout
     from ebbench.devices.geometry import ModelGeometry
-    from ebbench.devices.kv_layout import KvLayout
     from ebbench.devices.profiles import DeviceProfile
 
 

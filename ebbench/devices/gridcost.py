@@ -9,7 +9,7 @@ import numpy as np
 
 from ebbench.devices.base import StepShape
 from ebbench.errors import InputFileError
-from ebbench.foreign.opening import read_text
+from ebbench.foreign.documents import read_text
 from vllm_eb.calibration import Calibration, CalibrationError, CostGrid, calibration_from_json
 
 

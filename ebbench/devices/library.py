@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.profiles import DeviceProfile
-from ebbench.extras import EXTRAS
+from ebbench.installation import EXTRAS
 
 Array = npt.NDArray[np.float64]
 

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from ebbench.devices import library
 from ebbench.devices.base import SINGLE, Drafter, Parallel, StepShape
-from ebbench.devices.collectives import GRAPH_TOKENS
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import select, source
-from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
+from ebbench.devices.layers import GRAPH_TOKENS, MAX_SAMPLED, MAX_TOKENS, step_arrays
 from ebbench.devices.profiles import DeviceProfile, list_devices
 from ebbench.devices.surfaces import (
     KINDS_IN_WORDS,

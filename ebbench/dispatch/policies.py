@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbench.config.setting_strings import Setting, named_settings, settings_of, split_kind
+from ebbench.config.declare import Setting, named_settings, settings_of, split_kind
 from ebbench.dispatch.allocate import AdaptiveInterval
 from ebbench.dispatch.base import Dispatcher, Fleet, PrefixMemory
 from ebbench.dispatch.immediate import (

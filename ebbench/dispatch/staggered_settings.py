@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
-from ebbench.config.setting_strings import Setting, setting
+from ebbench.config.declare import Setting, setting
 
 # The three-way readiness check of section 4.1.2: empty queue, end-of-forward signal, watchdog.
 

@@ -60,7 +60,7 @@ class StepTableParts(TableParts, Protocol):
 
 @dataclass(frozen=True)
 class EngineResult:
-    """Tables in the schemas of :mod:`ebbench.records.schema`, and entries for the manifest.
+    """Tables in the schemas of :mod:`ebbench.records.files`, and entries for the manifest.
 
     ``steps`` of an engine that was asked for figures only lacks columns that no figure needs.
 

@@ -9,16 +9,14 @@ from math import inf
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.config.setting_strings import option_name
+from ebbench.config.declare import option_name
 from ebbench.config.topology import TopologySpec
-from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import RunWarning, caveat, warning
 from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
-from vllm_eb.refills import LONGEST_PERIOD
 
 
 def check_counts(**counts: int | float | None) -> None:
@@ -38,7 +36,10 @@ _MOST_WARMUP = 1_000_000
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
     """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
     _check_vllm_limits(options)
-    chosen_api_server(options.api_server, options.api_server_count)
+    if options.api_server != OFF or options.api_server_count is not None:
+        from ebbench.devices.profiles import chosen_api_server
+
+        chosen_api_server(options.api_server, options.api_server_count)
     if not 0 <= options.warmup <= _MOST_WARMUP:
         raise UsageError(f"--warmup must be 0 or more requests, at most {_MOST_WARMUP:,}, not {options.warmup}")
     if options.max_num_batched_tokens < options.max_num_seqs:
@@ -168,13 +169,23 @@ def stated_limits(options: EngineOptions) -> list[RunWarning]:
 IMAGES_AS_TOKENS = caveat("images-as-tokens")
 
 
-def refuse_adapters(plan: Plan, engine: str) -> None:
-    """Raise UsageError for LoRA adapters on an engine that has none: they would change nothing there."""
+def refuse_unsimulated(plan: Plan, engine: str) -> None:
+    """Raise UsageError for LoRA adapters and priorities on an engine that has none: they would change nothing there."""
+    if _uses(plan, "priority"):
+        raise UsageError(
+            f"priorities of classes are sent to a server; engine {engine} has none: leave them out, or give "
+            "--engine URL (or vllm, with -- --scheduling-policy priority)"
+        )
     if _uses(plan, "lora"):
         raise UsageError(
             f"--lora-assignment chooses adapters of a server; engine {engine} simulates none: leave it out, or give "
             "--engine URL (or vllm, with -- --enable-lora --lora-modules NAME=PATH)"
         )
+
+
+def unverified_priorities(plan: Plan) -> list[RunWarning]:
+    """A warning if requests carry priorities: a server does not report whether it schedules by them."""
+    return [warning("priorities-unverified")] if _uses(plan, "priority") else []
 
 
 def notes_of(plan: Plan) -> tuple[str, ...]:
@@ -196,6 +207,8 @@ def rank_notes(policy: PolicySpec, ranks: int) -> tuple[str, ...]:
     """What an instance of ``ranks`` data-parallel ranks needs at its start so that they refill together."""
     if ranks == 1 or not policy.aligns_ranks:
         return ()
+    from vllm_eb.strategy import LONGEST_PERIOD
+
     return (caveat("count-passes", ranks=ranks, interval=LONGEST_PERIOD),)
 
 

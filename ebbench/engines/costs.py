@@ -14,7 +14,7 @@ from typing import Any
 from ebbench.devices.base import QUANTIZATIONS, Device
 from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
-from ebbench.foreign.opening import read_text
+from ebbench.foreign.documents import read_text
 from ebbench.records.warnings import caveat
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
@@ -52,7 +52,7 @@ def serving_costs(
     if not needing:
         return None
     from ebbench.devices.loader import load_device
-    from ebbench.engines.machine import local_device, machine_name
+    from ebbench.engines.setup import local_device, machine_name
 
     profile = device or local_device()
     if profile is None:
@@ -106,8 +106,7 @@ def local_hardware(
     A GPU with a profile has the profile's name. Only vLLM knows what fits. Raises what :func:`serving_costs` raises.
     """
     from ebbench.devices.profiles import find_profile
-    from ebbench.engines.machine import local_device, machine_name
-    from ebbench.engines.setup import unknown_device
+    from ebbench.engines.setup import local_device, machine_name, unknown_device
 
     costs = serving_costs(
         policies, options, calibration=calibration, device=device, model=model, vllm_options=vllm_options

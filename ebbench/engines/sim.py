@@ -8,35 +8,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
-from ebbench.devices.apiserver import answering_costs
 from ebbench.devices.base import Device
-from ebbench.devices.collectives import choose_link
+from ebbench.devices.layers import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
+from ebbench.devices.profiles import answering_costs
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import (
     check_fits,
     notes_of,
     num_kv_blocks,
-    refuse_adapters,
     refuse_queue_limits,
     refuse_undecided,
+    refuse_unsimulated,
 )
 from ebbench.errors import RunError, UsageError
-from ebbench.process.collector import collector_paused
+from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
 from ebbench.records.warnings import caveat
 from ebbench.simulation.api_server import QueueLimits
-from ebbench.simulation.drafting import Drafting
 from ebbench.simulation.engine import Unit
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv, StreamKv, streams_take_turns
 from ebbench.simulation.loop import EventLoop
@@ -54,12 +53,15 @@ from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
 from ebbench.simulation.tables import requests_table, table_of_records, with_failures
-from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
-from vllm_eb.refills import LONGEST_PERIOD
+from vllm_eb.strategy import LONGEST_PERIOD
 from vllm_eb.theory import NO_DRAFTS
+
+if TYPE_CHECKING:
+    from ebbench.simulation.drafting import Drafting
+    from ebbench.simulation.transfer import Handover
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -210,7 +212,7 @@ class SimEngine:
             raise UsageError(
                 "--speculative is not simulated with separate prefill and decode pools; leave one of them out"
             )
-        refuse_adapters(plan, self.name)
+        refuse_unsimulated(plan, self.name)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
                 try:
@@ -261,7 +263,8 @@ class _Simulation:
         self._device, self._options, self._make_kv = device, options, make_kv
         self._whole = with_warmup(plan, options.warmup)
         self._log: StepLog | FigureLog = FigureLog() if engine.figures_only else StepLog()
-        self._beginning = Beginning(begun=not options.warmup)
+        warmup = len(self._whole) - len(plan)
+        self._beginning = Beginning(begun=not warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
         self._notes: list[str] = []
@@ -274,7 +277,7 @@ class _Simulation:
             plan,
             *stages,
             network_ns=self._network_ns,
-            warmup=options.warmup,
+            warmup=warmup,
             begin=self._begin,
             queue_limits=self._queue_limits,
         )
@@ -321,6 +324,8 @@ class _Simulation:
         return (self._stage(topology.replicas, unit.device, state, self._engine.dispatch, generates=generates),)
 
     def _pools(self, topology: TopologySpec) -> tuple[Stage, Stage, Handover]:
+        from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
+
         assert topology.prefill is not None
         assert topology.decode is not None
         spec = topology.transfer
@@ -379,6 +384,8 @@ class _Simulation:
         blocks, make_kv = self._kv(device, options)
         check_fits(self._plan, device, options)
         if options.drafts is not None:
+            from ebbench.simulation.drafting import Drafting
+
             longest = min(options.max_model_len, blocks * options.block_size)
             self._drafting = Drafting.of(options.drafts, state, int(self._plan.facts.get("seed", 0)), longest)
         spec = StageSpec(
@@ -413,7 +420,7 @@ class _Simulation:
         blocks, layout = num_kv_blocks(device, options), device.kv_layout
         if layout is None:
             return blocks, self._make_kv
-        if not options.enable_prefix_caching or _nothing_shared(self._plan):
+        if not options.enable_prefix_caching or _nothing_shared(self._whole):
             return blocks, lambda state, total: LaidOutKv(state, total, layout)
         table = self._plan.table
         tokens = pc.add(table["input_tokens"].cast(pa.int64()), table["output_tokens"])

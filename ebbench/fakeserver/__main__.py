@@ -7,7 +7,7 @@ import msgspec
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.server import run
 from ebbench.process.child import end_with_parent
-from ebbench.process.collector import no_full_collections
+from ebbench.process.interpreter import no_full_collections
 
 
 def _announce(port: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ebbench.config.setting_strings import (
+from ebbench.config.declare import (
     COUNT,
     NOT_NEGATIVE,
     PORT,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, differences
+from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, remedy
+from ebbench.analysis.environment import LATER as LATER_CONDITIONS
 from ebbench.analysis.units import FIGURES, MEASURED, GateUnit
 from ebbench.errors import DataError
 from ebbench.records import files
@@ -18,7 +18,7 @@ from ebbench.records import files
 BASELINES = pa.schema(
     [
         pa.field("configuration_hash", pa.string(), nullable=False),
-        *(pa.field(name, pa.string(), nullable=False) for name in ENVIRONMENT),
+        *(pa.field(name, pa.string(), nullable=False) for name in ENVIRONMENT if name not in LATER_CONDITIONS),
         pa.field("policy", pa.string(), nullable=False),
         pa.field("plan_hash", pa.string(), nullable=False),
         pa.field("seed", pa.int64(), nullable=False),
@@ -30,10 +30,11 @@ BASELINES = pa.schema(
         pa.field("load", pa.string()),
         *(pa.field(name, pa.float64()) for name in MEASURED if name not in FIGURES),
         pa.field("until_clear", pa.bool_()),
+        *(pa.field(name, pa.string()) for name in ENVIRONMENT if name in LATER_CONDITIONS),
     ]
 )
-LATER = frozenset({"load", "until_clear", *MEASURED}) - frozenset(FIGURES)
-"""Columns that older files lack; their rows have no known load or ``until_clear``, and none of these figures."""
+LATER = frozenset({"load", "until_clear", *MEASURED, *LATER_CONDITIONS}) - frozenset(FIGURES)
+"""Columns that older files lack; their rows have no known load, ``until_clear`` or host, and none of these figures."""
 
 
 def save_baseline(units: Sequence[GateUnit], path: Path) -> int:
@@ -97,9 +98,8 @@ def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[
     found = sorted((differences(unit.environment, candidate.environment, allowed) for unit in stored), key=len)
     if not found:
         return "; the file is empty"
-    keys = dict.fromkeys(re.split(r"[.:]", text)[0] for text in found[0])
-    allow = " ".join(f"--allow {key}" for key in keys)
-    return f"; the nearest differs in {'; '.join(found[0])}: store one with --save-baseline, or compare with {allow}"
+    store = "store one with --save-baseline"
+    return f"; the nearest differs in {'; '.join(found[0])}: {store}, or compare with {remedy(found[0])}"
 
 
 def _read(path: Path) -> list[GateUnit]:
@@ -128,7 +128,7 @@ _PLAIN = ("policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "run", "sl
 
 def _unit(row: dict[str, Any]) -> GateUnit:
     unit = GateUnit(
-        environment={name: row[name] for name in ENVIRONMENT},
+        environment={name: row.get(name) or UNKNOWN for name in ENVIRONMENT},
         figures={name: row.get(name) for name in MEASURED},
         load=row.get("load") or "",
         until_clear=bool(row.get("until_clear")),

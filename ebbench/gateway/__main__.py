@@ -8,7 +8,7 @@ from ebbench.errors import EbbenchError
 from ebbench.gateway.serve import serve
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.process.child import end_with_parent
-from ebbench.process.collector import no_full_collections
+from ebbench.process.interpreter import no_full_collections
 
 
 def _announce(port: int) -> None:

@@ -17,12 +17,12 @@ from starlette.routing import Route
 from ebbench.dispatch import EndForward, Fleet, UnitReport, make_dispatcher, parse_dispatch
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.errors import UsageError
-from ebbench.extras import need
 from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError, error_body
 from ebbench.gateway.relay import ClientLeftError, GatewayMetrics, Relay
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstreams
+from ebbench.installation import need
 from vllm_eb.signals import Signal, endpoint_of_rank
 
 # Receives the EndForward signals of the vllm_eb plugin over ZeroMQ.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ebbench.config.declare import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
 from ebbench.config.server_url import ServerUrl
-from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
 from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 from ebbench.errors import UsageError
 from vllm_eb.signals import endpoint_of_rank

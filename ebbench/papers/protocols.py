@@ -34,7 +34,7 @@ from typing import Any
 
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import EB_VLLM
-from ebbench.resources import REFERENCE
+from ebbench.installation import REFERENCE
 from ebbench.spec.run import RunSpec, simulated
 
 ASYNC_SCHEDULING = False

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ebbench.devices.profiles import find_profile, list_devices
-from ebbench.resources import bundled_dir
+from ebbench.installation import bundled_dir
 
 EB_PAPER = "Zhang et al., Threshold-Based Exclusive Batching for LLM Inference, ICML 2026"
 DEFERRED_PAPER = "Mohanty et al., Deferred prefill for throughput maximization in LLM inference, EuroMLSys 2025"

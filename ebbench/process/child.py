@@ -29,8 +29,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ebbench.process.interpreter import process_of_ebbench
 from ebbench.process.termination import hastened
-from ebbench.process.without_pandas import process_of_ebbench
 
 OTHER_FILES = 64
 """Descriptors that a process of the client needs beside its connections."""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ebbench.errors import RunError
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.process.child import descendants_guarded
 from ebbench.process.termination import signals_kept
 

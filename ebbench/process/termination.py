@@ -9,6 +9,9 @@ The handler counts a signal and calls the current *reaction*; blocks of code cho
 A signal that no reaction has taken up reaches the next one that can; at the latest it is raised when the outermost
 block ends. A further signal asks for haste and undoes nothing: after one was taken up, none is raised for ``QUIET_S``,
 in which a command stores and shows what it has.
+
+Signals reach the main thread only. Another thread that calls :func:`stoppable_from` is stopped by its caller instead,
+with the same reactions; all others are not stopped.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ QUIET_S = 5.0
 _TERMINALS = (0, 1, 2)
 
 
-class _Signals:
-    """The signals that this process got. ``taken``: those that a reaction has taken up."""
+class Signals:
+    """The signals that a thread got. ``taken``: those that a reaction has taken up."""
 
     def __init__(self) -> None:
         self.received = self.taken = 0
@@ -58,21 +61,54 @@ class _Signals:
     def hold(self) -> None:
         """Let signals wait."""
 
+    def send(self) -> None:
+        """Signal the thread from another one. Where its reaction is to raise, it does at :func:`raise_if_stopped`."""
+        self.received += 1
+        if not _raises(self.react):
+            self.react()
 
-_signals = _Signals()
+
+_signals = Signals()
+"""Those of the process, which come in the main thread."""
+_others = threading.local()
+
+
+def signals_here() -> Signals | None:
+    """The signals that this thread reacts to; None if it gets none."""
+    if threading.current_thread() is threading.main_thread():
+        return _signals
+    return getattr(_others, "signals", None)
+
+
+@contextlib.contextmanager
+def stoppable_from(signals: Signals | None) -> Iterator[None]:
+    """Inside, this thread, which is not the main one, reacts to ``signals``: of its own, or of a thread that waits."""
+    _others.signals = signals
+    try:
+        yield
+    finally:
+        _others.signals = None
+
+
+def raise_if_stopped() -> None:
+    """Raise KeyboardInterrupt if another thread has stopped this one, where its reaction is to raise."""
+    signals = signals_here()
+    if signals is not None and signals.waiting and _raises(signals.react):
+        signals.react()
 
 
 class Reaction:
     """Context manager: inside, ``react`` is called at every signal, and at once if one is waiting.
 
-    ``raises``: it raises KeyboardInterrupt. In other threads than the main one, which gets no signals, it does nothing.
+    ``raises``: it raises KeyboardInterrupt. In a thread that gets no signals it does nothing.
     ``received``: signals while it was entered, and those that were waiting before.
     """
 
     def __init__(self, react: Callable[[], None], *, raises: bool = False) -> None:
         self._react, self._raises = react, raises
-        self._active = threading.current_thread() is threading.main_thread()
-        self._outer = _signals.react
+        signals = signals_here()
+        self._active, self._signals = signals is not None, signals or Signals()
+        self._outer = self._signals.react
         self._handlers: dict[int, object] = {}
         self._inside = False
         self._before = self._after = 0
@@ -80,16 +116,16 @@ class Reaction:
     @property
     def received(self) -> int:
         """Signals that this reaction got."""
-        return (_signals.received if self._inside else self._after) - self._before
+        return (self._signals.received if self._inside else self._after) - self._before
 
     def __enter__(self) -> Reaction:
         if self._active:
-            self._before = _signals.taken
-            self._outer = _signals.react
+            self._before = self._signals.taken
+            self._outer = self._signals.react
             self._inside = True
             self._handle()
-            _signals.react = self._signalled
-            if _signals.waiting:
+            self._signals.react = self._signalled
+            if self._signals.waiting:
                 self._signalled()
         return self
 
@@ -98,47 +134,52 @@ class Reaction:
     ) -> None:
         if not self._inside:
             return
-        _signals.react = self._outer
-        self._after, self._inside = _signals.received, False
+        self._signals.react = self._outer
+        self._after, self._inside = self._signals.received, False
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if error is None and _signals.waiting and _raises(self._outer):
+        if error is None and self._signals.waiting and _raises(self._outer):
             self._outer()
 
     def _signalled(self) -> None:
         try:
             self._react()
         except KeyboardInterrupt:
-            _signals.react = self._outer  # raised within __enter__ it would skip __exit__
+            self._signals.react = self._outer  # raised within __enter__ it would skip __exit__
             raise
 
     def _handle(self) -> None:
         """Handle SIGINT where the program is not ours and has not set handlers, as in a script."""
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._handlers[signal.SIGINT] = signal.default_int_handler
             signal.signal(signal.SIGINT, _handler)
 
 
 def _raises(react: Callable[[], None]) -> bool:
     owner = getattr(react, "__self__", None)
-    return react == _signals.interrupt or (isinstance(owner, Reaction) and owner._raises)
+    if isinstance(owner, Signals):
+        return react == owner.interrupt
+    return isinstance(owner, Reaction) and owner._raises
 
 
 def held() -> Reaction:
     """Inside, signals stay pending, except in inner blocks that react to them."""
-    return Reaction(_signals.hold)
+    return Reaction((signals_here() or _signals).hold)
 
 
 def interruptible() -> Reaction:
     """Inside, a signal raises KeyboardInterrupt, also within :func:`held`."""
-    return Reaction(_signals.interrupt, raises=True)
+    return Reaction((signals_here() or _signals).interrupt, raises=True)
 
 
 def on_signal(react: Callable[[], None]) -> Reaction:
     """Inside, every signal calls ``react``, which takes it up: the code around it must end the command."""
 
+    signals = signals_here() or _signals
+
     def taken() -> None:
-        _signals.take()
+        signals.take()
         react()
 
     return Reaction(taken)

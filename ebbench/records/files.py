@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbench.errors import DataError, InputFileError, RunError, UsageError
-from ebbench.foreign.documents import read_json
-from ebbench.foreign.opening import open_parquet, open_regular, parquet_errors, read_bytes
+from ebbench.foreign.documents import open_parquet, open_regular, parquet_errors, read_bytes, read_json
 
 # A directory of results belongs to one command at a time.
 

@@ -17,11 +17,10 @@ import pyarrow as pa
 
 import ebbench
 from ebbench.errors import DataError
-from ebbench.foreign.documents import BadValueError, json_value
+from ebbench.foreign.documents import BadValueError, json_value, visible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import RunWarning
-from ebbench.untrusted import visible
 
 SCHEMA_VERSION = 2
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
@@ -88,6 +87,16 @@ class _Computed(msgspec.Struct, frozen=True):
     facts: _Facts = _Facts()
 
 
+class RunLabels(msgspec.Struct, frozen=True):
+    """What the user calls a run, and the commit and branch (or pull request) that it measures; empty if not given."""
+
+    name: str = ""
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    commit: str = ""
+    label: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run except measurements, stored as ``manifest.json``.
 
@@ -99,6 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str]
     git_commit: str | None = None
+    labels: RunLabels = RunLabels()
     anchor_unix_ns: int
     workload: str
     scenario: str

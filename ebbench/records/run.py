@@ -8,6 +8,7 @@ a manifest is complete.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -34,6 +35,8 @@ from ebbench.records.warnings import warning
 MANIFEST = "manifest.json"
 PARTIAL = "manifest.partial.json"
 """Preliminary manifest: what was known when the run began. It exists during a run and after an interrupted one."""
+SEARCH = "capacity.json"
+"""Settings of a capacity search: the runs below its directory are its probes."""
 TAIL = ".tail.arrows"
 """How the names of files end that hold the rows which are in no shard yet."""
 LONGEST_NAME = 60
@@ -269,6 +272,8 @@ class RunWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._own is not None:
+            self._own.release()
         if self._finished:
             return
         for flush in self.at_exit:
@@ -288,6 +293,13 @@ class _Held:
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         weakref.finalize(self, os.close, self._descriptor)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # `ebbench runs rm` leaves it alone
+
+    def release(self) -> None:
+        """Say that the run is finished."""
+        with suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def is_at(self, path: Path) -> bool:
         """Whether it is still the directory at ``path``."""
@@ -336,7 +348,8 @@ def new_directory(path: Path) -> Iterator[None]:
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Run directories among ``paths``, in name order; a directory stands for all run directories below it.
 
-    A path without a run is returned unchanged, so that the caller reports it.
+    Probes of a capacity search belong to it: they are among the runs only where its directory itself, or one in it, is
+    given. A path without a run is returned unchanged, so that the caller reports it.
     """
     found: list[Path] = []
     for path in paths:
@@ -344,8 +357,9 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             *path.glob(f"*/{MANIFEST}"),
             *path.glob(f"**/{MANIFEST}"),
         }  # the first pattern follows symbolic links
-        inside = sorted(manifest.parent for manifest in manifests)
-        found += [path] if (path / MANIFEST).exists() or not inside else inside
+        searches = {settings.parent for settings in (*path.glob(f"*/{SEARCH}"), *path.glob(f"**/{SEARCH}"))} - {path}
+        inside = sorted(one.parent for one in manifests if not searches.intersection(one.parents))
+        found += [path] if (path / MANIFEST).exists() or not manifests else inside
     return found
 
 

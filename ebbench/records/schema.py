@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.process.without_pandas import skip_pandas
+from ebbench.process.interpreter import skip_pandas
 
 skip_pandas()
 EARLIER_TURN_FAILED = "earlier_turn_failed"
@@ -68,6 +68,9 @@ PLAN_EXTRAS = pa.schema(
         pa.field("class", pa.string()),
         # As vLLM's `priority`: of two waiting requests the one with the lower value is scheduled first. Null: 0.
         pa.field("priority", pa.int32()),
+        # How many tokens of the prompt, from the first one on, the server holds when the run begins: a request of these
+        # and one output token is sent before it and not recorded. Null: none.
+        pa.field("primed_tokens", pa.int32()),
     ]
 )
 
@@ -115,6 +118,8 @@ REQUESTS_EXTRAS = pa.schema(
         # When a prefill instance had computed the prompt; in simulated runs with separate prefill and decode pools
         # where clients may hang up.
         pa.field("prefilled_ns", pa.int64()),
+        # Whether output_tokens was counted by the client with a tokenizer; in runs over HTTP with --tokenizer.
+        pa.field("estimated_tokens", pa.bool_()),
     ]
 )
 

@@ -14,6 +14,10 @@ import msgspec
 
 WARM_CACHE, OTHER_MODEL = "warm-cache", "other-model"
 """Codes of warnings that the figures of a server are not of what was asked for: cached prompts, another model."""
+ESTIMATED_TOKENS, ESTIMATED = "estimated-tokens", "estimated_tokens"
+"""Code of the warning that a client counted output tokens, and the fact in a manifest that says how."""
+ABOUT_SERVER = frozenset({WARM_CACHE, OTHER_MODEL, ESTIMATED_TOKENS})
+"""Codes of warnings that figures measured on a server are not what they seem."""
 HOST_UNFITTED, HOST_DOUBTED, MIXING_UNMEASURED = "host-unfitted", "host-doubted", "mixing-unmeasured"
 """Codes of a device's warnings whose size depends on the run."""
 KV_CACHE = "kv-cache"
@@ -362,6 +366,10 @@ TEXTS: Texts = {
         "{single:,} of {answers:,} answers have one token and so no TPOT: they count as within tpot:{tpot_ms:g}."
     ),
     OTHER_MODEL: _other_model,
+    ESTIMATED_TOKENS: (
+        "The server reported no token counts for {answers:,} of {completed:,} answers: their output tokens are an "
+        "estimate, counted with {by}, and so are TPOT and all figures per token; their prompt tokens are the plan's."
+    ),
     "policy-is-a-label": _label,
     "rebuilt": _rebuilt,
     "short-steady-window": _short_steady_window,
@@ -434,6 +442,9 @@ TEXTS: Texts = {
     ),
     HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,
+    "shrunk": (
+        "Of this probe the requests are kept, without their gaps between tokens (ITL), and no steps: a search has many."
+    ),
     "images-as-tokens": (
         "Images count as prompt tokens here; the time of the model's image encoder is not simulated, so TTFT is too "
         "low."
@@ -481,6 +492,10 @@ TEXTS: Texts = {
         "All {sessions:,} sessions of the plan were released before --duration {duration_s:g} was over; a larger "
         "--num-prompts fills it."
     ),
+    "priorities-unverified": (
+        "requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
+        "it does not report"
+    ),
     "published-lengths": (
         "lengths come from the published statistics of {workload}, not from the data set: {why} (--source profile uses "
         "them without asking the hub)"
@@ -500,6 +515,7 @@ WAYS_OUT: Texts = {
     "api-server": "Add --api-server {api_server}, with --api-server-count for several processes.",
     "api-server-limit": _more_processes,
     "budget-below-seqs": "Use budget={max_num_seqs} or more, or lower --max-num-seqs to {budget}.",
+    "shrunk": "Its rate and seed make the same run again.",
     "few-requests": _enough,
     "k-always-met": "Give --max-num-seqs {open_requests} to wait for {k} departures.",
     KV_CACHE: (

@@ -1,4 +1,4 @@
-"""Renders documents as rich tables, HTML, CSV, Markdown and LaTeX."""
+"""Renders documents as rich tables, HTML, CSV, Markdown and LaTeX, and is the terminal that commands print on."""
 
 from __future__ import annotations
 
@@ -6,20 +6,73 @@ import csv
 import html
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
+import rich.console
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
-from ebbench.render.console import Console
-from ebbench.untrusted import csv_cell, markdown, visible
+from ebbench.engines.base import Progress
+from ebbench.foreign.documents import csv_cell, markdown, visible
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """What a command tells while it works. ``text``: the line that a terminal would show.
+
+    ``done`` of ``total`` requests, runs or candidates; a ``total`` of 0 is not known. ``snapshot``: of a running
+    measurement.
+    """
+
+    text: str
+    done: int = 0
+    total: int = 0
+    snapshot: Progress | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Console(rich.console.Console):
+    """rich's console, on which the control characters of what is printed are visible.
+
+    rich writes its own control sequences separately, so any in the text came from outside. ``follow``: called with
+    every event in place of printing.
+    """
+
+    follow: Callable[[ProgressEvent], object] | None = None
+
+    @classmethod
+    def followed_by(cls, follow: Callable[[ProgressEvent], object]) -> Console:
+        """A console that prints nothing."""
+        console = cls(file=io.StringIO())
+        console.follow = follow
+        return console
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **how: Any) -> None:
+        """Print; ``soft_wrap`` leaves a line whole for files and pipes. A terminal would cut it within words."""
+        super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **how)
+
+    def say(self, text: str, *, quiet: bool = False) -> None:
+        """Print a line as it is, without markup; nothing if ``quiet``."""
+        if not quiet and self.follow is not None:
+            self.follow(ProgressEvent(text))
+        elif not quiet:
+            self.print(text, markup=False, soft_wrap=True)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of a renderable."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text, lines=True))
+
 
 LABEL_WIDTH = 22
 """Longer labels are wrapped."""
@@ -91,6 +144,15 @@ def pieces(section: Section, width: int) -> Iterator[Section]:
             taken = list(labels)
         taken += group
     yield _part(section, taken)
+
+
+def narrowed(section: Section, width: int, least: Sequence[str]) -> Section:
+    """The section without the columns named first in ``least``, as far as it does not fit ``width`` with them."""
+    for name in least:
+        if sum(_natural_width(section, index) for index in range(len(section.columns))) <= width:
+            break
+        section = _part(section, [index for index, column in enumerate(section.columns) if column.name != name])
+    return section
 
 
 def _unbroken(columns: Sequence[Column]) -> list[int]:
@@ -215,9 +277,9 @@ def _csv_name(column: Column) -> str:
     return "_".join(name.lower().split())
 
 
-def as_html(document: Document) -> str:
+def as_html(document: Document, heading: str = "h2") -> str:
     """An HTML fragment: a heading, one table per section, the notes. All text is escaped."""
-    parts = [f"<h2>{html.escape(document.title)}</h2>"]
+    parts = [f"<{heading}>{html.escape(document.title)}</{heading}>"]
     for section in document.sections:
         parts.append(_html_table(section))
     if document.notes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy.typing as npt
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.phases import Surface, latencies_ms, run_surfaces
 from ebbench.errors import DataError, UnknownNameError
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.records import files
 from ebbench.records.run import Run
+from ebbench.render.palette import policy_colours
 
 # Attainment of a run as heat maps over TTFT and TPOT targets, one panel per phase.
 
@@ -131,16 +132,47 @@ def save_chart(chart: Any, path: Path, **options: Any) -> None:
     files.write_with(path, lambda temporary: chart.save(str(temporary), format=path.suffix[1:], **options))
 
 
+def latency_chart(points: Mapping[str, Sequence[dict[str, Any]]], policies: Sequence[str]) -> Any:
+    """Distributions of TTFT and TPOT, one curve per run: ``points`` as the HTML report has them."""
+    alt = altair()
+    shown = colour(list(policies), policy_colours(policies), field="policy")
+    panels = []
+    for name, title in (("ttft", "time to first token"), ("tpot", "time per output token")):
+        x = alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False), axis=ms_axis())
+        y = alt.Y("share:Q", title="share of requests", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1]))
+        curves = alt.Chart(values(list(points[f"cdf_{name}"]))).mark_line(clip=True)
+        panels.append(curves.encode(x=x, y=y, color=shown, detail="run:N").properties(width=320, height=200))
+    return alt.hconcat(*panels)
+
+
+_MS = "datum.value < 1000 ? format(datum.value, ',~r') + ' ms' : format(datum.value / 1000, ',~r') + ' s'"
+
+
+def ms_axis(**options: Any) -> Any:
+    """An axis of times in ms, labelled 20 ms, 1.5 s."""
+    return altair().Axis(labelExpr=_MS, labelSeparation=6, labelOverlap="greedy", **options)
+
+
+def svg(chart: Any) -> str:
+    """The chart as an SVG document."""
+    import vl_convert
+
+    text: str = vl_convert.vegalite_to_svg(styled(chart).to_dict())
+    return text
+
+
 def values(rows: Sequence[dict[str, Any]]) -> Any:
     """Rows as chart data."""
     return altair().Data(values=list(rows))
 
 
-def colour(names: Sequence[str], colours: Sequence[str], title: str | None = None, **options: Any) -> Any:
-    """A colour channel for the field ``series`` with these names in this order."""
+def colour(
+    names: Sequence[str], colours: Sequence[str], title: str | None = None, *, field: str = "series", **options: Any
+) -> Any:
+    """A colour channel for a field with these names in this order."""
     alt = altair()
     scale = alt.Scale(domain=list(names), range=list(colours))
-    return alt.Color("series:N", scale=scale, sort=list(names), title=title, **options)
+    return alt.Color(f"{field}:N", scale=scale, sort=list(names), title=title, **options)
 
 
 def dash(names: Sequence[str], title: str | None = None) -> Any:

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from ebbench.engines.base import Progress
-from ebbench.render.console import Console, ProgressEvent
+from ebbench.render.documents import Console, ProgressEvent
 from ebbench.render.numbers import count, duration_ms, rate
 
 LINES_EVERY_S = 10.0
@@ -39,7 +39,7 @@ class Work:
     kept: int = 0
     doing: str = ""
     began_s: float = field(default_factory=time.monotonic)
-    follow: Callable[[ProgressEvent], None] | None = None
+    follow: Callable[[ProgressEvent], object] | None = None
 
     def reached(self, doing: str, done: int = 0, total: int = 0) -> None:
         """State of a part of the work; each part's time and time left are told by themselves."""

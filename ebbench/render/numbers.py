@@ -42,6 +42,14 @@ def percent(value: float | None) -> str:
     return DASH if value is None else f"{100 * value:.1f} %"
 
 
+def size(count_bytes: float) -> str:
+    """Bytes as ``812 kB``, ``18.4 MB`` or ``1.20 GB``."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count_bytes >= 0.9995 * scale:
+            return f"{count_bytes / scale:.3g} {unit}"
+    return f"{count_bytes / 1e3:.0f} kB"
+
+
 def change(value: float | None) -> str:
     """A relative change with its sign, ``+36.4 %``."""
     return DASH if value is None else f"{100 * value:+.1f} %"

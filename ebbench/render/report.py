@@ -13,11 +13,10 @@ from rich.text import Text
 from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Document
 from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
-from ebbench.analysis.failures import merge_failures
 from ebbench.analysis.summary import Summary
+from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
-from ebbench.render.console import Console
-from ebbench.render.documents import section_tables
+from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
 from ebbench.render.sentences import doubts_of
 

@@ -29,7 +29,6 @@ from ebbench.analysis.cases import (
     request_time,
     steady_throughput,
 )
-from ebbench.analysis.caveats import by_policy, told_once
 from ebbench.analysis.certainty import (
     ALPHA,
     deciding_figure,
@@ -43,10 +42,9 @@ from ebbench.analysis.certainty import (
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary, named
+from ebbench.analysis.validity import by_policy, told_once
 from ebbench.records.warnings import KV_CACHE
 from ebbench.render.numbers import change, count, duration_ms, listed, micros, percent, rate, spark
-from vllm_eb.policies.cadence import CadenceSpec
-from vllm_eb.policies.eb import EstimatingSpec
 from vllm_eb.policy import known_policy
 
 # What a comparison leaves open: chance, and differences between the whole run and its steady window.
@@ -193,6 +191,15 @@ class Verdict(NamedTuple):
     shown: bool = False
 
 
+def _single(group: Group) -> str:
+    """The throughput of a policy that stands alone; of prompts where answers have no tokens."""
+    output = group.mean(output_throughput)
+    if not output and (prompts := group.mean(lambda metrics: metrics.input_throughput)):
+        return f"{group.policy}: {rate(prompts)} prompt tokens/s over the whole run."
+    estimated = " (an estimate)" if group.estimated else ""
+    return f"{group.policy}: {rate(output)} output tokens/s over the whole run{estimated}."
+
+
 def verdict(groups: Sequence[Group]) -> Verdict:
     """Which policy wins or is ahead, by how much over the baseline, how certainly, and the effect on latency.
 
@@ -208,8 +215,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     if len(groups) > 1 and (invalid := _invalid(groups)):
         return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
-        line = f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."
-        return Verdict([line, *_worst_classes(groups)])
+        return Verdict([_single(order[0]), *_worst_classes(groups)])
     if len(order) < len(groups):
         return Verdict([f"No winner: {_unfinished(groups)}, so there is no figure to compare."])
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
@@ -310,7 +316,7 @@ def _worst_classes(groups: Sequence[Group]) -> list[str]:
         met = {name: [s.classes[name].slo_attainment for s in group.summaries if name in s.classes] for name in names}
         shares = {name: [share for share in each if share is not None] for name, each in met.items()}
         known = {name: fmean(each) for name, each in shares.items() if each}
-        if len(known) > 1:
+        if len(set(known.values())) > 1:
             worst = min(known, key=lambda name: known[name])
             found.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
     return [f"Worst class, by the share of its requests within limits: {', '.join(found)}."] if found else []
@@ -374,7 +380,7 @@ def why(explanation: Explanation) -> list[str]:
             lines.append(_modes(explanation.steps, explanation.decisions))
     if explanation.decisions is not None:
         lines += _decisions(explanation.decisions, explanation.policy)
-    elif explanation.steps is not None and isinstance(known_policy(explanation.policy), CadenceSpec):
+    elif explanation.steps is not None and getattr(known_policy(explanation.policy), "kind", "") == "cadence":
         lines.append(NO_PROMPT_HELD)
     return lines
 
@@ -418,6 +424,8 @@ def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
 
 def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, policy: str) -> str:
     """When a refill begins; as a share of the batch, so that batches that are never full are refilled too."""
+    from vllm_eb.policies.eb import EstimatingSpec
+
     spec, star = known_policy(policy), "*" if facts.updates else ""
     by_share = isinstance(spec, EstimatingSpec)
     slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"

@@ -32,7 +32,7 @@ from ebbench.analysis.sessions import SessionFigures
 from ebbench.analysis.summary import named
 from ebbench.render import numbers
 
-INVALID = " INVALID"
+INVALID, ESTIMATED = " INVALID", " (estimated tokens)"
 COMPLETED = "completed"
 """Heading of the column shown if requests did not complete."""
 
@@ -110,7 +110,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     )
     rows = [
         (
-            group.policy if group.valid else group.policy + INVALID,
+            _named(group),
             _OUTPUT.cell(group),
             *([_gain(group, baseline)] if versus else []),
             *(figure.cell(group) for figure in figures),
@@ -121,6 +121,11 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     best = _best(groups)
     faulty = frozenset(place for place, group in enumerate(groups) if not group.valid)
     return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
+
+
+def _named(group: Group) -> str:
+    """The policy, with what its row's figures suffer from."""
+    return group.policy + (ESTIMATED if group.estimated else "") + ("" if group.valid else INVALID)
 
 
 def parts(case: ComparisonCase) -> list[Section]:
@@ -167,7 +172,7 @@ def _by_part(
     )
     rows = tuple(
         (
-            name, group.policy, _OUTPUT.cell(group), *([_gain(group, baseline_of(groups))] if versus else []),
+            name, _named(group), _OUTPUT.cell(group), *([_gain(group, baseline_of(groups))] if versus else []),
             *(f.cell(group) for f in figures),
         )
         for name, groups in found

@@ -11,7 +11,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ebbench.analysis.cases import TIE
-from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.analysis.certainty import ALPHA
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.paired import (
@@ -23,6 +22,7 @@ from ebbench.analysis.paired import (
     pairs_needed_by,
 )
 from ebbench.analysis.units import HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables

@@ -15,9 +15,9 @@ from ebbench.analysis.environment import flat_load, load_of_run, machine_of_run
 from ebbench.analysis.sessions import SESSIONS
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.process.termination import interruptible
-from ebbench.records.run import SCHEMAS, Run
+from ebbench.records.run import MANIFEST, SCHEMAS, Run, find_runs
 from ebbench.records.schema import REQUEST_LATENCIES, REQUESTS, SERVER_METRICS
 
 T = TypeVar("T")
@@ -122,7 +122,9 @@ def _row(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": str(run.path), "created": m.created, "workload": m.workload, "scenario": m.scenario, "source": m.source,
         "seed": m.seed, "policy": m.policy, "engine": m.engine, "clock": m.clock, "device": m.device, "model": m.model,
-        "plan_hash": m.plan_hash, "git_commit": m.git_commit, "valid": m.valid, "interrupted": m.interrupted,
+        "name": m.labels.name, "tags": list(m.labels.tags), "note": m.labels.note, "commit": m.labels.commit,
+        "label": m.labels.label, "plan_hash": m.plan_hash, "git_commit": m.git_commit, "valid": m.valid,
+        "interrupted": m.interrupted,
     }  # fmt: skip
     asked = flat_load(load_of_run(m), machine_of_run(m), m.policy)
     asked["policy_settings"] = None if asked["policy_settings"] is None else json.dumps(asked["policy_settings"])
@@ -158,8 +160,11 @@ def _literals(paths: Any) -> str:
 
 
 def load(paths: Sequence[Path]) -> list[Run]:
-    """All runs under ``paths``, at any depth. Raises DataError if there is none or one is damaged."""
-    found = sorted({manifest.parent for path in paths for manifest in path.glob("**/manifest.json")})
+    """All runs under ``paths``, at any depth; probes of a search only where its directory is given.
+
+    Raises DataError if there is none or one is damaged.
+    """
+    found = sorted({run for run in find_runs(paths) if (run / MANIFEST).exists()})
     if not found:
         raise DataError(f"no run under {', '.join(map(str, paths))}; make a run, or give other directories with --runs")
     return [Run.load(path) for path in found]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ebbench import __version__
-from ebbench.extras import need
+from ebbench.installation import need
 from ebbench.records import files
 from ebbench.render import palette
-from ebbench.render.figures import altair
+from ebbench.render.figures import altair, ms_axis
 from ebbench.render.palette import policy_colours
 from ebbench.report.page_data import Page
 
@@ -25,8 +25,6 @@ LATENCIES = {
     "itl": "inter-token latency (logarithmic)",
     "e2el": "end-to-end latency (logarithmic)",
 }
-_MS = "datum.value < 1000 ? format(datum.value, ',~r') + ' ms' : format(datum.value / 1000, ',~r') + ' s'"
-"""Labels of an axis in ms: 20 ms, 1.5 s."""
 _SYMBOL_PX, _CHARACTER_PX = 32.0, 6.0
 
 
@@ -44,7 +42,7 @@ def _cdf(name: str, title: str, longest_name: int) -> Any:
     legend = alt.Legend(orient="top", symbolLimit=0, labelLimit=240, columns=columns)
     picked = alt.selection_point(fields=["policy"], bind="legend", name=f"picked_{name}")
     base = alt.Chart(alt.NamedData(f"cdf_{name}")).encode(
-        x=alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False), axis=_ms_axis(alt)),
+        x=alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False), axis=ms_axis()),
         y=alt.Y("share:Q", title="share of samples", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
         color=alt.Color("policy:N", title=None, legend=legend),
         detail="run:N",
@@ -59,10 +57,6 @@ def _cdf(name: str, title: str, longest_name: int) -> Any:
 def _hover(base: Any, tooltip: list[Any]) -> Any:
     """Invisible points that carry the tooltips: a line mark has only one tooltip."""
     return base.mark_point(opacity=0, filled=True, size=90, clip=True).encode(tooltip=tooltip)
-
-
-def _ms_axis(alt: Any, **options: Any) -> Any:
-    return alt.Axis(labelExpr=_MS, labelSeparation=6, labelOverlap="greedy", **options)
 
 
 def _timeline() -> Any:
@@ -183,8 +177,8 @@ def _surface() -> Any:
         .transform_filter("datum.phase === phase_shown")
         .mark_rect()
         .encode(
-            x=alt.X("tpot:O", title="TPOT limit", axis=_ms_axis(alt, labelAngle=-45)),
-            y=alt.Y("ttft:O", title="TTFT limit", sort="descending", axis=_ms_axis(alt)),
+            x=alt.X("tpot:O", title="TPOT limit", axis=ms_axis(labelAngle=-45)),
+            y=alt.Y("ttft:O", title="TTFT limit", sort="descending", axis=ms_axis()),
             color=alt.Color("met:Q", title="requests within both limits", legend=met,
                             scale=alt.Scale(scheme="viridis", domain=[0, 1])),
             tooltip=[alt.Tooltip("ttft:O", title="TTFT ≤ ms"), alt.Tooltip("tpot:O", title="TPOT ≤ ms"),

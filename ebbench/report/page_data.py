@@ -66,16 +66,13 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
             searches: Sequence[SearchSection] = ()) -> Page:  # fmt: skip
     """Read everything the page needs. Raises DataError if a file of a run is damaged.
 
-    Runs are grouped by :func:`cases_of`: one table, one verdict and one set of curves per load and environment.
+    Runs are grouped by :func:`cases_of_results`: one table, one verdict and one set of curves per load and environment.
     """
     cases = cases_of_results([result_of(run, slo) for run in runs])
-    by_directory = {str(run.path): run for run in runs}
     summaries = [summary for case in cases for summary in case.summaries]
-    runs = [by_directory[summary.run_dir] for summary in summaries]
+    runs = _in_order(cases, runs)
     groups = [group for case in cases for group in case.groups]
-    placed = [(place, group) for place, case in enumerate(cases) for group in case.groups]
-    curves = [(place, group.policy) for place, group in placed for _ in group.summaries]
-    labels = _labels([_series(cases[place], group) for place, group in placed for _ in group.summaries], summaries)
+    labels, curves = latency_curves(cases, runs)
     targets = _targets(runs, summaries[0].slo)
     doubtful = doubts_of(cases)
     return Page(
@@ -92,10 +89,27 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         labels=labels,
         policies=tuple(dict.fromkeys(group.policy for group in groups)),
         cases=tuple(case.title for case in cases),
-        shared=_cdfs(labels, curves, runs),
+        shared=curves,
         runs=tuple(_run_data(run, targets) for run in runs),
         searches=tuple(searches),
     )  # fmt: skip
+
+
+def latency_curves(
+    cases: Sequence[ComparisonCase], runs: Sequence[Run]
+) -> tuple[tuple[str, ...], dict[str, list[Row]]]:
+    """A label per run in the order of the cases, and the points of the distributions by chart: cdf_ttft and so on."""
+    placed = [(place, group) for place, case in enumerate(cases) for group in case.groups]
+    summaries = [summary for _, group in placed for summary in group.summaries]
+    curves = [(place, group.policy) for place, group in placed for _ in group.summaries]
+    labels = _labels([_series(cases[place], group) for place, group in placed for _ in group.summaries], summaries)
+    return labels, _cdfs(labels, curves, _in_order(cases, runs))
+
+
+def _in_order(cases: Sequence[ComparisonCase], runs: Sequence[Run]) -> list[Run]:
+    """The runs in the order of the cases."""
+    by_directory = {str(run.path): run for run in runs}
+    return [by_directory[summary.run_dir] for case in cases for summary in case.summaries]
 
 
 def _title(summaries: Sequence[Summary]) -> str:

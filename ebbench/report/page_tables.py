@@ -12,7 +12,7 @@ from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Column, MeanFigure, Section, Value, text
 from ebbench.analysis.environment import load_of_run, policy_settings
 from ebbench.analysis.summary import Summary
-from ebbench.records.run import Run
+from ebbench.records.run import MANIFEST, Run
 from ebbench.render import numbers, tables
 from ebbench.sizing import chart
 from ebbench.sizing.sentences import end_of, load
@@ -43,7 +43,8 @@ def searches_of(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
 def shown_runs(path: Path) -> list[Path]:
     """The runs that stand for a search: per policy the probe nearest to its capacity; none for another directory."""
     runs = [Path(str(row["nearest_run_dir"])) for row in load(path)]
-    return [path / run.name for run in runs if (path / run.name).is_dir()]
+    places = [(path / run.name, path / run.parent.name / run.name) for run in runs]
+    return [place for both in places for place in both if (place / MANIFEST).is_file()]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +15,26 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from rich.markup import escape
 
-from ebbench.analysis.caveats import of_device
-from ebbench.analysis.metrics import parse_slo
+from ebbench.analysis.metrics import Slo, refuse_unknown_classes, slo_of
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
+from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
-from ebbench.engines.checks import stated_limits
-from ebbench.engines.setup import journalled, policy_label, with_step_parts
-from ebbench.engines.sim import SimEngine
-from ebbench.process.termination import held, interruptible
+from ebbench.engines.checks import stated_limits, unverified_priorities
+from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
+from ebbench.errors import InterruptedRunError
+from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
-from ebbench.records.manifest import wall_clock_ns
+from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.render.documents import Console
+from ebbench.render.live import Work, reporter, shown
 from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
-from ebbench.runs.prepare import Prepared, prepare
+from ebbench.runs.prepare import Prepared, Series, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
 from vllm_eb.policy import PolicySpec
@@ -36,6 +42,53 @@ from vllm_eb.policy import PolicySpec
 if TYPE_CHECKING:
     from ebbench.engines.base import Engine
     from ebbench.records.manifest import Manifest
+    from ebbench.runs.store import RunStore
+
+
+def with_progress(
+    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Execute the cells that the store lacks, with a progress line on stderr."""
+    from ebbench.runs.store import run_missing
+
+    missing = store.missing(cells, whole=whole)
+    if not missing:
+        return
+
+    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
+
+        def done(_cell: RunSpec) -> None:
+            work.done += 1
+
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
+                f"with the other {left}"
+            ) from None
+
+
+def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
+    """The plan of one seed, with a spinner while it is read. Raises UsageError for a request that does not fit."""
+    reading: AbstractContextManager[object] = nullcontext()
+    if messages.is_terminal and not quiet:
+        reading = messages.status(f"reading {escape(series.spec.plan.workload)}")  # a data set may take seconds
+    with reading:
+        return series.plan(seed, device)
+
+
+def measured(
+    ready: Prepared, directory: Path, label: str, messages: Console, *, quiet: bool, brief: bool = False
+) -> Executed:
+    """Execute a run and store it in ``directory``, with a progress line named ``label``.
+
+    ``brief``: it is one run of many, of which only long ones are shown.
+    """
+    known = ready.plan.release_for_s is None
+    with reporter(messages, label, len(ready.plan), quiet=quiet, brief=brief, known=known) as observer:
+        return execute(ready, directory, observer)
 
 
 # `--duration` in a closed loop: stop the release of sessions after so many seconds, on any engine.
@@ -149,10 +202,11 @@ def execute(
     Raises UsageError, RunError, NotStoredError.
     """
     spec, engine = ready.spec, ready.engine
+    observer = stoppable(observer)
     context = RunContext(
         ready.plan, ready.policy, engine.name, ready.device, spec.server, wall_clock_ns(),
-        slo=parse_slo([spec.goodput] if spec.goodput else []), device_known=not is_server(spec.engine),
-        warnings=_warnings(ready),
+        slo=_limits(ready), device_known=not is_server(spec.engine),
+        warnings=_warnings(ready), labels=_labels(spec),
     )  # fmt: skip
     with held(), _writer(directory) as writer:
         if context.kind_of_time == "real" and directory is not None:
@@ -168,20 +222,51 @@ def execute(
     return Executed(run, summary, plan, result)
 
 
+def stoppable(observer: Observer | None) -> Observer | None:
+    """The observer; in a thread that another one may stop, one that also looks whether it has."""
+    own = threading.current_thread() is not threading.main_thread() and signals_here() is not None
+    return _Stoppable(observer) if own else observer
+
+
+@dataclass(frozen=True)
+class _Stoppable:
+    inner: Observer | None
+
+    def update(self, progress: Progress) -> None:
+        """Raise KeyboardInterrupt if the run was stopped, else pass the snapshot on."""
+        raise_if_stopped()
+        if self.inner is not None:
+            self.inner.update(progress)
+
+
+def _limits(ready: Prepared) -> Slo:
+    """The limits of the run. Raises UsageError for those of a class that no request has."""
+    slo = slo_of(ready.spec.goodput, ready.plan.facts.get("classes") or {})
+    if slo.classes:
+        table = ready.plan.table
+        known = table["class"].unique().drop_null().to_pylist() if "class" in table.column_names else []
+        refuse_unknown_classes(slo, known)
+    return slo
+
+
+def _labels(spec: RunSpec) -> RunLabels:
+    """The labels that the user gave, and those of the CI job."""
+    given = asdict(spec.labels.in_job(os.environ))
+    return RunLabels(**{name: value for name, value in given.items() if value})
+
+
 def _recording(engine: Engine, *, stored: bool) -> Engine:
     """A simulator that keeps as much as is stored: steps in parts, or none; other engines unchanged."""
     if stored:
         return with_step_parts(engine)
-    if isinstance(engine, SimEngine) and engine.topology is None:
-        return replace(engine, figures_only=True)
-    return engine
+    return without_step_tables(engine)
 
 
 def _warnings(ready: Prepared) -> tuple[RunWarning, ...]:
     """Warnings of the policy about this load, or about what is not known of a running server."""
     if is_server(ready.spec.engine):
         label = policy_label(ready.engine, ready.policy, stated=ready.policy_stated)
-        return (*label.warnings, *stated_limits(ready.spec.server))
+        return (*label.warnings, *stated_limits(ready.spec.server), *unverified_priorities(ready.plan))
     open_at_most = max((phase.max_concurrency for phase in ready.plan.phases), default=0)
     doubt = ready.policy.load_doubt(open_at_most, ready.spec.server.max_num_seqs)
     return () if doubt is None else (warning(doubt[0], **doubt[1]),)
@@ -234,8 +319,9 @@ def _figures(ready: Prepared, done: Executed) -> Made:
     run, engine = done.run, ready.engine
     phases = summarise_phases(run) if len(done.plan.table["phase"].unique()) > 1 else ()
     figures = done.summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
-    if "topology" in done.result.facts and isinstance(engine, SimEngine) and engine.topology is not None:
-        figures |= pool_figures(done.result, engine.topology, ready.spec.server.max_num_batched_tokens)
+    pools = simulated_pools(engine)
+    if "topology" in done.result.facts and pools is not None:
+        figures |= pool_figures(done.result, pools, ready.spec.server.max_num_batched_tokens)
     parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
     return Made(figures, tuple(parts), of_device(run.manifest.engine, run.manifest.warnings))
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from ebbench.config.declare import Declared
-from ebbench.devices.capacity import with_batch_limits
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM, Declared
 from ebbench.engines.checks import refuse_server_settings
-from ebbench.errors import UsageError
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.run import RunSpec, known_settings, settings_of, spec_of
-from ebbench.spec.server import is_server, version_defaults
+from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
@@ -45,6 +44,24 @@ def spec_of_file(settings: Mapping[str, Any]) -> RunSpec:
         given = [name for name in settings if starts_a_server(name) or name in _STATED]
         refuse_server_settings(engine, given, "leave it out, or set it in [[overrides]] for the engines that take it")
     return spec_of(with_batch_limits(settings))
+
+
+def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings with the limits that vLLM chooses on its device where they state none; for servers unchanged."""
+    if settings.get("engine", RunSpec.engine) not in VIRTUAL_TIME:
+        return dict(settings)
+    from ebbench.devices.capacity import batch_limits
+    from ebbench.devices.linear import GIVEN
+    from ebbench.devices.profiles import find_profile
+
+    name = str(settings.get("device") or DEFAULT_DEVICE)
+    if name.startswith(GIVEN):
+        return dict(settings)
+    chosen = batch_limits(find_profile(name), settings.get("vllm_version") or DEFAULT_VLLM)
+    tokens, seqs = settings.get("max_num_batched_tokens"), settings.get("max_num_seqs")
+    tokens = chosen.max_num_batched_tokens if tokens is None else tokens
+    seqs = min(chosen.max_num_seqs, max(tokens, 1)) if seqs is None else seqs  # vLLM's rule for the limit left out
+    return {**settings, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
 
 
 def settings_table(name: str, **changed: Any) -> Any:
@@ -93,6 +110,42 @@ def read_run_file(path: Path) -> dict[str, Any]:
     if isinstance(given.get("policy"), str):
         given["policy"] = [given["policy"]]
     return given
+
+
+def asked_for(workload: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, and keys of FURTHER: what ``given`` says, else the file that stands for the workload."""
+    asked: dict[str, Any] = (
+        read_run_file(Path(workload).expanduser()) if is_run_file(workload) else {"workload": workload}
+    )
+    return {**asked, **given}
+
+
+def of_keywords(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """What keywords of Python say, checked and converted like a file's; None is a setting that is not given.
+
+    ``known``: keywords of the function. Raises UnknownNameError, naming the nearest keyword, and UsageError for a key
+    of a file that the function does not take, and for a value of another type.
+    """
+    for key in given:
+        if key not in known and key in _RunFile.__struct_fields__:
+            raise UsageError(f"{key} is not a setting of this function; leave it out")
+        if key not in known:
+            raise UnknownNameError("setting", key, known)
+    asked = {key: _as_in_a_file(value) for key, value in given.items() if value is not None}
+    try:
+        checked = msgspec.convert(asked, _RunFile)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).replace("`", "").partition(" - at $.")
+        raise UsageError(f"{where or 'settings'}: {what[:1].lower()}{what[1:]}") from None
+    return {key: getattr(checked, key) for key in asked}
+
+
+def _as_in_a_file(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") else value  # a number of numpy or Arrow
 
 
 def as_toml(spec: RunSpec, stated: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -22,11 +22,11 @@ import msgspec
 from ebbench.devices import library
 from ebbench.devices.profiles import find_profile
 from ebbench.errors import UsageError
+from ebbench.installation import bundled_dir
 from ebbench.records.run import slug
-from ebbench.resources import bundled_dir
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, as_dict
 from ebbench.spec.server import VIRTUAL_TIME, is_server
-from ebbench.workloads.files import files_of
+from ebbench.workloads.mixture import files_of_mixture
 from ebbench.workloads.options import RECORDED, is_recorded
 
 # The fingerprint of the code and data that compute a result.
@@ -270,21 +270,6 @@ def _identity(spec: RunSpec) -> dict[str, Any]:
     return content
 
 
-def as_dict(spec: RunSpec) -> dict[str, Any]:
-    """The tree as nested dictionaries, as JSON stores it."""
-    topology = spec.cluster.topology
-    content = asdict(replace(spec, cluster=replace(spec.cluster, topology=None)))
-    content["cluster"]["topology"] = msgspec.to_builtins(topology)
-    return content
-
-
-def stored_form(spec: RunSpec) -> dict[str, Any]:
-    """The tree as it is written beside a result: without values of headers, which may be secret."""
-    content = as_dict(spec)
-    content["client"]["headers"] = list(spec.client.headers)
-    return content
-
-
 def _engine_kind(engine: str) -> str:
     """The name in ENGINE_MODULES. ``auto`` may select any engine available on this machine; it is keyed as vllm."""
     return "endpoint" if is_server(engine) else "vllm" if engine == "auto" else engine
@@ -327,7 +312,8 @@ def _named(spec: RunSpec) -> Mapping[str, str | None]:
 
 
 def _files(spec: RunSpec) -> dict[str, str]:
-    found = {name: _digest(path) for name, value in _named(spec).items() if (path := _file(value)) is not None}
+    named = {**_named(spec), **files_of_mixture(spec.plan.workload)}
+    found = {name: _digest(path) for name, value in named.items() if (path := _file(value)) is not None}
     if spec.model is not None and (folder := Path(spec.model).expanduser()).is_dir():
         found["model"] = _digest_of_files([path for name in MODEL_FILES if (path := folder / name).is_file()])
     if spec.device is not None and spec.device.endswith(".toml"):
@@ -350,6 +336,8 @@ def _file(value: str | None) -> Path | None:
 def _digest(path: Path) -> str:
     """The digest of a file's content, or of the files of a log that is a folder."""
     if path.is_dir():
+        from ebbench.workloads.files import files_of
+
         return _digest_of_files(files_of(path))
     try:
         stat = path.stat()

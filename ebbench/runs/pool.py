@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -18,6 +19,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 from ebbench.engines.checks import check_counts
@@ -114,7 +116,7 @@ class Processes:
         try:
             while queue or running:
                 while queue and len(running) < width:
-                    with _interrupts_held():
+                    with _interrupts_held(), _without_main():
                         future = pool.submit(attempt, job, tasks[queue[-1]])
                     running[future] = queue.pop()
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -136,6 +138,17 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes started in it do not run the caller's script, which would start them again; they need nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:

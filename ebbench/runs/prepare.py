@@ -16,10 +16,6 @@ from ebbench.analysis.metrics import PRICE, parse_slo
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import SINGLE, Device, DeviceRequest
-from ebbench.devices.capacity import with_batch_limits
-from ebbench.devices.loader import load, resized, shape_of
-from ebbench.devices.profiles import as_decoder
-from ebbench.engines import chosen_engine, select_engine
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import (
     check_counts,
@@ -29,13 +25,23 @@ from ebbench.engines.checks import (
     refuse_server_settings,
     refuse_simulated,
 )
-from ebbench.engines.setup import client_of, make_engine, policy_label, topology_of, unknown_device, with_ramp
+from ebbench.engines.setup import (
+    chosen_engine,
+    client_of,
+    make_engine,
+    policy_label,
+    select_engine,
+    topology_of,
+    unknown_device,
+    with_ramp,
+)
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.plan import Plan
-from ebbench.runs.file import starts_a_server
+from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, spec_of
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
+from ebbench.workloads.mixture import has_priorities
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
@@ -130,6 +136,9 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         raise UsageError(
             "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
         )
+    from ebbench.devices.loader import load, resized, shape_of
+    from ebbench.devices.profiles import as_decoder
+
     topology = topology_of(spec.cluster.topology, spec.plan.scenario, spec.cluster.link)
     options = spec.server
     request = DeviceRequest(
@@ -213,6 +222,9 @@ class Series:
         plan = self.spec.plan
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
+        by_priority = any(word.endswith("priority") for word in self.spec.vllm_options)
+        if engine.name == "vllm" and has_priorities(plan) and not by_priority:
+            raise UsageError("priorities need a server that schedules by them: add -- --scheduling-policy priority")
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 
@@ -344,11 +356,10 @@ def each_once(option: str, values: Sequence[Any]) -> None:
 def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` and ``api_server`` as a simulation takes them. Raises UsageError for settings of OF_A_SERVER that it
     cannot have, before anything is simulated."""
-    from ebbench.devices.apiserver import chosen_api_server
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
-    from ebbench.devices.profiles import as_decoder, find_model
-    from ebbench.spec.speculative import speculative_of
+    from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
+    from ebbench.spec.server import speculative_of
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)

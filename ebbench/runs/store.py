@@ -22,21 +22,21 @@ from typing import Any
 
 import msgspec
 
-from ebbench.analysis.caveats import of_device
 from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
+from ebbench.analysis.validity import of_device
 from ebbench.errors import DataError, EbbenchError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
 from ebbench.runs.execute import Made, Task, make
-from ebbench.runs.key import directory_name, key_of, stored_form, with_absolute_paths
+from ebbench.runs.key import directory_name, key_of, with_absolute_paths
 from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
 from ebbench.runs.prepare import device_of, plan_of
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import RunSpec, stored_form
 from ebbench.spec.server import is_server
-from ebbench.workloads import load_scenario, load_workload
-from ebbench.workloads.options import is_recorded
+from ebbench.workloads import load_scenario
+from ebbench.workloads.mixture import check_workload
 
 CELL, UNFINISHED = "cell.json", "unfinished"
 _TEMPORARY, _LEFT_BEHIND_S = ".cell-", 3600.0
@@ -321,7 +321,6 @@ def check_names(cells: Sequence[RunSpec]) -> None:
     for cell in {(is_server(cell.engine), cell.device, cell.model, cell.cost): cell for cell in cells}.values():
         device_of(replace(cell, host=None))
     for name in dict.fromkeys(cell.plan.workload for cell in cells):
-        if not is_recorded(name):
-            load_workload(name)
+        check_workload(name)
     for name in dict.fromkeys(cell.plan.scenario for cell in cells if cell.plan.scenario is not None):
         load_scenario(name)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ebbench.devices.apiserver import ApiServerCosts
+from ebbench.devices.profiles import ApiServerCosts
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, Ints, RequestState
 

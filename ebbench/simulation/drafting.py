@@ -22,7 +22,7 @@ from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import Ints, RequestState, token_slots
 from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step, Verified
-from ebbench.spec.speculative import Speculative
+from ebbench.spec.server import Speculative
 
 _STREAM = 0xD4AF  # of random numbers, apart from those of plans
 
@@ -56,7 +56,7 @@ class DraftCounts:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As facts of a run (:mod:`ebbench.analysis.drafting`)."""
+        """As facts of a run (:mod:`ebbench.analysis.summary`)."""
         counts = {"steps": self._steps, "drafted": self._drafted.tolist(), "accepted": self._accepted.tolist()}
         return {"speculative": counts}
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
-from ebbench.devices.kv_layout import KvLayout
+from ebbench.devices.capacity import KvLayout
 from ebbench.records.plan import Plan
 from ebbench.simulation.state import RequestState
 
@@ -355,9 +355,12 @@ class StreamKv:
 
 
 def streams_take_turns(plan: Plan) -> bool:
-    """Whether requests that share content belong to one session, so that they run one after the other."""
+    """Whether requests that share content belong to one session, so that they run one after the other.
+
+    Requests that fill the prefix cache before the run are sessions of their own.
+    """
     table = plan.table
-    if table["hash_ids"].null_count < len(plan) or "after" in table.column_names:
+    if table["hash_ids"].null_count < len(plan) or {"after", "primed_tokens"} & {*table.column_names}:
         return False
     sessions = table.select(["content", "session"]).group_by(["content", "session"]).aggregate([])
     return len(sessions) == len(table["content"].unique())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,8 +39,11 @@ from ebbench.simulation.state import (
     TURNAROUND_NS,
     UNSET,
     WAKE,
+    StoreFullError,
 )
-from ebbench.simulation.transfer import Handover, StoreFullError, Transfer
+
+if TYPE_CHECKING:
+    from ebbench.simulation.transfer import Handover, Transfer
 
 
 class PassSignals:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.records.plan import Plan, turn_graph
+from ebbench.records.plan import Plan, primed, turn_graph
 from ebbench.records.schema import PLAN
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import FigureLog, StepLog, StepParts
@@ -49,10 +49,12 @@ def at_beginning(
 
 
 def with_warmup(plan: Plan, count: int) -> Plan:
-    """The plan with ``count`` warm-up requests after its own rows; their lengths are the plan's, in its order."""
-    if not count:
-        return plan
+    """The plan with ``count`` warm-up requests after its own rows, whose lengths are the plan's in its order, and then
+    those that put prefixes of its prompts into the cache."""
     table = plan.table
+    held = primed(table)
+    if not count:
+        return replace(plan, table=pa.concat_tables([table.select(PLAN.names), held])) if held.num_rows else plan
     rows = pa.array(np.arange(count) % table.num_rows)
     sessions = table["session"].to_numpy()
     columns = {
@@ -68,7 +70,7 @@ def with_warmup(plan: Plan, count: int) -> Plan:
         "prompt": pa.nulls(count, pa.string()),
     }
     warmup = pa.table({name: columns[name] for name in PLAN.names}, schema=PLAN)
-    return replace(plan, table=pa.concat_tables([table.select(PLAN.names), warmup]).combine_chunks())
+    return replace(plan, table=pa.concat_tables([table.select(PLAN.names), warmup, held]).combine_chunks())
 
 
 def without_warmup(state: RequestState, plan: Plan, beginning: Beginning) -> RequestState:

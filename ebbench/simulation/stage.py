@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ebbench.config.topology import PoolSpec
-from ebbench.devices.apiserver import ApiServerCosts
 from ebbench.devices.base import CostModel, StepShape
+from ebbench.devices.profiles import ApiServerCosts
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitReport
-from ebbench.records.content import CHUNK_TOKENS, block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import CHUNK_TOKENS, Plan, block_tokens
 from ebbench.simulation.api_server import ApiServers
-from ebbench.simulation.drafting import Drafting, DraftingScheduler
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits, StepSink
 from vllm_eb.controller import Controller
+
+if TYPE_CHECKING:
+    from ebbench.simulation.drafting import Drafting
 
 MakeController = Callable[[int], Controller | None]
 """Creates the controller of a unit from its number of KV blocks; None is vLLM's own scheduling."""
@@ -111,6 +113,14 @@ class StageSpec:
     drafting: Drafting | None = None
 
 
+def _scheduler(state: RequestState, spec: StageSpec, kv: KvBlocks) -> Scheduler:
+    if spec.drafting is None:
+        return Scheduler(state, spec.limits, kv, keep_finished=spec.prefill_only)
+    from ebbench.simulation.drafting import DraftingScheduler
+
+    return DraftingScheduler(state, spec.limits, kv, spec.drafting)
+
+
 def build_stage(
     plan: Plan, state: RequestState, spec: StageSpec, sink: StepSink, seed: int
 ) -> tuple[Stage, list[Controller]]:
@@ -119,11 +129,7 @@ def build_stage(
     controllers: list[Controller] = []
     for number in range(spec.pool.units):
         kv = spec.make_kv(state, spec.kv_blocks)
-        scheduler = (
-            Scheduler(state, spec.limits, kv, keep_finished=spec.prefill_only)
-            if spec.drafting is None
-            else DraftingScheduler(state, spec.limits, kv, spec.drafting)
-        )
+        scheduler = _scheduler(state, spec, kv)
         controller = spec.make_controller(spec.kv_blocks)
         if controller is not None:
             controllers.append(controller)

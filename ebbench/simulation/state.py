@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.records.content import block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, block_tokens
 
 # Kinds of events of the event loop, and their order at the same nanosecond.
 #
@@ -143,3 +142,12 @@ class RequestState:
             else stream + block
             for block in range(first, first + count)
         )
+
+
+class StoreFullError(Exception):
+    """The receiving GPU is out of memory; holds the stored and the arriving bytes."""
+
+    def __init__(self, unit: int, held_bytes: float, size_bytes: float, capacity_bytes: float) -> None:
+        super().__init__(unit)
+        self.unit, self.held_bytes, self.size_bytes = unit, held_bytes, size_bytes
+        self.capacity_bytes = capacity_bytes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ebbench.config.topology import TransferSpec
 from ebbench.simulation.scheduler import Scheduler
-from ebbench.simulation.state import RequestState
+from ebbench.simulation.state import RequestState, StoreFullError
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,6 @@ class TransferLink:
     def duration_ns(self, size_bytes: float) -> int:
         """Duration (ns) of the transfer of one request's KV."""
         return round((self.latency_s + size_bytes / self.bytes_per_s) * 1e9)
-
-
-class StoreFullError(Exception):
-    """The receiving GPU is out of memory; holds the stored and the arriving bytes."""
-
-    def __init__(self, unit: int, held_bytes: float, size_bytes: float, capacity_bytes: float) -> None:
-        super().__init__(unit)
-        self.unit, self.held_bytes, self.size_bytes = unit, held_bytes, size_bytes
-        self.capacity_bytes = capacity_bytes
 
 
 @dataclass

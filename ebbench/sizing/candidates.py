@@ -18,9 +18,9 @@ from ebbench.devices.profiles import find_profile
 from ebbench.devices.table import measured_devices
 from ebbench.engines.checks import check_counts
 from ebbench.errors import UsageError
-from ebbench.render.console import Console
+from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
+from ebbench.runs.conclude import ApiServerBusyError, again_if_busy
 from ebbench.runs.pool import Pool, pool_of
 from ebbench.runs.prepare import api_server_if_busy, checked_server, each_once, parse_policies
 from ebbench.sizing.choose import DeploymentChoice, choose
@@ -31,6 +31,7 @@ from ebbench.sizing.prices import check_prices, sources
 from ebbench.spec.run import spec_of
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.log_report import poisson_instead
+from ebbench.workloads.mixture import brought_limits
 from ebbench.workloads.options import is_recorded
 
 DEFAULT_TP = (1, 2, 4, 8)
@@ -79,7 +80,7 @@ def plan_tasks(
         ("--max-num-batched-tokens", max_num_batched_tokens), ("--max-num-seqs", max_num_seqs),
     ):  # fmt: skip
         each_once(option, values or ())
-    limits = parse_limits(goodput, attainment)
+    limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], attainment)
     of_workload = {"scenario": scenario or "poisson"}
     of_workload |= {"source": "auto"} if is_recorded(settings["workload"]) else {}
     spec = spec_of({**settings, **of_workload, **checked_server(model, settings)}).changed(redraw=True)

@@ -18,24 +18,24 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use
-from ebbench.records.run import default_run_dir
-from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
-from ebbench.runs.key import stored_form
+from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
+from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, series_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
+from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
+from ebbench.workloads.mixture import brought_limits, check_workload
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ebbench.devices.base import Device
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing.estimate import Estimate
     from ebbench.sizing.probe import ProbeReading
 
-SETTINGS = "capacity.json"
 _LONGEST = {"virtual": 16, "real": 4}
 """A probe gets at most this many times its least number of sessions."""
 _FEWEST = {"virtual": 4000, "real": 300}
@@ -79,7 +79,7 @@ class CapacitySearch:
             raise UsageError(f"--precision is a share between 0 and 0.5, such as 0.02, not {self.precision:g}")
         if self.max_time_s is not None and not self.max_time_s > 0:
             raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
-        _check_workload(self.series.spec.plan.workload)
+        check_workload(self.series.spec.plan.workload)
         self.series.check()
 
 
@@ -113,6 +113,13 @@ class Searched:
 
         return rows_of(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
 
+    def store(self) -> None:
+        """Write the results into the directory of the search."""
+        from ebbench.sizing.sentences import store
+
+        if self.outcomes:
+            store(self.rows, self.folder)
+
 
 def capacity_search(
     settings: Mapping[str, Any], goodput: Sequence[str], *, attainment: float = 0.95, by: str = "rate",
@@ -121,7 +128,7 @@ def capacity_search(
     """The search with these settings of a run, by name. Raises UsageError."""
     if by not in ("rate", "concurrency"):
         raise UsageError(f"--by is rate or concurrency, not {by!r}")
-    limits = parse_limits(goodput, attainment)
+    limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], attainment)
     arrivals = scenario or ("gamma" if "burstiness" in settings else "poisson")
     series = series_of({**settings, "scenario": arrivals})
     limits_ms = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
@@ -138,7 +145,7 @@ def capacity_search(
 
 def search_all(search: CapacitySearch, output: CapacityOutput) -> None:
     """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.sizing import chart
 
     if output.plot is not None:
@@ -179,6 +186,30 @@ def find_capacity(done: Searched, directory: Path | None, messages: Console, *, 
             return _search_all(done, _system(done.search), messages, probes, begun, quiet=quiet)
 
         again_if_busy(attempt, partial(messages.say, quiet=quiet))
+        shrink_probes(done.folder, [outcome.nearest.run_dir for outcome in done.outcomes.values()])
+
+
+def shrink_probes(folder: Path, nearest: Sequence[str]) -> int:
+    """Keep of a search's simulated probes what it reads of them, and those nearest to capacity whole.
+
+    Returns the bytes that this frees.
+    """
+    from ebbench.runs.stored import shrink
+    from ebbench.sizing.probe import MEMORY_FULL, memory_full
+
+    whole = {Path(run_dir).name for run_dir in nearest}
+    probes = [path.parent for path in folder.rglob(f"*-seed*/{MANIFEST}")] if whole else []
+    return sum(
+        shrink(probe, {MEMORY_FULL: memory_full(Run.load(probe))}) for probe in probes if probe.name not in whole
+    )
+
+
+def prune_probes(folder: Path) -> int:
+    """:func:`shrink_probes` of a stored search; 0 if it is unfinished. Raises UsageError if a command works on it."""
+    from ebbench.sizing.sentences import load
+
+    with sole_use(folder):
+        return shrink_probes(folder, [str(row["nearest_run_dir"]) for row in load(folder)])
 
 
 @dataclass(frozen=True)
@@ -246,17 +277,6 @@ def refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
         raise RunError(nothing_usable(next((outcome.stopped for outcome in outcomes if outcome.stopped), None)))
 
 
-def _check_workload(workload: str) -> None:
-    """Raise UsageError for a workload that does not exist or has no valid lengths, before anything is announced."""
-    from ebbench.workloads.options import is_recorded, recorded_file
-    from ebbench.workloads.spec import load_workload
-
-    if not is_recorded(workload):
-        load_workload(workload)
-    elif (path := recorded_file(workload)) is None or not path.exists():
-        raise UsageError(f"{workload}: no such file")
-
-
 def _folder(search: CapacitySearch, directory: Path | None) -> Path:
     """Directory of the probes: a new one, or that of an earlier search with the same settings."""
     spec = search.series.spec
@@ -266,7 +286,7 @@ def _folder(search: CapacitySearch, directory: Path | None) -> Path:
     }  # fmt: skip
     text = json.dumps(settings, indent=1, sort_keys=True, default=str).encode() + b"\n"
     folder = directory or default_run_dir(spec.plan.workload, "capacity")
-    stored = folder / SETTINGS
+    stored = folder / SEARCH
     if stored.exists():
         if stored.read_bytes() != text:
             raise UsageError(f"{folder} holds a search with other settings; give another --output-dir")
@@ -313,12 +333,10 @@ def _search(
 
 def _show(done: Searched, output: CapacityOutput) -> None:
     """Store the results beside the probes, then print or draw them."""
-    from ebbench.render.console import Console
-    from ebbench.sizing.sentences import store
+    from ebbench.render.documents import Console
 
     rows = done.rows
-    if rows:
-        store(rows, done.folder)
+    done.store()
     if output.plot is not None and rows:
         from ebbench.sizing.chart import save_curves
 
@@ -333,14 +351,18 @@ def _show(done: Searched, output: CapacityOutput) -> None:
 
 def parts(done: Searched, width: int) -> list[RenderableType]:
     """The results for a terminal of ``width`` characters: table, curves, remarks, caveats."""
+    from rich.text import Text
+
     from ebbench.render.documents import section_tables
     from ebbench.render.report import notes
     from ebbench.sizing import sentences
 
     search, outcomes = done.search, done.outcomes
     caveats = [*search.notes, *sentences.caveats(outcomes, search.by_concurrency)]
+    by_class = sentences.classes(outcomes, search.by_concurrency)
     return [
         *section_tables(sentences.table(outcomes, search.by_concurrency), width),
+        *([Text(), *section_tables(by_class, width)] if by_class is not None else ()),
         *sentences.remarks(outcomes, search.limits, search.by_concurrency, done.api_servers_left_out),
         *notes("Keep in mind", caveats),
     ]

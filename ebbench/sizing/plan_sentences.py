@@ -9,12 +9,12 @@ from typing import Any
 from msgspec import to_builtins
 from rich.table import Table
 
-from ebbench.analysis.caveats import by_settings, told_once
+from ebbench.analysis.validity import by_settings, told_once
 from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
-from ebbench.runs.api_server import left_out
+from ebbench.runs.conclude import left_out
 from ebbench.sizing.choose import Costed, DeploymentChoice
 from ebbench.sizing.deployments import (
     NOISE,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ebbench.config.setting_strings import Setting, value_of
+from ebbench.config.declare import Setting, value_of
 from ebbench.devices.profiles import list_devices
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import load_toml

@@ -14,16 +14,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.caveats import of_device
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
-from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
-from ebbench.analysis.metrics import NS_PER_MS, Slo, limited_ns, meets, slo_from_limits, tpot_ns
-from ebbench.analysis.steady import Window, completed_sessions_per_s, session_ends_ns, steady_windows
-from ebbench.analysis.validity import FAILURE_LIMIT
+from ebbench.analysis.explain import FIGURES as KV_FIGURES
+from ebbench.analysis.metrics import (
+    NS_PER_MS,
+    Window,
+    completed_sessions_per_s,
+    limited_ns,
+    meets,
+    session_ends_ns,
+    slo_from_limits,
+    steady_windows,
+    tpot_ns,
+)
+from ebbench.analysis.validity import FAILURE_LIMIT, of_device
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 from ebbench.records.warnings import KV_CACHE
-from ebbench.runs.api_server import processes_needed
+from ebbench.runs.conclude import processes_needed
 from ebbench.sizing.estimate import Floats, MetCounts, Probe
 from ebbench.sizing.limits import LatencyLimits
 
@@ -111,6 +119,8 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     reading = read_measured(measured, load, limits, per_open)
+    if (full := manifest.facts.get(MEMORY_FULL)) is not None:
+        reading = replace(reading, memory_full=float(full))
     memory = [warning for warning in manifest.warnings if warning.code == KV_CACHE]
     others = [warning for warning in manifest.warnings if warning.code != KV_CACHE]
     plan = (str(warning) for warning in others if (warning.about or warning.code) == "plan")
@@ -148,16 +158,17 @@ def read_measured(
     sessions = len(np.unique(columns.session[counted])) if counted.any() else 0
     runaway = not run.phases and _queue_grows(columns, windows)
     failed = run.reasons if _failed_share(columns) > FAILURE_LIMIT else ""
+    masks = limits.masks(columns)
     met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
-    counts = tuple(_counts(columns, counted, mask) for mask in met)
+    counts = tuple(_counts(columns, counted & of, mask) for of, mask in zip(masks, met, strict=True))
     ok, tokens = counted & columns.ok, columns.output_tokens
-    good = np.logical_and.reduce([ok, *met])
+    good = np.logical_and.reduce([ok, *(mask | ~of for of, mask in zip(masks, met, strict=True))])
     ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), tpot_ns(columns, ok)
     probe = Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns))
     return ProbeReading(
         probe=probe,
         run_dir=run.run_dir,
-        short=not failed and (_still_filling(columns) if runaway else sessions < per_open * mean_open),
+        short=not failed and _is_short(columns, counts, runaway=runaway, enough=sessions >= per_open * mean_open),
         correlated=not failed and not runaway and any(_correlated(each) for each in counts),
         sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,
@@ -181,6 +192,22 @@ def read_measured(
             _per_second(float(tokens[ok].sum()), length_s),
         ),
     )
+
+
+def _is_short(columns: RequestColumns, counts: Sequence[MetCounts], *, runaway: bool, enough: bool) -> bool:
+    """Whether a run is too short to decide; ``enough``: it has sessions enough for those open at a time."""
+    unseen = any(not count.counted for count in counts)  # a class without a request in the steady window
+    return unseen or (_still_filling(columns) if runaway else not enough)
+
+
+MEMORY_FULL = "memory_full"
+"""Fact of a probe whose steps were removed: what a search reads from them."""
+
+
+def memory_full(run: Run) -> float:
+    """Share of a run's steady time with a full KV cache."""
+    windows = steady_windows(RequestColumns.of(run.requests), run.manifest.phases)
+    return _memory_full(run.table("steps", _STEP_COLUMNS), windows)
 
 
 def _failed_share(columns: RequestColumns) -> float:
@@ -218,10 +245,15 @@ def _correlated(counts: MetCounts) -> bool:
 
 def _shares(columns: RequestColumns, counted: Mask, limits: LatencyLimits) -> dict[str, float]:
     """Share of the counted requests that met each limit alone."""
-    singles = {name: slo_from_limits({name: value}) for name, value in limits.slo.limits().items()}
-    singles |= {str(tail): tail.slo for tail in limits.tails}
-    total = max(1, int(counted.sum()))
-    return {name: float(meets(columns, counted & columns.ok, slo).sum() / total) for name, slo in singles.items()}
+    found = {}
+    each = list(zip(limits.requirements(), limits.slos(), limits.masks(columns), strict=True))
+    for at, (requirement, slo, of) in enumerate(each):
+        tail = at - (len(each) - len(limits.tails))
+        for name, (metric, limit) in zip(requirement.name.split(), slo.limits().items(), strict=True):
+            met = meets(columns, counted & of & columns.ok, slo_from_limits({metric: limit}))
+            key = str(limits.tails[tail]) if tail >= 0 else name
+            found[key] = float(met.sum() / max(1, int((counted & of).sum())))
+    return found
 
 
 def _queue_grows(columns: RequestColumns, windows: tuple[Window, ...]) -> bool:
@@ -289,13 +321,17 @@ def _quantile_ms(values_ns: Floats, share: float) -> float | None:
     return float(np.quantile(values_ns, share)) / 1e6 if len(values_ns) else None
 
 
-def least_limits_ms(requests: pa.Table, phases: Sequence[PhaseFact], slo: Slo, share: float) -> dict[str, float]:
-    """The lowest limits on the metrics of ``slo`` that ``share`` of the counted requests meet together, in ms.
+def least_limits_ms(
+    requests: pa.Table, phases: Sequence[PhaseFact], limits: LatencyLimits, index: int
+) -> dict[str, float]:
+    """The lowest limits, in ms, with which the requests that requirement ``index`` is of would meet it.
 
     Infinite where a figure is unknown for so many requests that no limit is met.
     """
     columns = RequestColumns.of(requests)
     counted, _ = _counted(columns, steady_windows(columns, phases))
+    counted = counted & limits.masks(columns)[index]
+    slo, share = limits.slos()[index], limits.requirements()[index].share
     values = [np.where(columns.ok, limited_ns(columns, name), np.inf)[counted] for name in slo.limits()]
     ranked = [np.sort(each) for each in values]
     count = int(counted.sum())

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.records.run import MANIFEST, Run, slug, unused
-from ebbench.runs.progress import measured, planned
+from ebbench.runs.execute import measured, planned
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.runs.prepare import Series
     from vllm_eb.policy import PolicySpec
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.steady import completed_sessions_per_s, session_ends_ns, steady_windows
+from ebbench.analysis.metrics import completed_sessions_per_s, session_ends_ns, steady_windows
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
     from ebbench.runs.prepare import Series
     from ebbench.sizing.drive import SearchOutcome
 

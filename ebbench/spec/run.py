@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from ebbench.config.declare import (
     CLIENT,
@@ -13,15 +16,109 @@ from ebbench.config.declare import (
     DEFAULT_DEVICE,
     DEFAULT_MODEL,
     ENGINE,
+    LABELS,
     MOST_SECONDS,
     Declared,
     declare,
     declared_in,
 )
 from ebbench.config.topology import TopologySpec
+from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server, version_defaults
 from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
+
+MOST_LETTERS = 200
+_UNPRINTED = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def read_tags(given: Sequence[str]) -> dict[str, Any]:
+    """``--tag nightly --tag main``, or both after one: ``--tag nightly,main``."""
+    tags = [tag.strip() for text in given for tag in text.split(",")]
+    return {"tags": tuple(dict.fromkeys(tags))}
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of the runs of a command. Raises UsageError for one that is empty or does not fit on a line."""
+
+    name: str | None = declare(None, "Name of these runs, as `ebbench runs` and `trend` find them.", LABELS)
+    tags: tuple[str, ...] = declare(
+        (), "Tag of these runs; may be repeated.", LABELS, names=("--tag",), text=list[str], read=read_tags
+    )
+    note: str | None = declare(None, "What is special about these runs; shown by `ebbench runs show`.", LABELS)
+    commit: str | None = declare(None, "Commit of what is measured. Default: that of the CI job.", LABELS)
+    label: str | None = declare(
+        None, "Branch or pull request of what is measured. Default: that of the CI job.", LABELS
+    )
+
+    def __post_init__(self) -> None:
+        given = [("--name", self.name), ("--note", self.note), ("--commit", self.commit), ("--label", self.label)]
+        for option, text in [*given, *(("--tag", tag) for tag in self.tags)]:
+            if text is not None and not text.strip():
+                raise UsageError(f"{option} is empty; give it a text, or leave it out")
+            if text is not None and (_UNPRINTED.search(text) or len(text) > MOST_LETTERS):
+                raise UsageError(f"{option} must be one line of at most {MOST_LETTERS} letters")
+
+    def in_job(self, environ: Mapping[str, str]) -> Labels:
+        """The same with commit and label of the CI job that runs this process, where they are not given."""
+        job = job_of(environ)
+        return replace(self, commit=self.commit or job.commit or None, label=self.label or job.label or None)
+
+
+OF_LABELS = tuple(declared_in(Labels))
+"""The names of these settings."""
+
+
+# What common CI systems say of the job that they run. A pull request is named before its branch: a branch of a fork may
+# have any name, `main` too.
+
+
+class Job(NamedTuple):
+    """Commit and branch or pull request of a CI job; empty where none is known."""
+
+    commit: str = ""
+    label: str = ""
+
+
+class _System(NamedTuple):
+    """Variables of a CI system. ``sign``: set in all of its jobs; ``request``: the number of a pull request, which some
+    set to ``false`` or write at the end of a URL, after ``word``."""
+
+    sign: str
+    commit: str
+    request: str
+    branch: str
+    word: str = "PR"
+
+
+_SYSTEMS = (
+    _System("GITLAB_CI", "CI_COMMIT_SHA", "CI_MERGE_REQUEST_IID", "CI_COMMIT_REF_NAME", "MR"),
+    _System("BUILDKITE", "BUILDKITE_COMMIT", "BUILDKITE_PULL_REQUEST", "BUILDKITE_BRANCH"),
+    _System("CIRCLECI", "CIRCLE_SHA1", "CIRCLE_PULL_REQUEST", "CIRCLE_BRANCH"),
+    _System("TF_BUILD", "BUILD_SOURCEVERSION", "SYSTEM_PULLREQUEST_PULLREQUESTNUMBER", "BUILD_SOURCEBRANCHNAME"),
+    _System("BITBUCKET_BUILD_NUMBER", "BITBUCKET_COMMIT", "BITBUCKET_PR_ID", "BITBUCKET_BRANCH"),
+    _System("TRAVIS", "TRAVIS_COMMIT", "TRAVIS_PULL_REQUEST", "TRAVIS_BRANCH"),
+    _System("DRONE", "DRONE_COMMIT_SHA", "DRONE_PULL_REQUEST", "DRONE_BRANCH"),
+    _System("TEAMCITY_VERSION", "BUILD_VCS_NUMBER", "", ""),
+    _System("JENKINS_URL", "GIT_COMMIT", "CHANGE_ID", "GIT_BRANCH"),
+    _System("GITHUB_ACTIONS", "GITHUB_SHA", "", "GITHUB_REF_NAME"),
+)
+_GITHUB_REQUEST = re.compile(r"refs/pull/(\d+)/")
+
+
+def job_of(environ: Mapping[str, str]) -> Job:
+    """The CI job of this environment."""
+    system = next((one for one in _SYSTEMS if environ.get(one.sign)), None)
+    if system is None:
+        return Job()
+    number = re.search(r"(\d+)/?$", environ.get(system.request, ""))
+    if system.sign == "GITHUB_ACTIONS":
+        number = _GITHUB_REQUEST.match(environ.get("GITHUB_REF", ""))
+    label = f"{system.word} {number[1]}" if number else environ.get(system.branch, "").removeprefix("origin/")
+    commit = environ.get(system.commit, "")
+    return Job("" if commit == "HEAD" else commit.strip(), label.strip())
+
 
 # Several instances: topology, dispatch policies, replicas.
 
@@ -71,6 +168,8 @@ class RunSpec:
     server: EngineOptions = field(default_factory=EngineOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     client: ClientOptions = field(default_factory=ClientOptions, hash=False)
+    labels: Labels = field(default_factory=Labels, compare=False)
+    """Changes no result; not part of the key."""
     calibration: str | None = declare(
         None, "Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).", ENGINE
     )
@@ -114,7 +213,9 @@ class RunSpec:
         return replace(self, **own)
 
 
-_SECTIONS: Mapping[str, type] = {"plan": PlanOptions, "server": EngineOptions, "cluster": ClusterOptions}
+_SECTIONS: Mapping[str, type] = {
+    "plan": PlanOptions, "server": EngineOptions, "cluster": ClusterOptions, "labels": Labels,
+}  # fmt: skip
 _OWN = frozenset(one.name for one in fields(RunSpec))
 _FIRST = ("workload", "policy", "engine", "device", "model", "scenario", "seed", "num_prompts", "source")
 
@@ -128,7 +229,7 @@ def known_settings() -> Mapping[str, Declared]:
     """Every declared setting by name, the most important ones first."""
     found: dict[str, Declared] = {}
     for part, kind in (("plan", PlanOptions), ("", RunSpec), ("server", EngineOptions), ("cluster", ClusterOptions),
-                       ("client", ClientOptions)):  # fmt: skip
+                       ("client", ClientOptions), ("labels", Labels)):  # fmt: skip
         for name, one in declared_in(kind, part).items():
             found.setdefault(name, one)
     found["max_model_len"] = declared_in(EngineOptions, "server")["max_model_len"]
@@ -141,7 +242,7 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
     A rate without a scenario means Poisson arrivals. Plans of simulated engines contain no text, unless ``with_text``
     says so. A server keeps its own length limit unless ``max_model_len`` is given.
     """
-    parts: dict[str, dict[str, Any]] = {"plan": {}, "": {}, "server": {}, "cluster": {}, "client": {}}
+    parts: dict[str, dict[str, Any]] = {"plan": {}, "": {}, "server": {}, "cluster": {}, "client": {}, "labels": {}}
     for name, value in settings.items():
         parts[known_settings()[name].part][name] = value
     engine = settings.get("engine", RunSpec.engine)
@@ -154,11 +255,13 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
         server = version_defaults(server.get("vllm_version")) | server
     limit = server.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
+    plan["with_text"] = engine not in VIRTUAL_TIME if with_text is None else with_text
     return RunSpec(
-        PlanOptions(**plan, with_text=engine not in VIRTUAL_TIME if with_text is None else with_text),
+        PlanOptions(**plan, counts_answers=is_server(engine)),
         server=EngineOptions(max_model_len=limit or EngineOptions.max_model_len, **server),
         cluster=ClusterOptions(**parts["cluster"]),
         client=ClientOptions(**parts["client"]),
+        labels=Labels(**parts["labels"]),
         **own,
     )
 
@@ -241,3 +344,19 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
     if isinstance(spec.cluster.topology, TopologySpec):
         found["topology"] = spec.cluster.topology.label
     return found
+
+
+def as_dict(spec: RunSpec) -> dict[str, Any]:
+    """The tree as nested dictionaries, as JSON stores it; without labels, which change no result."""
+    topology = spec.cluster.topology
+    content = asdict(replace(spec, cluster=replace(spec.cluster, topology=None)))
+    del content["labels"]
+    content["cluster"]["topology"] = msgspec.to_builtins(topology)
+    return content
+
+
+def stored_form(spec: RunSpec) -> dict[str, Any]:
+    """The tree as it is written beside a result: without values of headers, which may be secret."""
+    content = as_dict(spec)
+    content["client"]["headers"] = list(spec.client.headers)
+    return content

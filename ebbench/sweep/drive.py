@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from ebbench.analysis.kv_pressure import FIGURES as KV_FIGURES
+from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.errors import EbbenchError, RunError
 from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import unused
-from ebbench.runs.api_server import as_answered
+from ebbench.runs.conclude import as_answered
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
 from ebbench.runs.key import key_of

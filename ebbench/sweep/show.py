@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.cases import TIE
-from ebbench.analysis.caveats import by_settings, told_once
 from ebbench.analysis.sensitivity import Sensitivity, least_difference, sensitivity
+from ebbench.analysis.validity import by_settings, told_once
 from ebbench.render import numbers
-from ebbench.render.console import Console
+from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.render.report import notes
 from ebbench.runs.file import plain

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import GenericAlias
@@ -20,8 +20,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server
-from ebbench.spec.speculative import speculative_of
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, speculative_of
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
@@ -65,6 +64,11 @@ class Sweep:
     cells: tuple[RunSpec, ...]
     keep_runs: bool
     api_server_if_busy: bool = False
+
+    def labelled(self, labels: Mapping[str, Any]) -> Sweep:
+        """The same with these labels, by name, for every cell; cells without a name have the sweep's."""
+        cells = [cell.changed(**{"name": cell.labels.name or self.name, **labels}) for cell in self.cells]
+        return replace(self, cells=tuple(cells))
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -250,17 +254,12 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     from ebbench.analysis.metrics import parse_slo
     from ebbench.devices.loader import check_drafts, load_device
     from ebbench.devices.profiles import as_decoder, find_model, find_profile
-    from ebbench.engines import ENGINES
+    from ebbench.engines.setup import ENGINES
     from ebbench.traffic.spec import load_scenario
-    from ebbench.workloads.spec import load_workload
+    from ebbench.workloads.mixture import check_workload
 
     for name in _values([cell.plan for cell in cells], "workload"):
-        if is_recorded(name):
-            path = recorded_file(name)
-            if path is None or not path.exists():
-                raise UsageError(f"{name}: no such file")
-        else:
-            load_workload(name)
+        check_workload(name)
     for name in _values([cell.plan for cell in cells], "scenario"):
         load_scenario(name)
     trace_notes(cells)

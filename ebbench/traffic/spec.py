@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ebbench.config.topology import TopologySpec
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import given_of, load_toml, not_positive
+from ebbench.installation import bundled_dir, resolve
 from ebbench.records.plan import ClosedPhase
-from ebbench.resources import bundled_dir, resolve
 from ebbench.traffic.arrivals import Curve, Process, arrival_times, substream
 from ebbench.traffic.lengths import LengthSpec
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.analysis.documents import Column, Document, Section, labels
-from ebbench.engines.machine import machine_name
+from ebbench.engines.setup import machine_name
 from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use
@@ -24,7 +24,7 @@ from ebbench.validation.question import StepTimes, TimeBudget, ValidationQuestio
 
 if TYPE_CHECKING:
     from ebbench.analysis.documents import Document
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
 
 # The result of a validation as one JSON object, and as a document with tables.
@@ -217,7 +217,7 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 
     Raises UsageError, RunError, InterruptedRunError.
     """
-    from ebbench.render.console import Console
+    from ebbench.render.documents import Console
 
     messages = Console(stderr=True, highlight=False)
     _open_folder(question, folder)
@@ -228,8 +228,7 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
 def _run_validation(
     question: ValidationQuestion, folder: Path, max_time_s: float, messages: Console, *, as_json: bool, quiet: bool
 ) -> str:
-    from ebbench.render.console import Console
-    from ebbench.render.documents import as_markdown
+    from ebbench.render.documents import Console, as_markdown
     from ebbench.render.live import Work, shown
 
     call = Call(sys.argv[1:], wall_clock_ns())

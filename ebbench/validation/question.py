@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from ebbench.calibration.measure import ProbeGrid
-from ebbench.devices.apiserver import chosen_api_server
+from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.runs.execute import Task, make
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.run import RunSpec
+from ebbench.spec.run import Labels, RunSpec
 from ebbench.spec.server import OFF, EngineOptions
 from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import parse_policy
@@ -59,6 +59,7 @@ class ValidationQuestion:
     lag_limit_ms: float | None = None
     vllm_options: tuple[str, ...] = ()
     api_server: str = OFF
+    labels: Labels = field(default_factory=Labels)
 
     def __post_init__(self) -> None:
         if not self.loads or min(self.loads) < 1:
@@ -179,6 +180,7 @@ def predicted_cell(
         device=str(steps.profile),
         model=question.model,
         server=options,
+        labels=question.labels,
     )
 
 
@@ -199,6 +201,7 @@ def measured_cell(
         model=question.model,
         # Steps of the CPU build are measured without torch.compile; those of a GPU with all that vLLM does by default.
         server=replace(_options(question, steps), enforce_eager=real and cpu_build()),
+        labels=question.labels,
         **how,
     )
 

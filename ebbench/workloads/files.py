@@ -13,27 +13,25 @@ from typing import IO, Any, Literal, NamedTuple
 
 from ebbench.errors import InputFileError
 from ebbench.foreign.documents import (
-    DEPTH,
-    YAML_BYTES,
-    BadValueError,
-    json_document,
-    json_value,
-    too_deep,
-    with_unique_keys,
-    yaml_document,
-)
-from ebbench.foreign.opening import (
     BLANK_LINES,
     COLUMNS,
+    DEPTH,
     DOCUMENT_BYTES,
     LINE_BYTES,
+    YAML_BYTES,
+    BadValueError,
     csv_rows,
     decoded,
+    json_document,
+    json_value,
     lines_of,
     not_text,
     open_unpacked,
     parquet_rows,
     read_rest,
+    too_deep,
+    with_unique_keys,
+    yaml_document,
 )
 
 CHUNK_BYTES = 1 << 20

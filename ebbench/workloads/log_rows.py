@@ -284,6 +284,8 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
     if (stated_s := rows.pause_s) is not None:
         pause_s = stated_s[order]
     first = turn == 0
+    starts_s = times[order]
+    own_times = start_s is not None and rows.sessions and end_s is not None
     return Requests(
         session,
         turn,
@@ -293,10 +295,11 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
         hash_ids=_hash_ids(rows, order),
         block_tokens=rows.block_tokens,
         content=_contents(session, turn, inputs, outputs, after) if rows.sessions else None,
-        arrival_s=None if start_s is None else times[order][first],
+        arrival_s=None if start_s is None else starts_s[first],
         pause_s=pause_s,
         after=after,
         classes=[rows.classes[row] for row in order] if rows.classes else None,
+        offset_s=starts_s - starts_s[first][session] if own_times else None,
     )
 
 

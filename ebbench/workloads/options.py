@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.resources import located
+from ebbench.installation import located
 
 if TYPE_CHECKING:
     from ebbench.traffic.spec import Load
@@ -37,7 +38,31 @@ def recorded_file(workload: str) -> Path | None:
 
 def is_recorded(workload: str) -> bool:
     """Whether a workload is ``trace:FILE`` or ``log:FILE``."""
-    return workload.startswith(RECORDED)
+    return workload.startswith(RECORDED) and not mixture_parts(workload)
+
+
+_PART = re.compile(r"(?:(?P<name>[\w.-]+)=)?(?P<workload>.+):(?P<share>\d*\.?\d+)")
+
+
+def mixture_parts(workload: str) -> list[tuple[str, str, float]]:
+    """Class, workload and share of each part of ``chat=sharegpt:0.6 rag=log:rag.csv:0.4``; empty for a single workload.
+
+    A part without a class has the name of its workload, or of its file.
+    """
+    words = re.split(r"[\s,]+", workload.strip())
+    found = [_PART.fullmatch(word) for word in words]
+    if any(found) and len(words) > 1 and not all(found) and not workload.startswith(RECORDED):
+        raise UsageError(
+            f"{workload}: a mixture gives each workload a share, as in chat=sharegpt:0.6 rag=longbench:0.4; "
+            f"{words[next(at for at, one in enumerate(found) if one is None)]} has none"
+        )
+    if not all(found) or (len(words) == 1 and "=" not in workload.partition(":")[0]):
+        return []
+    return [(one["name"] or _short_name(one["workload"]), one["workload"], float(one["share"])) for one in found if one]
+
+
+def _short_name(workload: str) -> str:
+    return Path(workload.partition(":")[2] or workload).stem
 
 
 @dataclass(frozen=True)
@@ -49,7 +74,7 @@ class PlanOptions:
 
     workload: str = declare()
     """A bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a published
-    run) or the path of a TOML file."""
+    run), the path of a TOML file, or several of them with shares (:mod:`ebbench.workloads.mixture`)."""
     scenario: str | None = declare(
         None, "When requests arrive: a name or a TOML file.", LOAD, names=("--scenario", "-s"), complete="scenarios"
     )
@@ -87,10 +112,14 @@ class PlanOptions:
         False, "Drop requests longer than --max-model-len.", WORKLOAD, names=("--drop-too-long",)
     )
     """Without it they are refused."""
-    tokenizer: str | None = declare(None, "Tokenizer that counts the tokens of texts; default: estimate.", WORKLOAD)
+    tokenizer: str | None = declare(
+        None, "Tokenizer that counts the tokens of texts (default: estimate), and of answers without usage.", WORKLOAD
+    )
     """Name or folder."""
     with_text: bool = True
     """False leaves out the prompts' text, which simulated engines do not read."""
+    counts_answers: bool = False
+    """Whether ``tokenizer`` also counts the answers of a server; otherwise it needs texts in the workload."""
     rate_scale: float | None = declare(None, "Factor of the rates in a scenario or a fitted workload.", LOAD, above=0)
     prefix_share: float | None = declare(
         None, "Share of synthetic prompts that is their group's common prefix.", WORKLOAD
@@ -114,8 +143,23 @@ class PlanOptions:
     thinking_len: int | None = declare(
         None, "Mean thinking tokens before each answer, in addition to it.", SESSIONS, at_least=1
     )
+    recorded_pauses: bool = declare(
+        False, "Keep pauses and parallel requests within a log's sessions under another load than its own times.",
+        SESSIONS, names=("--recorded-pauses",),
+    )  # fmt: skip
+    max_pause_s: float | None = declare(
+        None, "Longest pause between turns, in seconds; longer ones are cut.", SESSIONS, names=("--max-pause",),
+        at_least=0, at_most=MOST_SECONDS,
+    )  # fmt: skip
+    session_start: str | None = declare(
+        None, "Where in their course the first open sessions begin, their history cached: 0.5, or a range: 0.25-0.75.",
+        SESSIONS,
+    )  # fmt: skip
     lora_assignment: str | None = declare(
         None, "Adapters by name, one per session, over HTTP: sql=3,chat=1,base.", WORKLOAD
+    )
+    priorities: str | None = declare(
+        None, "Priority of each class over HTTP, the lowest first: chat=0,batch=10.", WORKLOAD
     )
     images: str | None = declare(None, "Images in every prompt: tokens=256,count=2,side=448.", WORKLOAD)
     redraw: bool = declare(False, "Of a log longer than num_prompts, each seed takes another part.")

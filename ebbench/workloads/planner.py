@@ -11,16 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.config.declare import MOST_SECONDS
-from ebbench.config.setting_strings import named_settings, settings_of
+from ebbench.config.declare import MOST_SECONDS, named_settings, settings_of
 from ebbench.errors import UsageError
-from ebbench.records.content import with_block_tokens
-from ebbench.records.plan import Plan
+from ebbench.records.plan import Plan, with_block_tokens
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import length_spec
 from ebbench.traffic.spec import Replay, ScenarioSpec, Schedule, closed_phases, load_scenario, make_schedule, phase_rate
+from ebbench.workloads.mixture import Mixture, mixed, mixture_of, options_of, parse_priorities, with_priorities
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import (
     Floats,
@@ -33,10 +32,15 @@ from ebbench.workloads.requests import (
     repeatable,
     strings,
 )
-from ebbench.workloads.sessions import session_spec, with_sessions
+from ebbench.workloads.sessions import (
+    begun_before,
+    parse_start,
+    session_spec,
+    with_longest_pause,
+    with_sessions,
+)
 from ebbench.workloads.shared_prefix import with_shared_prefixes
-from ebbench.workloads.sources import draw_requests, gather
-from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, load_workload
+from ebbench.workloads.spec import Profile, Selection, WorkloadSpec, draw_requests, gather, load_workload
 
 # Assembles a plan from requests and a schedule.
 
@@ -147,6 +151,8 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
         found["class"] = pa.array(requests.classes, pa.string())
     if requests.priority is not None:
         found["priority"] = ints(requests.priority, pa.int32())
+    if requests.primed_tokens is not None:
+        found["primed_tokens"] = ints(requests.primed_tokens, pa.int32(), valid=requests.primed_tokens > 0)
     return found
 
 
@@ -286,9 +292,60 @@ def _arrival_statistics(plan: Plan) -> Mapping[str, float]:
 
 def make_plan(options: PlanOptions) -> Plan:
     """Build the plan. Raises UsageError, InputFileError, RunError."""
-    trace = is_recorded(options.workload)
-    workload = None if trace else load_workload(options.workload)
-    scenario = _scenario(options, workload)
+    mixture = mixture_of(options.workload)
+    if mixture is not None:
+        scenario = load_scenario(options.scenario or "saturated")
+        requests, schedule = _from_mixture(options, scenario, mixture)
+        priorities = {one.name: one.priority for one in mixture.classes if one.priority is not None}
+    else:
+        requests, schedule, scenario = _single(options)
+        priorities = {}
+    requests = with_priorities(requests, priorities | parse_priorities(options.priorities or ""))
+    if options.session_start is not None:
+        requests = begun_before(requests, parse_start(options.session_start), schedule.concurrency, options.seed)
+    cap = options.max_concurrency or scenario.max_concurrency
+    limits = LengthLimits(options.max_model_len, options.drop_too_long)
+    facts = _facts(options, scenario, requests)
+    plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
+    return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
+
+
+def _from_mixture(options: PlanOptions, scenario: ScenarioSpec, mixture: Mixture) -> tuple[Requests, Schedule]:
+    """The requests of all classes, each from its own workload with its own options."""
+    if scenario.loop == "trace" or scenario.own_lengths:
+        own = "replays recorded times" if scenario.loop == "trace" else "brings its own lengths"
+        raise UsageError(f"scenario {scenario.name!r} {own}; several workloads take --request-rate, -c or both")
+    _check_times(options, scenario, trace=False)
+    own_options = [options_of(one, options) for one in mixture.classes]
+    default = mixture.num_prompts or mixture.most([_held(each) for each in own_options])
+    schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
+    counts, parts = mixture.counts(schedule.sessions), []
+    for one, each, count in zip(mixture.classes, own_options, counts, strict=True):
+        try:
+            parts.append(_single(replace(each, num_prompts=count), load_scenario("saturated"))[0])
+        except UsageError as error:
+            raise UsageError(f"class {one.name}: {error}") from None
+    have = [part.sessions for part in parts]
+    if have != counts:  # a data set has texts for no more
+        schedule = make_schedule(scenario, options.load, mixture.most(have), default, options.seed)
+        parts = [part_of(one, count) for one, count in zip(parts, mixture.counts(schedule.sessions), strict=True)]
+    return mixed(mixture, parts, options.seed), schedule
+
+
+def _held(options: PlanOptions) -> int:
+    """Sessions that a workload holds, or plans by default."""
+    path = recorded_file(options.workload)
+    if path is None:
+        return load_workload(options.workload).num_prompts
+    from ebbench.workloads.trace import read_trace
+
+    return read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text).requests.sessions
+
+
+def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple[Requests, Schedule, ScenarioSpec]:
+    """The requests of a single workload, when they are released, and the scenario that says so (None: its own)."""
+    workload = None if is_recorded(options.workload) else load_workload(options.workload)
+    scenario = scenario or _scenario(options, workload)
     _check(options, scenario, workload)
     requests, schedule = (
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
@@ -296,17 +353,15 @@ def make_plan(options: PlanOptions) -> Plan:
     spec = session_spec(None if workload is None else workload.sessions, options.sessions, options.length_distribution)
     if spec is not None:
         requests = with_sessions(requests, spec, options.seed)
+    if options.max_pause_s is not None:
+        requests = with_longest_pause(requests, options.max_pause_s)
     if options.prefixes.asked:
         requests = with_shared_prefixes(requests, options.prefixes, options.seed)
     if options.images is not None:
         requests = with_images(requests, parse_images(options.images))
     if options.lora_assignment is not None:
         requests = with_adapters(requests, parse_adapters(options.lora_assignment), options.seed)
-    cap = options.max_concurrency or scenario.max_concurrency
-    limits = LengthLimits(options.max_model_len, options.drop_too_long)
-    facts = _facts(options, scenario, requests)
-    plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
-    return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
+    return requests, schedule, scenario
 
 
 def _scenario(options: PlanOptions, workload: WorkloadSpec | None) -> ScenarioSpec:
@@ -340,7 +395,7 @@ def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -
         raise UsageError(f"burstiness shapes the gaps of gamma arrivals; scenario {scenario.name!r} has none")
     if scenario.loop != "trace" and options.speed not in (None, 1.0):
         raise UsageError(f"speed scales recorded times; scenario {scenario.name!r} has none")
-    if scenario.loop != "trace" and options.time_unit is not None:
+    if scenario.loop != "trace" and options.time_unit is not None and not options.recorded_pauses:
         problem = f"--time-unit is for recorded times; scenario {scenario.name!r} does not use them, leave it out"
         raise UsageError(problem)
     if options.rate_scale is not None and (problem := _unscalable(options, scenario)):
@@ -386,13 +441,17 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
         raise UsageError(f"a trace is its own source; leave out --source {options.source}")
     if not trace and scenario.own_lengths and options.source not in ("auto", "profile"):
         raise UsageError(f"scenario {scenario.name!r} brings its own lengths; leave out --source {options.source}")
-    if not trace and (options.columns is not None or options.keep_text):
-        option = "--columns" if options.columns is not None else "--keep-text"
+    if options.recorded_pauses and scenario.loop == "trace":
+        raise UsageError("--recorded-pauses: a replay at recorded times keeps them anyway; leave it out")
+    if not trace and (options.columns is not None or options.keep_text or options.recorded_pauses):
+        option = "--recorded-pauses" if options.recorded_pauses else "--keep-text"
+        option = "--columns" if options.columns is not None else option
         raise UsageError(f"{option} is for log:FILE; leave it out for {options.workload}")
     if options.prefixes.asked and (trace or (workload is not None and not _draws_lengths(options, scenario, workload))):
         problem = f"--prefix-share and --cache-hit-rate are for synthetic prompts; {options.workload} brings its own"
         raise UsageError(f"{problem}: leave them out" + ("" if trace else ", or add --source profile"))
-    if options.tokenizer is not None and (textless := _textless(options, scenario, workload)):
+    unused = options.tokenizer is not None and not options.counts_answers
+    if unused and (textless := _textless(options, scenario, workload)):
         raise UsageError(f"--tokenizer counts the tokens of texts; {textless} has none, leave it out")
 
 
@@ -448,6 +507,10 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     if scenario.loop == "trace":
         return _replay(options, scenario, trace.timed(options.time_unit))
     requests = trace.requests
+    if options.recorded_pauses:
+        requests = replace(trace.timed(options.time_unit), arrival_s=None)
+        if requests.pause_s is None:
+            raise UsageError(f"--recorded-pauses: {path} has no sessions whose requests' ends are known; leave it out")
     if scenario.own_lengths:
         schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
         return phase_requests(scenario, schedule.sizes, options.seed), schedule

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.setting_strings import setting
+from ebbench.config.declare import setting
 
 # Builds Arrow arrays directly from numpy buffers.
 #
@@ -94,7 +94,8 @@ class Requests:
     turns that it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN:
     never). ``thinking_tokens``: how many output tokens, from the first one on, are thinking. ``lora``: adapter of
     each row; ``images``: those of each prompt, whose tokens ``input_tokens`` includes. ``classes`` and ``priority``:
-    class and vLLM's priority of each row.
+    class and vLLM's priority of each row. ``offset_s``: recorded start of each row from that of its session;
+    ``primed_tokens``: how much of its prompt the server holds when the run begins.
     """
 
     session: Int64s
@@ -114,6 +115,8 @@ class Requests:
     images: Sequence[ImageSettings | None] | None = None
     classes: Sequence[str | None] | None = None
     priority: Int32s | None = None
+    offset_s: Floats | None = None
+    primed_tokens: Int32s | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -144,6 +147,8 @@ class Requests:
             hang_up_s=None if self.hang_up_s is None else self.hang_up_s[mask],
             thinking_tokens=None if self.thinking_tokens is None else self.thinking_tokens[mask],
             priority=None if self.priority is None else self.priority[mask],
+            offset_s=None if self.offset_s is None else self.offset_s[mask],
+            primed_tokens=None if self.primed_tokens is None else self.primed_tokens[mask],
             lora=_chosen(self.lora, mask),
             images=_chosen(self.images, mask),
             classes=_chosen(self.classes, mask),
@@ -189,6 +194,8 @@ class Requests:
             hang_up_s=tiled(self.hang_up_s),
             thinking_tokens=tiled(self.thinking_tokens),
             priority=tiled(self.priority),
+            offset_s=tiled(self.offset_s),
+            primed_tokens=tiled(self.primed_tokens),
             lora=None if self.lora is None else list(self.lora) * times,
             images=None if self.images is None else list(self.images) * times,
             classes=None if self.classes is None else list(self.classes) * times,

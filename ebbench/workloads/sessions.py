@@ -6,6 +6,7 @@ its own random substream, so that adding one changes no other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.setting_strings import named_settings, setting, settings_of
+from ebbench.config.declare import named_settings, setting, settings_of
 from ebbench.errors import UsageError
 from ebbench.foreign.documents import not_positive
+from ebbench.records.plan import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, length_spec
 from ebbench.workloads.requests import Floats, Requests
@@ -301,6 +303,109 @@ def _with_agents(requests: Requests, agents: AgentSpec, spec: SessionSpec, seed:
             rows.add_agents(agents, fresh[chosen].tolist(), answers[chosen].tolist(), tools_s[chosen].tolist())
         rows.add_turn(row)
     return rows.requests()
+
+
+# Sessions that are in the middle of their course when a run begins, as those of a server that has run for a while.
+#
+# As AIPerf's replay of agents: each session that is open at the start has reached a moment drawn uniformly from a range
+# of its course. Requests before that moment are not sent; what their prompts and outputs would have left in the prefix
+# cache is put there before the run. The next request follows after the rest of its pause. Sessions released later begin
+# at their first turn. Recorded sessions have a course in time, others one in turns.
+
+
+def parse_start(text: str) -> tuple[float, float]:
+    """``0.25-0.75``, or a single share, as a range of the course of a session. Raises UsageError."""
+    low, dash, high = text.partition("-")
+    try:
+        found = float(low), float(high if dash else low)
+    except ValueError:
+        found = -1.0, -1.0
+    if not 0.0 <= found[0] <= found[1] <= 1.0:
+        raise UsageError(f"--session-start {text!r}: write a share of a session's course, as 0.5, or a range, as 0-1")
+    return found
+
+
+def with_longest_pause(requests: Requests, most_s: float) -> Requests:
+    """The requests with pauses of at most ``most_s`` seconds. Raises UsageError if there are no pauses."""
+    if requests.pause_s is None:
+        raise UsageError("--max-pause cuts pauses between turns, and these requests have none; leave it out")
+    cut = int((requests.pause_s > most_s).sum())
+    facts = {**requests.facts, "max_pause_s": most_s, "cut_pauses": cut}
+    return replace(requests, pause_s=np.minimum(requests.pause_s, most_s), facts=facts)
+
+
+def begun_before(requests: Requests, within: tuple[float, float], concurrency: Sequence[int], seed: int) -> Requests:
+    """The requests without those that the first open sessions had sent when the run begins.
+
+    ``within``: the range of their course that they have reached; ``concurrency``: open sessions per phase of a closed
+    loop, empty for an open loop. Raises UsageError where no session can begin in its middle.
+    """
+    sizes = np.bincount(requests.session, minlength=requests.sessions)
+    chosen = np.flatnonzero(sizes[: concurrency[0] if concurrency else 0] > 1)
+    if not len(chosen):
+        why = "the sessions open at the start are single requests" if concurrency else "an open loop begins with none"
+        raise UsageError(f"--session-start is for sessions of several turns in a closed loop (-c); {why}")
+    if requests.prompt is not None:
+        raise UsageError(
+            "--session-start: earlier answers of these texts are not known; send synthetic prompts of their lengths "
+            "(--source profile, or a log without --keep-text)"
+        )
+    reached = substream(seed, "sessions/start").uniform(*within, len(chosen))
+    starts = np.cumsum(sizes) - sizes
+    kept = np.ones(len(requests), np.bool_)
+    pause_s = np.zeros(len(requests)) if requests.pause_s is None else requests.pause_s.copy()
+    primed = np.zeros(len(requests), np.int32)
+    for session, share in zip(chosen.tolist(), reached.tolist(), strict=True):
+        rows = slice(int(starts[session]), int(starts[session] + sizes[session]))
+        first, rest_s = _reached(requests, rows, pause_s, share)
+        kept[rows.start : first] = False
+        pause_s[first] = rest_s
+        for row, tokens in _held_prefixes(requests, rows, first):
+            primed[row] = tokens
+    facts = {"session_start": f"{within[0]:g}-{within[1]:g}", "begun_before": len(chosen)}
+    held = {"primed_requests": int((primed > 0).sum()), "primed_tokens": int(primed.sum())}
+    changed = replace(requests, pause_s=pause_s, primed_tokens=primed, facts={**requests.facts, **facts, **held})
+    return changed.keep(kept)
+
+
+def _reached(requests: Requests, rows: slice, pause_s: Floats, share: float) -> tuple[int, float]:
+    """The first request that a session sends when it has reached ``share`` of its course, and after which time (s).
+
+    There is always one, and one before it.
+    """
+    last = rows.stop - rows.start - 1
+    pauses = np.nan_to_num(pause_s[rows])
+    offsets = None if requests.offset_s is None else requests.offset_s[rows]
+    if offsets is not None and np.isfinite(offsets).all() and offsets[-1] > 0:
+        at_s = share * float(offsets[-1])
+        first = min(max(int(np.searchsorted(offsets, at_s, "right")), 1), last)
+        return rows.start + first, min(max(float(offsets[first]) - at_s, 0.0), float(pauses[first]))
+    place = share * last
+    first = min(int(place) + 1, last)
+    return rows.start + first, float(pauses[first]) * (first - place)
+
+
+def _held_prefixes(requests: Requests, rows: slice, first: int) -> list[tuple[int, int]]:
+    """The first request of each content from ``first`` on, with the tokens that earlier ones had computed of it."""
+    content = np.zeros(len(requests), np.int64) if requests.content is None else requests.content
+    before = {int(content[row]): row for row in range(rows.start, first)}
+    later = {int(content[row]): row for row in range(rows.stop - 1, first - 1, -1)}
+    found = []
+    for stream, row in later.items():
+        if (last := before.get(stream)) is not None:
+            history = int(requests.input_tokens[last]) + int(requests.output_tokens[last])
+            found.append((row, _shared(requests, last, row, min(history, int(requests.input_tokens[row])))))
+    return found
+
+
+def _shared(requests: Requests, last: int, row: int, tokens: int) -> int:
+    """How many of ``tokens`` two prompts have in common by their hash ids; all of them without hash ids."""
+    if requests.hash_ids is None or (ids := requests.hash_ids[row].as_py()) is None:
+        return tokens
+    earlier = requests.hash_ids[last].as_py() or []
+    same = next((at for at, (one, other) in enumerate(zip(ids, earlier, strict=False)) if one != other), None)
+    blocks = min(len(ids), len(earlier)) if same is None else same
+    return min(tokens, blocks * (requests.block_tokens or CHUNK_TOKENS))
 
 
 class _Rows:

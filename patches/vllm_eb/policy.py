@@ -154,11 +154,14 @@ class PolicySpec:
 
 
 @lru_cache(maxsize=1)
+def policy_names() -> tuple[str, ...]:
+    """The names of this package's policies in alphabetical order. Imports none of them."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__)))
+
+
 def policy_types() -> Mapping[str, type[PolicySpec]]:
     """The policies of this package by name, in alphabetical order."""
-    package = importlib.import_module(BUILT_IN)
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return {name: _policy_of(f"{BUILT_IN}.{name}") for name in names}
+    return {name: _policy_of(f"{BUILT_IN}.{name}") for name in policy_names()}
 
 
 def _policy_of(module: str) -> type[PolicySpec]:
@@ -190,9 +193,8 @@ def import_root(spec: PolicySpec) -> str | None:
 
 def policy_class(kind: str) -> type[PolicySpec]:
     """The policy class of that name. Raises PolicyError with the known names."""
-    found = policy_types().get(kind)
-    if found is not None:
-        return found
+    if kind in policy_names():
+        return _policy_of(f"{BUILT_IN}.{kind}")
     if "." in kind and all(part.isidentifier() for part in kind.split(".")):
         _reach_working_directory(kind.partition(".")[0])
         try:
@@ -200,7 +202,7 @@ def policy_class(kind: str) -> type[PolicySpec]:
         except ImportError as error:
             raise PolicyError(f"policy {kind!r} cannot be imported: {error}") from None
     raise UnknownPolicyError(
-        f"unknown policy {kind!r}; {name_hint(kind, policy_types())}; your own: its dotted name, package.module, "
+        f"unknown policy {kind!r}; {name_hint(kind, policy_names())}; your own: its dotted name, package.module, "
         "importable from the working directory or PYTHONPATH"
     )
 

@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple
 
 from vllm_eb.calibration import StepCosts
 from vllm_eb.service import FadingMean
+from vllm_eb.strategy import LONGEST_PERIOD
 
 Way = Literal["decode", "prefill", "mixed"]
 
@@ -352,7 +353,6 @@ class KvRoom:
         return min(fit_now, max((free_tokens - lacking_tokens) / new_tokens, 0.0))
 
 
-LONGEST_PERIOD = 64  # passes
 PLAN_EVERY_PASSES = 16  # passes between two comparisons of ways and periods
 TIE = 0.01  # share of the cost that is not worth a longer period
 FEW = 6.0  # prompts per refill up to which their number is taken as Poisson; above, as normal

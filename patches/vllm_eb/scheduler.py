@@ -30,9 +30,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_eb import compat
 from vllm_eb.config import PluginConfig, logger, parse_config
 from vllm_eb.controller import Controller, WaitingOrder
-from vllm_eb.refills import LONGEST_PERIOD, PassCount, longest_period
+from vllm_eb.refills import PassCount, longest_period
 from vllm_eb.reports import StepReports
-from vllm_eb.strategy import Decision, View
+from vllm_eb.strategy import LONGEST_PERIOD, Decision, View
 from vllm_eb.theory import Drafts
 
 # vLLM's front end finds stop strings and then aborts the request; a client that disconnects frees its slot too.

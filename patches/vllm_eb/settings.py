@@ -3,7 +3,7 @@
 The only parser of such strings. A setting is a field of a frozen dataclass with range, unit and help text
 (:func:`setting`); :func:`read_settings` converts text to typed values in range. Its errors name the setting, what it
 accepts and, for a mistyped name, the nearest one. The module is part of the plugin, which a server loads without
-ebbench; ``ebbench.config.setting_strings`` adds ebbench's error classes.
+ebbench; ``ebbench.config.declare`` adds ebbench's error classes.
 
 Numbers are parsed by Python's ``int`` and ``float``. msgspec's lenient conversion would refuse ``.5``, ``+3``,
 ``1_000`` and ``on``, which earlier versions accepted.

@@ -150,6 +150,8 @@ class Lengths:
 
 
 Values = Mapping[str, float | int | None]
+LONGEST_PERIOD = 64
+"""Passes modulo which data-parallel ranks in lockstep agree on the number of a pass, at most."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from ebbench.analysis.caveats import by_settings, of_device, told_once
+from ebbench.analysis.validity import by_settings, of_device, told_once
 from ebbench.records.warnings import RunWarning
 
 WARNINGS = (

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.analysis.failures import LONGEST_EXAMPLE, failures_of, merge_failures
 from ebbench.analysis.summary import summarise
+from ebbench.analysis.validity import LONGEST_EXAMPLE, failures_of, merge_failures
 from ebbench.cli.main import app
 from ebbench.fakeserver.config import FakeConfig, parse_fault
 from ebbench.fakeserver.process import FakeServerProcess

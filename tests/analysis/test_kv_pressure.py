@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from ebbench.analysis.kv_pressure import WORTH_SAYING, KvPressure, kv_pressure, kv_pressure_by_metrics
+from ebbench.analysis.explain import WORTH_SAYING, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.records.run import Run
 from ebbench.records.schema import SERVER_METRICS
 from tests.gate.gate_data import invoke

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ebbench.analysis import metrics
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import Distribution, Metrics, Slo, measure, samples_needed
-from ebbench.analysis.steady import Window, steady_windows
+from ebbench.analysis.metrics import Distribution, Metrics, Slo, Window, measure, samples_needed, steady_windows
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.schema import SAME_TIME_NS
 from tests.analysis.made_runs import MS, request, requests_table

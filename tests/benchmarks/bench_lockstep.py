@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Mapping
 from itertools import product
 
+from ebbench.installation import REFERENCE
 from ebbench.papers.eb.disaggregation import BALANCED
-from ebbench.resources import REFERENCE
 from ebbench.runs.execute import Task, make
 from ebbench.runs.pool import pool_of, values
 from ebbench.spec.run import RunSpec, simulated

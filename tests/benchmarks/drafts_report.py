@@ -13,8 +13,7 @@ from textwrap import fill
 
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.spec.server import EngineOptions
-from ebbench.spec.speculative import speculative_of
+from ebbench.spec.server import EngineOptions, speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import NO_DRAFTS, Drafts, crossover, optimal_threshold

@@ -17,7 +17,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.records.warnings import Fact, fact
-from ebbench.render.console import Console
+from ebbench.render.documents import Console
 from ebbench.runs.prepare import Series, device_of
 from ebbench.sizing.drive import SearchOutcome
 from ebbench.sizing.estimate import Estimate, Probe

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ebbench import extras
+from ebbench import installation
 from ebbench.cli import doctor
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError
-from ebbench.extras import EXTRAS, Extra, need
+from ebbench.installation import EXTRAS, Extra, need
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FOR_DEVELOPERS = {"dev"}
@@ -67,7 +67,7 @@ def test_doctor_lists_each_extra_with_what_it_lacks(monkeypatch: pytest.MonkeyPa
 
 
 def test_doctor_names_a_library_that_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "own_distributions", lambda: ("numpy", "no-such-library"))
+    monkeypatch.setattr(installation, "own_distributions", lambda: ("numpy", "no-such-library"))
     assert doctor._libraries() == doctor.CheckResult(
         "libraries", "warn", "missing: no-such-library", "pip install ebbench"
     )

@@ -65,7 +65,7 @@ def test_an_adapter_that_is_not_served_is_refused_before_anything_is_sent() -> N
     assert set(result.requests.column("status").to_pylist()) == {"ok"}
 
 
-def test_simulated_engines_refuse_adapters() -> None:
+def test_simulated_engines_refuse_unsimulated() -> None:
     with pytest.raises(UsageError, match="engine sim simulates none"):
         SimEngine().run(chat(lora_assignment="sql", num_prompts=2), parse_policy("v1"), device(), EngineOptions())
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.analysis.drafting import Drafted
+from ebbench.analysis.summary import Drafted
 from ebbench.client.prefix_cache import drafts, hit_rate, repeated_share, unplanned_hits
 from ebbench.engines.endpoint import drive
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault

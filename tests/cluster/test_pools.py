@@ -13,7 +13,8 @@ from ebbench.cli.main import app
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.loader import load_device, unit_device
 from ebbench.errors import UsageError
-from ebbench.simulation.transfer import ReceiveStore, StoreFullError, TransferFabric, TransferLink
+from ebbench.simulation.state import StoreFullError
+from ebbench.simulation.transfer import ReceiveStore, TransferFabric, TransferLink
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 
 MS = 1_000_000

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ebbench.analysis.metrics import parse_slo
 from ebbench.analysis.units import parse_margins
-from ebbench.config.setting_strings import (
+from ebbench.config.declare import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,

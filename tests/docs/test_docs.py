@@ -22,13 +22,13 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli import main
-from ebbench.engines import _gpu_visible
+from ebbench.engines.setup import _gpu_visible
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = (
     "README", "quick-start", "choosing-a-scheduler", "ci-gate", "sweeps", "adding-a-workload", "own-traffic",
-    "sessions", "reading-a-run", "gpus", "cluster", "emulator", "deployment", "capacity",
+    "sessions", "reading-a-run", "gpus", "cluster", "emulator", "deployment", "capacity", "python",
 )  # fmt: skip
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHELL = re.compile(r"[|&;<>$()]")

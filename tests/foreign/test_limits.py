@@ -20,7 +20,7 @@ from ebbench.devices.model_config import read_config
 from ebbench.devices.profiles import read_profile
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError
-from ebbench.foreign import opening
+from ebbench.foreign import documents
 from ebbench.foreign.documents import load_toml
 from ebbench.hazard import read_lengths
 from ebbench.records.manifest import decode_manifest
@@ -62,7 +62,7 @@ def test_a_pipe_a_device_and_a_folder_are_refused_at_once(tmp_path: Path, read: 
 
 @pytest.mark.parametrize("read", [a_workload, read_profile, read_config, read_lengths])
 def test_a_file_of_settings_is_read_up_to_a_size(tmp_path: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SETTINGS_BYTES", 0)
+    monkeypatch.setattr(documents, "SETTINGS_BYTES", 0)
     path = tmp_path / "large.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # takes no room on the disk
@@ -148,11 +148,11 @@ def test_lines_without_end_are_given_up(tmp_path: Path, content: bytes, problem:
 
 
 def test_what_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_UNCHECKED_BYTES", 1 << 20)
+    monkeypatch.setattr(documents, "_UNCHECKED_BYTES", 1 << 20)
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(ROW * 200_000))
     assert len(path.read_bytes()) < 200_000
-    monkeypatch.setattr(opening, "UNPACKED_RATIO", 20)
+    monkeypatch.setattr(documents, "UNPACKED_RATIO", 20)
     with pytest.raises(InputFileError, match=r"unpacks to more than 20 times its size.*gunzip"):
         read_trace(path)
 
@@ -189,7 +189,7 @@ def test_an_object_has_a_bounded_number_of_columns(tmp_path: Path) -> None:
 def test_parquet_rows_are_counted_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "long.parquet"
     pq.write_table(pa.table({"timestamp": [1.0] * 2000, "input_tokens": [1] * 2000, "output_tokens": [1] * 2000}), path)
-    monkeypatch.setattr(opening, "ROWS", 1000)
+    monkeypatch.setattr(documents, "ROWS", 1000)
     with pytest.raises(InputFileError, match="has 2,000 rows, and at most 1,000 are read"):
         read_trace(path)
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ebbench.analysis.units import load_units
-from ebbench.engines.machine import machine_behind, machine_name
+from ebbench.engines.setup import machine_behind, machine_name
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
 from tests.gate.gate_data import invoke
@@ -106,3 +106,35 @@ def test_a_local_server_has_this_machines_hardware(url: str, local: bool) -> Non
     found = machine_behind(url)
     assert (machine_name() in found) == local
     assert local or found in url
+
+
+def test_a_baseline_of_another_labelled_machine_is_refused(measured: Path, tmp_path: Path) -> None:
+    """The device is stated and equal on both sides, so only the machine tells them apart."""
+
+    def served(name: str, facts: dict[str, str]) -> Path:
+        for seed in range(6):
+            source = measured / ("v1" if name == "baseline" else "copy") / f"v1-seed{seed}"
+            own = {**Run.load(source).manifest.facts, "server": "http://127.0.0.1:8000", **facts}
+            copied(source, tmp_path / name / str(seed), engine="endpoint", device="h100", facts=own)
+        return tmp_path / name
+
+    baseline = served("baseline", {"host_label": "rack-1", "server_machine": "NVIDIA H100"})
+    store = tmp_path / "stored.parquet"
+    assert invoke("gate", "--save-baseline", store, baseline).exit_code == 0
+    other = served("other", {"host_label": "rack-2", "server_machine": "NVIDIA H100"})
+    for side in (baseline, store):
+        refused = invoke("gate", side, other)
+        assert refused.exit_code == 3
+        assert "host: rack-1 against rack-2" in refused.stderr
+        assert "--allow host" in refused.stderr
+        assert invoke("gate", side, other, "--allow", "host").exit_code == 0
+    assert invoke("gate", store, served("same", {"host_label": "rack-1", "server_machine": "x"})).exit_code == 0
+    elsewhere = invoke("gate", served("a", {"server_machine": "gpu-1"}), served("b", {"server_machine": "gpu-2"}))
+    assert "host: gpu-1 against gpu-2" in elsewhere.stderr
+
+
+def test_an_older_stored_baseline_keeps_its_hash(measured: Path, tmp_path: Path) -> None:
+    store = tmp_path / "stored.parquet"
+    invoke("gate", "--save-baseline", store, measured / "v1")
+    files.write_table(files.read_table(store).drop_columns(["host"]), store)
+    assert invoke("gate", store, measured / "copy").exit_code == 0

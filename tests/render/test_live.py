@@ -13,7 +13,7 @@ import pytest
 from ebbench.engines.base import Progress
 from ebbench.engines.vllm import startup_progress
 from ebbench.render import live
-from ebbench.render.console import Console
+from ebbench.render.documents import Console
 from ebbench.render.live import Work, in_words, reporter, shown, time_left_s
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy

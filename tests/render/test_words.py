@@ -17,8 +17,7 @@ from ebbench.analysis.metrics import Distribution, Slo, SteadyRates
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import RunWriter
 from ebbench.render import sentences, tables
-from ebbench.render.console import Console
-from ebbench.render.documents import as_csv
+from ebbench.render.documents import Console, as_csv
 from ebbench.render.report import load_and_limits, print_report, requests
 from ebbench.render.sentences import doubts
 from ebbench.runs.conclude import RunContext, conclude

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.config.topology import TopologySpec, parse_topology
-from ebbench.devices.apiserver import (
+from ebbench.devices.profiles import (
     ApiServerCosts,
     FrontEnd,
     answering_costs,
     chosen_api_server,
     find_api_server,
+    find_profile,
     list_api_servers,
 )
-from ebbench.devices.profiles import find_profile
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError

@@ -8,9 +8,9 @@ import pyarrow.compute as pc
 import pytest
 
 from ebbench.devices.loader import load_device
-from ebbench.engines import select_engine
 from ebbench.engines.base import Engine
 from ebbench.engines.endpoint import EndpointEngine
+from ebbench.engines.setup import select_engine
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.plan import Plan

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, Speculative
 from tests.vllm.emulation import CALIBRATION, TestCost
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy
 
 PHASED = ("v0", "deferred:k=2", "eb:theta=0.3", "ebplus:margin=-1,sticky=-1,update_every=2,min_samples=2", "marginal")
 POLICIES = (*PHASED, "cadence:every=4", "stock")
+
+
+def accepted(drafts: Speculative, name: str, made: int) -> int:
+    """How many drafts of a request are accepted after ``made`` output tokens: the same whatever the policy."""
+    drawn = random.Random(f"{name} {made}").random()
+    return sum(drawn < rate for rate in drafts.acceptance)
 
 
 @dataclass
@@ -29,6 +36,7 @@ class Engine:
     block_size: int = 4
     caching: bool = False
     further: dict[str, Any] = field(default_factory=dict)  # EngineArgs
+    speculative: str | None = None  # how tokens are drafted; by what it holds, some drafts of each length are accepted
     outputs: list[Any] = field(default_factory=list)
     idle_decoders: int = 0  # schedule() calls that came out empty beside requests with a further token to decode
     tokens: Counter[str] = field(default_factory=Counter)
@@ -37,19 +45,25 @@ class Engine:
     ended: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        from ebbench.engines.emulated_core import StepReader, VirtualClock, build_core
+        from ebbench.engines.emulated_core import DraftReader, StepReader, VirtualClock, build_core
 
         options = EngineOptions(
             max_num_seqs=self.seqs, max_num_batched_tokens=self.budget, block_size=self.block_size,
             enable_prefix_caching=self.caching,
-            async_scheduling=self.asynchronous,
+            async_scheduling=self.asynchronous, speculative=self.speculative,
         )  # fmt: skip
         plugin = self.policy != "stock"
         config = additional_config(parse_policy(self.policy), CALIBRATION) if plugin else {}
         self.core: Any = build_core(self.blocks, options, SCHEDULER if plugin else None, config, **self.further)
         self.scheduler = self.core.scheduler
         self.clock, self.streams = VirtualClock(), dict[str, list[int]]()
-        self.core.model_executor.attach(self.clock, TestCost(), StepReader(self.streams))
+        drafts = options.drafts
+        reader = (
+            StepReader(self.streams)
+            if drafts is None
+            else DraftReader(self.streams, lambda name, made: accepted(drafts, name, made), drafts.tokens)
+        )
+        self.core.model_executor.attach(self.clock, TestCost(), reader)
         self.core.model_executor.on_step = self.core.model_executor.on_preempted = lambda *_: None
         if plugin:
             self.scheduler.use_clock(self.clock.now_s)
@@ -58,6 +72,7 @@ class Engine:
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched
         # Grammars and their masks are not under test.
         self.scheduler.structured_output_manager.accept_tokens = lambda *_: True
+        self.scheduler.structured_output_manager.validate_tokens = lambda _, tokens: tokens
         self.scheduler.get_grammar_bitmask = lambda *_: None
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:

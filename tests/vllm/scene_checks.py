@@ -118,7 +118,11 @@ class Checks:
         tokens = output.num_scheduled_tokens
         self.seen |= tokens.keys()
         hold(sum(tokens.values()) == output.total_num_scheduled_tokens <= self.engine.budget, "budget exceeded")
-        scheduler = self.engine.scheduler
+        scheduler, drafts = self.engine.scheduler, output.scheduled_spec_decode_tokens
+        for name, drafted in drafts.items():
+            hold(0 < len(drafted) < tokens.get(name, 0), "drafts without the token that they follow")
+            # vLLM lets a prompt of which all but one token is cached be as long as a decode, by placeholders.
+            hold(name in decoding or tokens[name] == 1 + len(drafted), "drafts beside tokens of a prompt")
         if self.slots:
             requests = scheduler.requests
             used = {r.lora_request.lora_int_id for name in tokens if (r := requests.get(name)) and r.lora_request}

@@ -114,7 +114,28 @@ def ignores_adapters_set_aside(patch: Patch) -> None:
     )
 
 
+def drafts_beyond_what_is_scheduled(patch: Patch) -> None:
+    """As if a sequence that was set aside kept drafts of the step before it."""
+
+    def keep(scheduler: Any, output: Any) -> None:
+        drafts = output.scheduled_spec_decode_tokens
+        drafts |= {name: [0] * tokens for name, tokens in output.num_scheduled_tokens.items() if name in drafts}
+
+    after_schedule(patch, keep)
+
+
+def carries_drafts_into_a_refill(patch: Patch) -> None:
+    def carry(scheduler: Any, output: Any) -> None:
+        if scheduler.num_spec_tokens:
+            prompts = [new.req_id for new in output.scheduled_new_reqs if output.num_scheduled_tokens[new.req_id] > 1]
+            output.scheduled_spec_decode_tokens |= {name: [0] for name in prompts}
+
+    after_schedule(patch, carry)
+
+
 FAULTS = [
+    (drafts_beyond_what_is_scheduled, "drafts without the token"),
+    (carries_drafts_into_a_refill, "drafts beside tokens"),
     (forgets_those_set_aside, "in no queue"),
     (forgets_one_that_was_preempted, "two places|in no queue"),
     (forgets_one_that_is_admitted, "in no queue"),
@@ -155,8 +176,8 @@ def test_settings_are_drawn_of_every_kind(policy: str) -> None:
 
 
 def test_scenes_hold_what_they_are_about() -> None:
-    """Images, preemptions, adapters, sessions and grammars do occur; without them the scenes would not test them."""
-    seen = dict.fromkeys(("images", "preemptions", "adapters", "sessions", "cache"), 0)
+    """Images, preemptions, adapters, sessions and drafts do occur; without them the scenes would not test them."""
+    seen = dict.fromkeys(("images", "preemptions", "adapters", "sessions", "cache", "drafts"), 0)
     for seed in range(25):
         scene = Scene("v0", seed)
         watch = scene.engine.watch
@@ -165,6 +186,7 @@ def test_scenes_hold_what_they_are_about() -> None:
             seen["images"] += len(output.scheduled_encoder_inputs)
             seen["cache"] += len(output.free_encoder_mm_hashes)
             seen["preemptions"] += len(output.preempted_req_ids or ())
+            seen["drafts"] += len(output.scheduled_spec_decode_tokens)
             watch(decoding, output)
 
         scene.engine.watch = watched

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.vllm_eb.test_costs import LINEAR
 from vllm_eb.calibration import StepCosts
-from vllm_eb.refills import LONGEST_PERIOD, JointRefill, PassCount, Refill, decode_steps, largest_normal, longest_period
+from vllm_eb.refills import JointRefill, PassCount, Refill, decode_steps, largest_normal, longest_period
 from vllm_eb.service import FadingMean
+from vllm_eb.strategy import LONGEST_PERIOD
 
 
 def rule(

@@ -6,9 +6,9 @@ import csv
 from dataclasses import dataclass
 
 from ebbench.errors import DataError
+from ebbench.installation import bundled_dir
 from ebbench.papers.protocols import ASYNC_SCHEDULING, VLLM, Protocol
 from ebbench.papers.published import GPUS
-from ebbench.resources import bundled_dir
 from ebbench.spec.server import OFF
 
 DEVICES = {title: name for name, title in GPUS.items()}

@@ -37,9 +37,9 @@ from ebbench.devices.base import Parallel, quantised, start_up
 from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.profiles import find_model, find_profile
 from ebbench.errors import UsageError
+from ebbench.installation import REFERENCE
 from ebbench.papers.fidelity.case import Case, Published, reference_rows
 from ebbench.papers.protocols import Protocol
-from ebbench.resources import REFERENCE
 
 GPUSTACK = "gpustack/vllm_serve.csv"
 GROUP = "gpustack"

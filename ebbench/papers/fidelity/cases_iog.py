@@ -24,11 +24,11 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.devices.base import Device, Parallel
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
+from ebbench.installation import REFERENCE
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.runs import latencies, timed_plan
 from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.records.plan import Plan
-from ebbench.resources import REFERENCE
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from ebbench.workloads.requests import Floats

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from math import nan
 
 from ebbench.config.topology import parse_topology
+from ebbench.installation import REFERENCE
 from ebbench.papers.eb.disaggregation import FOUR, TWO, four_gpus, two_gpus
 from ebbench.papers.fidelity.case import CONNECTOR_SETTING, DEVICES, Case, Published, best_settings, reference_rows
 from ebbench.papers.protocols import Protocol, real_protocol
-from ebbench.resources import REFERENCE
 
 SERVERS = "servers/vllm.csv"
 GROUP = "servers"

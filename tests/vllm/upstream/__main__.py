@@ -31,7 +31,9 @@ FILES = (
     "test_scheduler.py", "test_async_scheduler.py", "test_prefix_caching.py", "test_priority_scheduler_random.py",
     "test_scheduler_e2e.py", "test_reset_prefix_cache_e2e.py", "test_deferred_block_free.py", "test_prefix_replay.py",
     "test_priority_preemption_bug.py", "test_swa_inflight_window_free.py", "test_worker_slot_overflow.py",
+    "test_mamba_align_chunk_split.py", "spec_decode/test_dynamic_sd.py",
 )  # fmt: skip
+"""Of tests/v1/core where no folder is named."""
 POLICIES = (
     "v1", "v0", "deferred:k=2", "eb:theta=0.3", "ebplus", "marginal", "cadence:every=4", "delayer", "ppas:cap=64",
     "batchwait:iters=4,ratio=0.5", "slochunk:tpot=0.01,least=16",
@@ -89,10 +91,11 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> Resu
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    tests = [f"tests/v1/core/{file}" for file in files if (root / "tests/v1/core" / file).exists()]
+    paths = [f"tests/v1/{file}" if "/" in file else f"tests/v1/core/{file}" for file in files]
     command = [
         sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", ".", "--tb=native", "-rf",
-        "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "in_place", *tests,
+        "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "in_place",
+        *[path for path in paths if (root / path).exists()],
     ]  # fmt: skip
     log = root / f"{name}.log"
     started = time.monotonic()
@@ -122,7 +125,9 @@ def main(words: list[str] | None = None) -> int:
     """Fetch, run, compare, show."""
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.upstream", description=__doc__.splitlines()[0])
     parser.add_argument("--policy", action="append", help="Default: one of each kind.")
-    parser.add_argument("--files", nargs="+", help="Of vLLM's tests/v1/core. Default: those that use a scheduler.")
+    parser.add_argument(
+        "--files", nargs="+", help="Of vLLM's tests/v1/core, or FOLDER/NAME. Default: those that use a scheduler."
+    )
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix) / "vllm-tests", help="Where they are kept.")
     parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="Policies at a time. Default: one per CPU core."

@@ -35,7 +35,7 @@ def test_a_run_over_http_does_not_import_pandas(tmp_path: Path) -> None:
 
 def test_a_program_that_imports_ebbench_keeps_pandas() -> None:
     program = (
-        "import ebbench.records.schema, pandas, pyarrow; print(pyarrow.array(pandas.Series([1.0, None])).null_count)"
+        "import ebbench.records.files, pandas, pyarrow; print(pyarrow.array(pandas.Series([1.0, None])).null_count)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
@@ -43,8 +43,8 @@ def test_a_program_that_imports_ebbench_keeps_pandas() -> None:
 
 def test_a_process_of_ebbench_still_converts_to_pandas() -> None:
     program = (
-        "from ebbench.process import without_pandas as w; w.process_of_ebbench()\n"
-        "import sys, ebbench.records.schema, pyarrow\nassert 'pandas' not in sys.modules\n"
+        "from ebbench.process import interpreter as w; w.process_of_ebbench()\n"
+        "import sys, ebbench.records.files, pyarrow\nassert 'pandas' not in sys.modules\n"
         "print(pyarrow.table({'a': [1, 2]}).to_pandas()['a'].sum())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

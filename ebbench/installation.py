@@ -1,7 +1,4 @@
-"""Optional libraries, imported when needed, and the pip extras that install them.
-
-``ebbench doctor`` prints EXTRAS; a test compares them with pyproject.toml.
-"""
+"""What is installed: bundled files (of a checkout, or of a wheel under ``ebbench/_bundled``) and extras."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ebbench.errors import EbbenchError
+from ebbench.errors import EbbenchError, UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -80,3 +78,36 @@ def _installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def bundled_dir(name: str) -> Path:
+    """Directory of the bundled ``workloads``, ``scenarios`` or ``reference`` files."""
+    packed = _PACKAGE / "_bundled" / name
+    if packed.is_dir():
+        return packed
+    checkout = {"reference": "reports/reference"}.get(name, name)
+    return _PACKAGE.parent / checkout
+
+
+REFERENCE = "reference:"
+"""Prefix of paths to bundled reference files: workloads and scenarios as used in published runs."""
+
+
+def located(name: str) -> Path:
+    """The file that ``reference:PATH`` or a user's path names."""
+    if name.startswith(REFERENCE):
+        return bundled_dir("reference") / name.removeprefix(REFERENCE)
+    return Path(name).expanduser()
+
+
+def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
+    """Path of a bundled file, of ``reference:PATH``, or of a user's ``.toml`` file. Raises UnknownNameError."""
+    if name_or_path.endswith(".toml"):
+        return located(name_or_path)
+    if name_or_path not in known:
+        more = ["log:FILE"] if directory == "workloads" else []
+        raise UnknownNameError(directory.removesuffix("s"), name_or_path, [*known, *more])
+    return bundled_dir(directory) / f"{name_or_path}.toml"

@@ -1,0 +1,159 @@
+"""Stored runs as a table and as JSON: one row per run, a capacity search with its probes as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbench.analysis.documents import Column, Document, Section, Value
+from ebbench.analysis.environment import host_of
+from ebbench.records.run import read_manifest
+from ebbench.render import numbers
+from ebbench.render.documents import Console, narrowed, rendered, section_tables
+from ebbench.runs.stored import Listing, StoredRun
+from ebbench.sizing.chart import capacity_of
+from ebbench.sizing.sentences import load
+
+_LEAST = (
+    "seed", "engine", "model", "commit", "workload", "label", "policy", "device", "begun (UTC)", "tags", "name",
+)  # fmt: skip
+"""Columns in the order in which a narrow terminal loses them; their values are in the run's directory name or alike."""
+_TEXTS: Mapping[str, Callable[[StoredRun], str]] = {
+    "name": lambda run: run.labels.name,
+    "workload": lambda run: run.workload,
+    "policy": lambda run: run.policy,
+    "device": lambda run: run.device,
+    "model": lambda run: run.model,
+    "engine": lambda run: run.engine,
+    "seed": lambda run: "" if run.seed is None else str(run.seed),
+    "tags": lambda run: ", ".join(run.labels.tags),
+    "label": lambda run: run.labels.label,
+    "commit": lambda run: run.labels.commit[:10],
+    "state": lambda run: run.state,
+}
+_SHARED = ("workload", "policy", "device", "model", "engine", "seed")
+"""What the line above the table says where it is the same for all runs."""
+_PROBLEMS = 10
+
+
+def document(listing: Listing, roots: Sequence[Path], width: int | None = None) -> Document:
+    """The list for a terminal of ``width`` characters; None: with all columns."""
+    runs = listing.runs
+    texts = {name: [of(run) for run in runs] for name, of in _TEXTS.items()}
+    alike = {name: texts[name][0] for name in _SHARED if len(runs) > 1 and len(set(texts[name])) == 1}
+    shown = [name for name, column in texts.items() if name not in alike and any(column)]
+    columns = (Column("run", "label"), Column("begun (UTC)", "label"), *(Column(name, "label") for name in shown),
+               Column("size", show=numbers.size, key="bytes"))  # fmt: skip
+    rows: list[tuple[Value, ...]] = [
+        (_path(run.path, roots), run.begun, *(texts[name][place] for name in shown), run.size)
+        for place, run in enumerate(runs)
+    ]
+    faulty = frozenset(place for place, run in enumerate(runs) if not run.valid)
+    section = Section("", columns, tuple(rows), faulty=faulty)
+    if width is not None:
+        section = narrowed(section, width, _LEAST)
+    left_out = [column.name for column in columns if column not in section.columns]
+    notes = [f"not shown in this width: {', '.join(left_out)}"] if left_out else []
+    return Document("runs", head(runs, alike), (section,) if runs else (), (*notes, *problems(listing)))
+
+
+def head(runs: Sequence[StoredRun], alike: Mapping[str, str]) -> str:
+    """``12 runs and 1 search (17 probes), 31.2 MB; all balanced on h200``."""
+    searches = [run for run in runs if run.kind == "search"]
+    single = len(runs) - len(searches)
+    parts = [_several(single, "run")] if single or not searches else []
+    parts += [f"{_several(len(searches), 'search', 'es')} ({sum(run.probes for run in searches)} probes)"] * bool(
+        searches
+    )
+    same = ", ".join(f"{name} {value}" for name, value in alike.items() if value)
+    total = numbers.size(sum(run.size for run in runs))
+    return f"{' and '.join(parts)}, {total}" + (f"; all: {same}" if same else "")
+
+
+def _several(count: int, what: str, plural: str = "s") -> str:
+    return f"{count:,} {what}{plural if count != 1 else ''}"
+
+
+def problems(listing: Listing) -> list[str]:
+    """One line per directory that is not in the list, and why; of many the first ones."""
+    lines = [f"left out: {path}: {why}" for path, why in sorted(listing.problems.items())]
+    more = len(lines) - _PROBLEMS
+    return lines if more <= 0 else [*lines[:_PROBLEMS], f"left out: {more} more directories"]
+
+
+def _path(path: Path, roots: Sequence[Path]) -> str:
+    """The path within the only root, else as it is given."""
+    if len(roots) == 1 and path != roots[0] and path.is_relative_to(roots[0]):
+        return os.fspath(path.relative_to(roots[0]))
+    return os.fspath(path)
+
+
+def print_list(listing: Listing, roots: Sequence[Path], style: str = "table") -> None:
+    """Print the list; what is left out of it goes to stderr."""
+    if style != "table":
+        print(rendered(document(listing, roots), style), end="")
+        return
+    console = Console(highlight=False)
+    shown = document(listing, roots, console.width)
+    console.say(f"{shown.title}.")
+    for section in shown.sections:
+        for piece in section_tables(section, console.width):
+            console.print(piece, soft_wrap=False)
+    for note in shown.notes:
+        Console(stderr=True, highlight=False).say(note)
+
+
+def print_described(runs: Sequence[StoredRun]) -> None:
+    """Print what is known of each run besides its figures."""
+    console = Console(highlight=False)
+    for place, run in enumerate(runs):
+        if place:
+            console.say("")
+        console.say(f"{run.path}" + (f" ({run.state})" if run.state else ""))
+        for name, text in _described(run).items():
+            if text:
+                console.say(f"  {name:<9} {text}")
+
+
+def _described(run: StoredRun) -> dict[str, str]:
+    labels = run.labels
+    found = {
+        "name": labels.name, "tags": ", ".join(labels.tags), "note": labels.note, "commit": labels.commit,
+        "label": labels.label, "begun": f"{run.begun} UTC",
+        "what": f"{run.workload}, scenario {run.scenario}, policy {run.policy}"
+                + ("" if run.seed is None else f", seed {run.seed}"),
+        "where": f"{run.model} on {run.device}, engine {run.engine}",
+    }  # fmt: skip
+    if run.kind == "run":
+        manifest = read_manifest(run.path)
+        found |= {"host": host_of(manifest), "reasons": "; ".join(manifest.reasons)}
+    if run.kind == "search":
+        found["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
+    sizes = [
+        f"{path.name} {numbers.size(path.stat().st_size)}" for path in sorted(run.path.iterdir()) if path.is_file()
+    ]
+    return found | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    unit = " open sessions" if "capacity_concurrency" in row else "/s"
+    reached = f"{row['policy']} {numbers.rate(capacity_of(row))}{unit}"
+    return f"{reached}, limited by {row['limited_by']} (limits {row['limits']})"
+
+
+def as_json(listing: Listing) -> dict[str, Any]:
+    """``runs``, one object each, and ``problems`` by directory."""
+    runs = [
+        {
+            "path": str(run.path), "kind": run.kind, "begun": run.begun, "begun_unix_ns": run.begun_ns,
+            "workload": run.workload, "scenario": run.scenario, "policy": run.policy, "engine": run.engine,
+            "device": run.device, "model": run.model, "seed": run.seed, "valid": run.valid,
+            "interrupted": run.interrupted, "name": run.labels.name, "tags": list(run.labels.tags),
+            "note": run.labels.note, "commit": run.labels.commit, "label": run.labels.label, "probes": run.probes,
+            "bytes": run.size,
+        }
+        for run in listing.runs
+    ]  # fmt: skip
+    return {"runs": runs, "problems": {str(path): why for path, why in listing.problems.items()}}

@@ -1,0 +1,414 @@
+"""Stored runs as things: found, filtered, sorted, removed, moved, packed. Only manifests are read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.records import files
+from ebbench.records.manifest import RunLabels, encode_manifest
+from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName
+from ebbench.records.schema import DECISIONS, STEPS
+from ebbench.records.warnings import warning
+
+Kind = Literal["run", "search", "unfinished"]
+
+
+class _Brief(msgspec.Struct):
+    """What a list shows of a manifest; the rest, which is most of it, is not decoded."""
+
+    anchor_unix_ns: int
+    workload: str
+    policy: str
+    engine: str
+    device: str
+    model: str
+    plan_hash: str
+    scenario: str = ""
+    seed: int = 0
+    valid: bool = True
+    interrupted: bool = False
+    labels: RunLabels = RunLabels()
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run, an unfinished one, or a capacity search with all of its ``probes``; ``size`` in bytes of its files."""
+
+    path: Path
+    kind: Kind
+    begun_ns: int
+    workload: str
+    policy: str
+    engine: str
+    device: str
+    model: str
+    seed: int | None
+    valid: bool
+    labels: RunLabels
+    size: int
+    scenario: str = ""
+    probes: int = 0
+    interrupted: bool = False
+
+    @property
+    def begun(self) -> str:
+        """When it began, in UTC to the minute."""
+        return datetime.fromtimestamp(self.begun_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
+
+    @property
+    def state(self) -> str:
+        """What it is besides a valid run; empty for one."""
+        if self.kind == "search":
+            return f"search, {self.probes} probes"
+        if self.kind == "unfinished":
+            return "running" if in_use(self.path) else "unfinished"
+        return "interrupted" if self.interrupted else "" if self.valid else "INVALID"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is below some directories. ``problems``: why a directory is not in the list, by its path."""
+
+    runs: tuple[StoredRun, ...]
+    problems: Mapping[Path, str] = field(default_factory=dict)
+
+
+def listed(roots: Sequence[Path]) -> Listing:
+    """All runs and searches below ``roots``, each once, the newest first. Damaged and foreign directories are named.
+
+    Raises DataError for a root that is no directory.
+    """
+    found: dict[Path, StoredRun] = {}
+    problems: dict[Path, str] = {}
+    for root in roots:
+        if not root.is_dir():
+            raise DataError(f"{root}: no such directory; make a run, or give another one with --runs")
+        for entry in _below(root, problems):
+            found.setdefault(entry.path.resolve(), entry)
+    return Listing(tuple(sorted(found.values(), key=lambda one: (-one.begun_ns, str(one.path)))), problems)
+
+
+def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterator[StoredRun]:
+    """Links to directories are followed in the first one only, as those that a user makes to a disk of runs."""
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError as error:
+        problems[directory] = f"cannot be read ({error.strerror or error})"
+        return
+    names = {entry.name for entry in entries}
+    if names & {MANIFEST, SEARCH, PARTIAL}:
+        try:
+            yield _entry(directory, entries, names)
+        except DataError as error:
+            problems[directory] = str(error).removeprefix(f"{directory}/")
+        return
+    strange = len(problems)
+    found = False
+    for entry in entries:
+        if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=depth == 0):
+            for run in _below(Path(entry.path), problems, depth + 1):
+                found = True
+                yield run
+    foreign = any(entry.is_file() and not _KNOWN.fullmatch(entry.name) for entry in entries)
+    if depth and foreign and not found and len(problems) == strange:
+        problems[directory] = "holds no run"
+
+
+def _entry(directory: Path, entries: Sequence[os.DirEntry[str]], names: Collection[str]) -> StoredRun:
+    if SEARCH in names:
+        return _search(directory)
+    kind: Kind = "run" if MANIFEST in names else "unfinished"
+    brief = _read(directory / (MANIFEST if kind == "run" else PARTIAL))
+    return _stored(directory, kind, brief, sum(_size(entry) for entry in entries))
+
+
+def _stored(path: Path, kind: Kind, brief: _Brief, size: int, **more: Any) -> StoredRun:
+    plain = {name: getattr(brief, name) for name in ("workload", "policy", "engine", "device", "model", "scenario")}
+    state = {"valid": brief.valid, "interrupted": brief.interrupted, "labels": brief.labels, "seed": brief.seed}
+    return StoredRun(path, kind, brief.anchor_unix_ns, size=size, **{**plain, **state, **more})
+
+
+def _search(directory: Path) -> StoredRun:
+    """A search with what its probes have in common, of which the first one is read; all policies are named."""
+    manifests = sorted(directory.glob(f"*/{MANIFEST}")) or sorted(directory.glob(f"*/*/{MANIFEST}"))
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    if not manifests:
+        raise DataError("a search without a finished probe; the same `ebbench capacity` command continues it")
+    briefs = [_read(path) for path in manifests]
+    policies = ", ".join(dict.fromkeys(brief.policy for brief in briefs))
+    first = min(briefs, key=lambda brief: brief.anchor_unix_ns)
+    more = {"policy": policies, "probes": len(briefs), "seed": None, "valid": True, "interrupted": False}
+    return _stored(directory, "search", first, size, **more)
+
+
+def _read(path: Path) -> _Brief:
+    try:
+        return msgspec.json.decode(files.read_stored(path), type=_Brief)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"{path}: not a manifest ({error})") from None
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else 0
+    except OSError:  # removed meanwhile
+        return 0
+
+
+# Which of them are meant.
+
+SORTS: Mapping[str, Callable[[StoredRun], Any]] = {
+    "date": lambda run: -run.begun_ns,
+    "name": lambda run: run.labels.name,
+    "workload": lambda run: run.workload,
+    "device": lambda run: run.device,
+    "policy": lambda run: run.policy,
+    "tag": lambda run: run.labels.tags,
+    "size": lambda run: -run.size,
+}
+"""Orders of a list by their names: the newest and the largest first, texts by the alphabet."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Runs with all of these properties. Texts may be patterns (``eb*``); empty ones match everything.
+
+    ``since_ns`` and ``before_ns``: when they began.
+    """
+
+    workload: str = ""
+    device: str = ""
+    model: str = ""
+    policy: str = ""
+    engine: str = ""
+    name: str = ""
+    label: str = ""
+    commit: str = ""
+    tags: tuple[str, ...] = ()
+    since_ns: int | None = None
+    before_ns: int | None = None
+    invalid: bool = False
+
+    def matches(self, run: StoredRun) -> bool:
+        """Whether a run has the properties."""
+        texts = {name: getattr(run, name) for name in ("workload", "device", "model", "engine")}
+        texts |= {name: getattr(run.labels, name) for name in ("name", "label", "commit")}
+        policies = run.policy.split(", ") if run.kind == "search" else [run.policy]
+        return (
+            all(_like(text, getattr(self, name)) for name, text in texts.items())
+            and any(_like(policy, self.policy) for policy in policies)
+            and all(any(_like(own, tag) for own in run.labels.tags) for tag in self.tags)
+            and (self.since_ns is None or run.begun_ns >= self.since_ns)
+            and (self.before_ns is None or run.begun_ns < self.before_ns)
+            and (not self.invalid or not run.valid)
+        )
+
+
+def _like(text: str, pattern: str) -> bool:
+    return not pattern or text == pattern or fnmatchcase(text.lower(), pattern.lower())
+
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)")
+_UNITS = {"min": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def moment_ns(option: str, text: str, now: datetime | None = None) -> int:
+    """A time in ns since 1970: ``30d`` is so long ago, ``2026-11-01`` a day (UTC). Raises UsageError."""
+    if age := _AGE.fullmatch(text.strip()):
+        past = (now or datetime.now(UTC)) - timedelta(**{_UNITS[age[2]]: float(age[1])})
+        return int(past.timestamp() * 1e9)
+    try:
+        day = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise UsageError(f"{option} {text!r}: give an age, such as 30d, 12h or 2w, or a date, 2026-11-01") from None
+    return int((day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp() * 1e9)
+
+
+def meant(references: Sequence[str], roots: Sequence[Path]) -> list[StoredRun]:
+    """The runs that are named: by a path (a directory of runs means all of them), by ``--name``, or by directory.
+
+    Raises UnknownNameError for a name that no run has, DataError for a path that is no run and holds none.
+    """
+    chosen: dict[Path, StoredRun] = {}
+    known: Listing | None = None
+    for reference in references:
+        path = Path(reference)
+        if path.is_dir():
+            found = listed([path])
+            if not found.runs:
+                raise DataError(f"{path}: {next(iter(found.problems.values()), 'no run')}; it is left as it is")
+        else:
+            known = known or listed([root for root in roots if root.is_dir()])
+            found = Listing(tuple(run for run in known.runs if reference in (run.labels.name, run.path.name)))
+        if not found.runs:
+            names = (name for run in known.runs for name in (run.labels.name, run.path.name) if name) if known else ()
+            raise UnknownNameError("run", reference, dict.fromkeys(names))
+        chosen |= {run.path.resolve(): run for run in found.runs}
+    return list(chosen.values())
+
+
+# Removing, moving and packing. A run that is being made is left alone, as is every file that ebbench did not write.
+
+_OURS = re.compile(
+    r"(manifest(\.partial)?|capacity|capacity-answers|cell)\.json|(.+\.)?server\.log|vllm.*\.log|\.lock"
+    rf"|({'|'.join(get_args(TableName))})(\.part-\d+)?\.parquet|\w+\.tail\.arrows|\..+\.\d+\.tmp"
+)
+_KNOWN = re.compile(rf"{_OURS.pattern}|results\.parquet|sweep\.toml|[0-9a-f]{{16}}\.json|gate-command\.txt")
+"""Files that are in directories beside runs: of sweeps, and of the gate."""
+_JUST_WRITTEN_S = 60.0
+"""A run that an older version makes holds no lock; it stores something every few seconds."""
+
+
+def in_use(directory: Path) -> bool:
+    """Whether a command makes this run now, or works on a directory that holds it."""
+    if (directory / PARTIAL).exists() and not (directory / MANIFEST).exists():
+        with suppress(OSError, ValueError):
+            last_s = max(path.stat().st_mtime for path in directory.iterdir())
+            if time.time() - last_s < _JUST_WRITTEN_S:
+                return True
+    places = [directory, *(path / files.LOCK for path in (directory, *directory.absolute().parents))]
+    return any(map(_locked, places))
+
+
+def _locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def check_free(runs: Iterable[StoredRun]) -> None:
+    """Raise UsageError for a run that is being made, or that is reached by a link."""
+    for run in runs:
+        if run.path.is_symlink():
+            raise UsageError(f"{run.path} is a link to {run.path.resolve()}; give that directory")
+        if in_use(run.path):
+            raise UsageError(f"{run.path} is in use: a command writes to it; wait until it ends")
+
+
+def remove(run: StoredRun) -> list[Path]:
+    """Remove the files of a run that ebbench wrote, and its directory unless others are in it; returns these others.
+
+    The manifest is removed last: after an interruption it still is a run, and can be removed.
+    """
+    others = []
+    inside = sorted(run.path.iterdir(), key=lambda path: path.name in (MANIFEST, PARTIAL, SEARCH))
+    for path in inside:
+        if path.is_dir() and not path.is_symlink() and run.kind == "search":
+            others += _remove_inside(path)
+        elif path.is_dir() or not _OURS.fullmatch(path.name):
+            others.append(path)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):  # not empty
+        run.path.rmdir()
+    return others
+
+
+def _remove_inside(directory: Path) -> list[Path]:
+    """Remove a probe of a search, or a directory of probes."""
+    others = []
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == MANIFEST):
+        if path.is_dir() and not path.is_symlink():
+            others += _remove_inside(path)
+        elif _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+        else:
+            others.append(path)
+    with suppress(OSError):
+        directory.rmdir()
+    return others
+
+
+def move(runs: Sequence[StoredRun], target: Path) -> list[Path]:
+    """Move runs into a directory, which is made; returns their new paths. Raises UsageError before anything is moved
+    if one is in use or two would have one name."""
+    check_free(runs)
+    places = [target / run.path.resolve().name for run in runs]
+    for run, place in zip(runs, places, strict=True):
+        if place.exists() or places.count(place) > 1:
+            raise UsageError(f"{run.path} cannot be moved: {place} exists already, or another run would become it")
+        if target.resolve().is_relative_to(run.path.resolve()):
+            raise UsageError(f"{run.path} cannot be moved into itself")
+    target.mkdir(parents=True, exist_ok=True)
+    for run, place in zip(runs, places, strict=True):
+        shutil.move(run.path, place)
+    return places
+
+
+def pack(runs: Sequence[StoredRun], target: Path) -> None:
+    """Write runs as a compressed archive, which `tar xf` unpacks to their directories. Raises RunError, UsageError."""
+    names = [run.path.resolve().name for run in runs]
+    if several := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two of the runs are named {several}; export them one by one, or the directory above them")
+
+    def write(path: Path) -> None:
+        with tarfile.open(path, "w:gz", compresslevel=1) as archive:  # Parquet is compressed already
+            for run, name in zip(runs, names, strict=True):
+                archive.add(run.path.resolve(), name)
+
+    files.write_with(target, write)
+
+
+# What is left of a simulated run that is one of many: what its figures are computed from. The steps, most of it, can be
+# simulated again.
+
+SHRUNK = "shrunk"
+"""Code of the warning, and name of the fact, that says so."""
+
+
+def shrink(directory: Path, facts: Mapping[str, Any]) -> int:
+    """Remove steps, decisions and gaps between tokens of a simulated run; returns the bytes that this frees.
+
+    ``facts``: what was read from them, kept in the manifest. A measured run, and one that was shrunk, is not changed.
+    Answers whose tokens came several at a time keep their gaps, which their TPOT needs. Raises DataError, RunError.
+    """
+    run = Run.load(directory)
+    manifest = run.manifest
+    if manifest.clock != "virtual" or SHRUNK in manifest.facts:
+        return 0
+    tables = {"steps": STEPS.empty_table(), "decisions": DECISIONS.empty_table()}
+    requests = run.requests
+    if not pc.any(requests["bundled_tokens"]).as_py():
+        place = requests.schema.get_field_index("itl_ns")
+        gaps = requests.schema.field(place)
+        tables["requests"] = requests.set_column(place, gaps, pa.nulls(len(requests), gaps.type))
+    before = sum(path.stat().st_size for path in directory.iterdir())
+    kept = {name: rows for name, rows in manifest.rows.items() if name not in tables}
+    smaller = msgspec.structs.replace(
+        manifest, facts={**manifest.facts, **facts, SHRUNK: True}, rows=kept,
+        warnings=(*manifest.warnings, warning(SHRUNK)),
+    )  # fmt: skip
+    # A manifest without the rows of these tables fits them before and after; at any moment the run can be read.
+    files.write_bytes(encode_manifest(smaller), directory / MANIFEST)
+    for name, table in tables.items():
+        files.write_table(table, directory / f"{name}.parquet")
+    rows = kept | {name: len(table) for name, table in tables.items()}
+    files.write_bytes(encode_manifest(msgspec.structs.replace(smaller, rows=rows)), directory / MANIFEST)
+    return before - sum(path.stat().st_size for path in directory.iterdir())

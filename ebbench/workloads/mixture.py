@@ -1,0 +1,315 @@
+"""Several workloads in one plan: classes of requests with shares, limits, priorities and settings of their own.
+
+Written ``chat=sharegpt:0.6 rag=longbench:0.3 code=log:code.csv:0.1``, or as a TOML file with a table per class, which
+may also set limits, a priority, and what the options of workloads and sessions set, for its class alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from ebbench.config.declare import LOAD, SESSIONS, WORKLOAD, declared_in, split_pairs
+from ebbench.errors import UsageError
+from ebbench.foreign.documents import load_toml, read_toml
+from ebbench.records.manifest import LIMITS
+from ebbench.traffic.arrivals import substream
+from ebbench.traffic.spec import apportion
+from ebbench.workloads.options import PlanOptions, is_recorded, mixture_parts, recorded_file
+from ebbench.workloads.requests import Int64s, Requests, int_lists_of
+from ebbench.workloads.spec import load_workload
+
+OF_THE_WHOLE = ("num_prompts", "seed", "drop_too_long", "redraw", "priorities", "session_start")
+"""Settings of workloads that a class cannot have for itself."""
+_OF_A_CLASS = {
+    name: one.kind
+    for name, one in declared_in(PlanOptions).items()
+    if one.option is not None and one.option.panel in (WORKLOAD, SESSIONS) and name not in OF_THE_WHOLE
+}
+
+
+_OF_LOAD = [
+    name for name, one in declared_in(PlanOptions).items() if one.option is not None and one.option.panel == LOAD
+]
+
+
+@dataclass(frozen=True)
+class RequestClass:
+    """One class. ``share``: of the sessions, relative to the other classes'; ``goodput``: its limits, as
+    ``ttft:500 tpot:50``; ``settings``: fields of PlanOptions."""
+
+    name: str
+    workload: str
+    share: float
+    goodput: str = ""
+    priority: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """``num_prompts``: sessions of all classes by default; None: as many as their sources hold at these shares."""
+
+    classes: tuple[RequestClass, ...]
+    num_prompts: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.classes]
+        if len(names) < 2:
+            raise UsageError("a mixture needs two classes or more; give a single workload by its name")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"two classes are named {twice}; name them, as in chat=sharegpt:0.6 long=sharegpt:0.4")
+        if wrong := next((name for name in names if name in LIMITS or not _NAME.fullmatch(name)), None):
+            raise UsageError(f"{wrong!r} cannot name a class: take letters, digits, _ and -, and no latency's name")
+        if not all(0 < one.share < float("inf") for one in self.classes):
+            raise UsageError("shares of classes must be above 0, such as 0.6 and 0.4, or 3 and 1")
+
+    def counts(self, sessions: int) -> list[int]:
+        """Sessions of each class: the shares to the nearest whole numbers. Raises UsageError if a class gets none."""
+        found = apportion(self.shares, sessions)
+        if 0 in found:
+            none = self.classes[found.index(0)].name
+            raise UsageError(
+                f"{sessions} sessions are too few for these shares: class {none} gets none; raise --num-prompts"
+            )
+        return found
+
+    def most(self, held: Sequence[int]) -> int:
+        """The most sessions for which no class needs more than it holds."""
+        return int(min(count / share for count, share in zip(held, self.shares, strict=True)))
+
+    @property
+    def shares(self) -> list[float]:
+        """The shares, which add up to 1."""
+        whole = sum(one.share for one in self.classes)
+        return [one.share / whole for one in self.classes]
+
+
+_NAME = re.compile(r"[\w.-]{1,60}")
+_CLASS = msgspec.defstruct(
+    "Class",
+    [
+        ("workload", str), ("share", float), ("goodput", str, ""), ("priority", int | None, None),
+        *((name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in _OF_A_CLASS.items()),
+    ],
+    forbid_unknown_fields=True, frozen=True, kw_only=True,
+)  # fmt: skip
+
+
+_FILE = msgspec.defstruct(
+    "Mixture",
+    [("classes", dict[str, _CLASS]), ("name", str, ""), ("description", str, ""), ("num_prompts", int | None, None)],  # type: ignore[valid-type]
+    forbid_unknown_fields=True, frozen=True, kw_only=True,
+)  # fmt: skip
+
+
+def mixture_of(workload: str) -> Mixture | None:
+    """The mixture that a workload names, or whose file it is; None for a single workload.
+
+    Raises UsageError, InputFileError.
+    """
+    if parts := mixture_parts(workload):
+        return Mixture(tuple(RequestClass(*part) for part in parts))
+    path = Path(workload).expanduser()
+    if not workload.endswith(".toml") or not path.is_file() or "classes" not in read_toml(path):
+        return None
+    file: Any = load_toml(path, _FILE)
+    classes = []
+    for name, one in file.classes.items():
+        given = {key: getattr(one, key) for key in _OF_A_CLASS if getattr(one, key) is not msgspec.UNSET}
+        classes.append(RequestClass(name, one.workload, one.share, one.goodput, one.priority, given))
+    return Mixture(tuple(classes), file.num_prompts)
+
+
+def check_workload(workload: str) -> None:
+    """Raise UsageError or InputFileError for a workload, or one of a mixture, that does not exist."""
+    mixture = mixture_of(workload)
+    for name in [workload] if mixture is None else [one.workload for one in mixture.classes]:
+        if not is_recorded(name):
+            load_workload(name)
+        elif (path := recorded_file(name)) is None or not path.exists():
+            raise UsageError(f"{name}: no such file")
+
+
+def brought_limits(workload: str, goodput: Sequence[str]) -> list[str]:
+    """Limits of the classes of a mixture as ``--goodput`` has them, of those classes that ``goodput`` does not name."""
+    mixture = mixture_of(workload)
+    given = {word.partition(":")[0] for text in goodput for word in text.split()}
+    classes = () if mixture is None else mixture.classes
+    return [
+        f"{one.name}:{','.join(split_pairs(one.goodput))}" for one in classes if one.goodput and one.name not in given
+    ]
+
+
+def files_of_mixture(workload: str) -> dict[str, str]:
+    """What the classes of a mixture take their requests from, by a name for each; empty for a single workload."""
+    mixture = mixture_of(workload)
+    named = ("source", "tokenizer")
+    return {
+        f"class {one.name} {key}": value
+        for one in (mixture.classes if mixture is not None else ())
+        for key, value in (("workload", one.workload), *((key, one.settings.get(key)) for key in named))
+        if value is not None
+    }
+
+
+def options_of(one: RequestClass, options: PlanOptions) -> PlanOptions:
+    """The options of a class alone: those of the whole with its own settings and a seed of its own.
+
+    Settings of logs go to classes that are logs only, and the source of data sets to the others.
+    """
+    seed = int(substream(options.seed, f"class/{one.name}").integers(2**62))
+    without = dict.fromkeys(("scenario", "num_prompts", "priorities", "session_start", *_OF_LOAD))
+    of_logs = {"columns": None, "keep_text": False, "recorded_pauses": False}
+    others = {"source": "auto"} if is_recorded(one.workload) else of_logs
+    return replace(options, **{**without, **others, "workload": one.workload, "seed": seed, **one.settings})
+
+
+def mixed(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Requests:
+    """The requests of all classes, their sessions in an order that the seed draws; ``parts``: those of each class.
+
+    Classes share no prefix with each other. Raises UsageError if their hash ids are of blocks of different sizes.
+    """
+    counts = [part.sessions for part in parts]
+    class_of = substream(seed, "class/order").permutation(np.repeat(np.arange(len(parts)), counts))
+    session = np.concatenate([np.flatnonzero(class_of == at)[part.session] for at, part in enumerate(parts)])
+    order = np.argsort(session, kind="stable")
+    names = np.repeat([one.name for one in mixture.classes], [len(part) for part in parts])
+    described = {
+        one.name: {
+            "workload": one.workload, "share": share, "sessions": part.sessions, "requests": len(part),
+            **({"goodput": one.goodput} if one.goodput else {}), **part.facts,
+        }
+        for one, share, part in zip(mixture.classes, mixture.shares, parts, strict=True)
+    }  # fmt: skip
+    rows = _Rows(parts, order)
+    return Requests(
+        session[order],
+        rows.array("turn", 0),
+        rows.array("input_tokens", 0),
+        rows.array("output_tokens", 0),
+        prompt=rows.arrow("prompt", pa.string()),
+        hash_ids=_hash_ids(parts, order),
+        block_tokens=_block_tokens(parts),
+        content=_contents(parts)[order],
+        pause_s=rows.array("pause_s", np.nan, optional=True),
+        after=rows.listed("after"),
+        hang_up_s=rows.array("hang_up_s", np.nan, optional=True),
+        thinking_tokens=rows.array("thinking_tokens", 0, optional=True),
+        lora=rows.listed("lora"),
+        images=rows.listed("images"),
+        offset_s=rows.array("offset_s", np.nan, optional=True),
+        classes=names[order].tolist(),
+        facts={"source": "classes", "source_reason": "each class has its own", "classes": described},
+        warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Columns of several requests, one after the other and then in ``order``; None if no part has the column."""
+
+    parts: Sequence[Requests]
+    order: Int64s
+
+    def _of(self, name: str) -> list[Any]:
+        return [getattr(part, name) for part in self.parts]
+
+    def array(self, name: str, missing: float, *, optional: bool = False) -> Any:
+        """A numpy column with ``missing`` for parts that lack it."""
+        values = self._of(name)
+        if optional and all(value is None for value in values):
+            return None
+        kind = next(value for value in values if value is not None).dtype
+        filled = [np.full(len(p), missing, kind) if v is None else v for p, v in zip(self.parts, values, strict=True)]
+        return np.concatenate(filled)[self.order]
+
+    def listed(self, name: str) -> list[Any] | None:
+        """A list with None for parts that lack it."""
+        values = self._of(name)
+        if all(value is None for value in values):
+            return None
+        whole = [one for part, own in zip(self.parts, values, strict=True) for one in own or [None] * len(part)]
+        return [whole[row] for row in self.order.tolist()]
+
+    def arrow(self, name: str, kind: pa.DataType) -> pa.Array | None:
+        """An Arrow column, null for parts that lack it."""
+        values = self._of(name)
+        if all(value is None for value in values):
+            return None
+        filled = [pa.nulls(len(p), kind) if v is None else v for p, v in zip(self.parts, values, strict=True)]
+        return pa.concat_arrays(filled).take(pa.array(self.order))
+
+
+def _contents(parts: Sequence[Requests]) -> Int64s:
+    """Content streams, numbered anew so that no two classes have one in common."""
+    found, first = [], 0
+    for part in parts:
+        streams, numbered = np.unique(part.session if part.content is None else part.content, return_inverse=True)
+        found.append(numbered + first)
+        first += len(streams)
+    return np.concatenate(found).astype(np.int64)
+
+
+def _block_tokens(parts: Sequence[Requests]) -> int | None:
+    sizes = {part.block_tokens for part in parts if part.hash_ids is not None}
+    if len(sizes) > 1:
+        shown = " and ".join(str(size or 512) for size in sorted(sizes, key=lambda size: size or 512))
+        raise UsageError(
+            f"the hash ids of these classes are of blocks of {shown} tokens, a plan has one size; measure them apart"
+        )
+    return sizes.pop() if sizes else None
+
+
+def _hash_ids(parts: Sequence[Requests], order: Int64s) -> pa.Array | None:
+    """Hash ids, numbered anew so that no two classes have one in common."""
+    if all(part.hash_ids is None for part in parts):
+        return None
+    flat, sizes, valid, first = [], [], [], 0
+    for part in parts:
+        ids = pa.nulls(len(part), pa.list_(pa.int64())) if part.hash_ids is None else part.hash_ids
+        names, numbered = np.unique(ids.drop_null().flatten().to_numpy(), return_inverse=True)
+        flat.append(numbered + first)
+        sizes.append(ids.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
+        valid.append(~ids.is_null().to_numpy(zero_copy_only=False))
+        first += len(names)
+    whole = int_lists_of(np.concatenate(flat), np.concatenate(sizes).tolist(), np.concatenate(valid))
+    return whole.take(pa.array(order))
+
+
+def parse_priorities(text: str) -> dict[str, int]:
+    """``chat=0,batch=10`` as priorities by class. Raises UsageError."""
+    found: dict[str, int] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = pair.partition("=")
+        if not name or not re.fullmatch(r"-?\d{1,9}", number):
+            raise UsageError(f"--priorities {pair!r}: write class=number, the lowest first, as in chat=0,batch=10")
+        found[name] = int(number)
+    return found
+
+
+def has_priorities(options: PlanOptions) -> bool:
+    """Whether classes have priorities, from the options or from a mixture's file."""
+    mixture = mixture_of(options.workload)
+    own = mixture is not None and any(one.priority is not None for one in mixture.classes)
+    return options.priorities is not None or own
+
+
+def with_priorities(requests: Requests, priorities: Mapping[str, int]) -> Requests:
+    """The requests with the priority of their class; 0 for other classes. Raises UsageError for an unknown class."""
+    if not priorities:
+        return requests
+    classes = requests.classes or [None] * len(requests)
+    known = sorted({name for name in classes if name is not None})
+    if unknown := [name for name in priorities if name not in known]:
+        of = f"; its classes are {', '.join(known)}" if known else "; --columns class=COLUMN names them"
+        raise UsageError(f"--priorities: no request has the class {unknown[0]!r}{of}")
+    found = np.array([priorities.get(name or "", 0) for name in classes], np.int32)
+    return replace(requests, priority=found, facts={**requests.facts, "priorities": dict(priorities)})
