@@ -254,6 +254,8 @@ def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     profile, model, request = device.profile, device.geometry, device.request
     if profile is None or model is None or request is None or not profile.front_end:
         return []
+    from ebbench.devices.table import TableCost
+
     if not isinstance(device.cost, TableCost):
         return []
 
