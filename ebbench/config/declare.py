@@ -96,6 +96,7 @@ DEFAULT_VLLM = "0.32"
 
 
 WORKLOAD, LOAD, SESSIONS, ENGINE = "Workload", "Load", "Sessions", "Engine"
+LIMITS, SEARCH, OUTPUT = "Limits", "Search", "Output"
 CLIENT, CLUSTER, LABELS = "Client (with a server's URL)", "Several instances", "Labels"
 
 

@@ -493,7 +493,7 @@ TEXTS: Texts = {
         "--num-prompts fills it."
     ),
     "priorities-unverified": (
-        "requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
+        "Requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
         "it does not report"
     ),
     "published-lengths": (

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.metrics import PRICE, parse_slo
+from ebbench.analysis.metrics import PRICE, parse_slo, refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import SINGLE, Device, DeviceRequest
@@ -41,7 +41,7 @@ from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, spec_of
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
-from ebbench.workloads.mixture import has_priorities
+from ebbench.workloads.mixture import classes_of, has_priorities
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
@@ -207,7 +207,8 @@ class Series:
     def check(self) -> None:
         """Raise UsageError for settings that contradict each other."""
         check_counts(price_per_hour=self.price_per_hour)
-        parse_slo([self.spec.goodput])
+        if classes := [name for name, _ in parse_slo([self.spec.goodput]).classes]:
+            refuse_unknown_classes(classes, classes_of(self.spec.plan))
         check_options(self.spec.server, self.policies)
         if self.spec.cluster.topology is not None:
             refuse_queue_limits(self.spec.server, str(self.spec.cluster.topology))

@@ -138,6 +138,19 @@ def check_workload(workload: str) -> None:
             raise UsageError(f"{name}: no such file")
 
 
+def classes_of(options: PlanOptions) -> set[str]:
+    """Names of the classes that the requests of a workload have. Raises UsageError, InputFileError."""
+    if (mixture := mixture_of(options.workload)) is not None:
+        return {one.name for one in mixture.classes}
+    path = recorded_file(options.workload)
+    if path is None:
+        return set()
+    from ebbench.workloads.trace import read_trace
+
+    trace = read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text)
+    return {name for name in trace.requests.classes or () if name is not None}
+
+
 def brought_limits(workload: str, goodput: Sequence[str]) -> list[str]:
     """Limits of the classes of a mixture as ``--goodput`` has them, of those classes that ``goodput`` does not name."""
     mixture = mixture_of(workload)

@@ -72,7 +72,7 @@ class PlanOptions:
     Raises UsageError for an invalid value.
     """
 
-    workload: str = declare()
+    workload: str = declare(help="A workload (`ebbench workloads list`), log:FILE, or several with shares.")
     """A bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a published
     run), the path of a TOML file, or several of them with shares (:mod:`ebbench.workloads.mixture`)."""
     scenario: str | None = declare(
