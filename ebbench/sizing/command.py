@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbench.analysis.metrics import refuse_unknown_classes
 from ebbench.config.declare import declared_in
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import check_counts, refuse_undecided
@@ -27,7 +28,7 @@ from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
 from ebbench.spec.run import SearchCommand, stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
-from ebbench.workloads.mixture import brought_limits, check_workload
+from ebbench.workloads.mixture import brought_limits, check_workload, classes_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,6 +82,8 @@ class CapacitySearch:
         if self.max_time_s is not None and not self.max_time_s > 0:
             raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
         check_workload(self.series.spec.plan.workload)
+        if self.limits.named:
+            refuse_unknown_classes(self.limits.named, classes_of(self.series.spec.plan))
         self.series.check()
 
 
