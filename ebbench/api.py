@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import pyarrow as pa
+from rich.text import Text
 
 from ebbench.analysis.cases import ComparisonCase, RunResult, cases_of_results, result_of
 from ebbench.analysis.documents import Document
@@ -204,7 +205,8 @@ class CapacityResult(Shown):
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.command import parts
 
-        yield from parts(self.searched, options.max_width)
+        for part in parts(self.searched, options.max_width):
+            yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
         from ebbench.sizing import sentences
@@ -253,12 +255,10 @@ class PlanResult(Shown):
         return f"<PlanResult: {len(self.deployments)} deployments, cheapest {what}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
         from ebbench.sizing.plan_sentences import parts as plan_parts
 
         for part in plan_parts(*self.found.shown):
-            yield Text(part) if isinstance(part, str) else part
+            yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
         from ebbench.sizing.chart import frontiers

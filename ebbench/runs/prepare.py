@@ -156,6 +156,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
         vllm_version=options.vllm_version,
         drafts=options.drafts,
+        assume_kernels=options.assume_kernels,
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,
@@ -387,7 +388,7 @@ def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:
     if is_server(engine):
         known = known_settings()
         refuse_server_settings(engine, [known[name].option_names[0] for name in settings if starts_a_server(name)])
-        simulated = ("api_server", "api_server_count", "vllm_version")
+        simulated = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
         refuse_simulated(EngineOptions(**{name: settings[name] for name in simulated if name in settings}), "endpoint")
 
 
