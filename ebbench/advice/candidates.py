@@ -23,7 +23,7 @@ from ebbench.records.plan import Plan
 from ebbench.runs.prepare import checked_server, device_of, each_once, parse_policies, plan_of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import OF_A_SERVER, OF_LABELS, OF_TRAFFIC, RunSpec, known_settings, simulated
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, version_defaults
 from ebbench.workloads.options import is_recorded, recorded_file, scenario_meant
 from ebbench.workloads.trace import read_trace
 from vllm_eb.policy import parse_policy
@@ -96,7 +96,8 @@ def cluster_of(topology: str | None, tp: int, link: str | None) -> dict[str, str
 
 def _of_server(settings: Mapping[str, Any], api_server: str) -> dict[str, Any]:
     """The server's other settings that differ from their defaults, and labels, by the names of ``RunSpec.changed``."""
-    own = {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings} | {"api_server": api_server}
+    own = version_defaults(settings.get("vllm_version")) | {"api_server": api_server}
+    own |= {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings and name != "api_server"}
     left_out = ("assume_decoder", "max_model_len")  # in the model's name, and in the plan
     known = known_settings()
     return {name: value for name, value in own.items() if name not in left_out and value != known[name].default}
@@ -151,7 +152,7 @@ def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | No
     cell = simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
         question.max_num_batched_tokens if budget is None else budget, question.scenario, weight=2.0, seed=seed,
-        **question.plan,
+        front_end_ms=None, **question.plan,
     )  # fmt: skip
     return cell.changed(**question.server)
 
