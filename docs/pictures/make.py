@@ -61,8 +61,9 @@ def page_of(runs: Path) -> str:
 def log_of_jobs(place: Path) -> Path:
     """A log of agents' jobs of several turns beside single questions."""
     rows = [
-        {"timestamp": n / 4, "session_id": f"job-{n}", "turn": turn, "delay": 400.0 * (n % 9) * (turn > 0), "input_length": 300 + 400 * turn,
-         "output_length": 60 + 37 * n % 90, "class": "agent" if n % 3 else "chat"}
+        {"session_id": f"job-{n}", "turn": turn, "input_length": 300 + 400 * turn, "output_length": 60 + 37 * n % 90,
+         "class": "agent" if n % 3 else "chat",
+         **({"delay": 400.0 * (n % 9)} if turn else {"timestamp": 250.0 * n})}
         for n in range(240) for turn in range(1 + n % 3 * 2)
     ]  # fmt: skip
     log = place / "jobs.jsonl"
@@ -85,7 +86,9 @@ def over_http(view: Any, run: Path) -> None:
         address = re.search(r"http://\S+", said)
         if address is None:
             raise SystemExit(said)
-        take(view, address.group(), {"watching.png": "Keep in mind"})
+        view.goto(address.group())
+        view.wait_for_selector("svg, canvas")
+        view.screenshot(path=HERE / "watching.png")
         view.goto("about:blank")
         measuring.wait()
         watch.kill()
