@@ -121,7 +121,8 @@ def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
 def _option(one: Declared, panel: str | None = None) -> typer.models.OptionInfo:
     assert one.option is not None, f"{one.name} has no option"
     complete = getattr(completion, one.option.complete) if one.option.complete else None
-    return opt(*one.option_names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
+    names = one.option.names or one.option_names
+    return opt(*names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
 
 
 def check_tp(tp: int, link: str | None) -> None:
