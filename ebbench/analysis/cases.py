@@ -77,6 +77,11 @@ class Group:
         return stdev(values) if values and len(values) > 1 and not self.copies else None
 
     @property
+    def estimated(self) -> bool:
+        """Whether the client counted output tokens of a run, since the server did not."""
+        return any(summary.estimated_answers for summary in self.summaries)
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         """The seed of each run."""
         return tuple(summary.seed for summary in self.summaries)

@@ -66,6 +66,12 @@ class RequestColumns:
         mask: Mask = (self.status == "ok") & timed
         return mask
 
+    @property
+    def generated(self) -> Mask:
+        """Mask of completed requests that have a first token: answers of embeddings and rerank have no tokens."""
+        mask: Mask = self.ok & (self.output_tokens > 0)
+        return mask
+
     @cached_property
     def tokens_after_first(self) -> Ints:
         """Output tokens that came later than the first one; 0 where all came at one time."""

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest, PhaseFact
-from ebbench.spec.server import OFF
+from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 
 # The load of a run (number and rate of sessions) and its machine (GPUs and scheduler limits).
@@ -247,23 +249,14 @@ def _reported(settings: Mapping[str, Any]) -> str:
 
 
 def _further_limits(options: Mapping[str, Any]) -> str:
-    """``at most 64 running, refuses above 16,384 queued prompt tokens``; only what was asked for."""
-    words = {
-        "max_num_active_seqs": "at most {:,} running",
-        "long_prefill_token_threshold": "{:,} tokens of one prompt per step",
-        "max_num_queued_reqs": "at most {:,} open requests",
-        "max_num_queued_tokens": "refuses from {:,} queued prompt tokens on",
-    }
-    found = [text.format(int(options[name])) for name, text in words.items() if options.get(name)]
-    if options.get("long_prefill_token_threshold_adaptive"):
-        found.append("adaptive")
-    if options.get("scheduler_reserve_full_isl") is False:
-        found.append("admits by the first chunk")
-    if options.get("gpu_memory_utilization"):
-        found.append(f"{options['gpu_memory_utilization']:.0%} of the GPU memory")
-    if options.get("vllm_version"):
-        found.append(f"KV cache of vLLM {options['vllm_version']}")
-    return ", ".join(found)
+    """``at most 64 running, refuses from 16,384 queued prompt tokens on``; only what is not the default."""
+    declared = declared_in(EngineOptions)
+    told = [declared[name].condition(value) for name, value in options.items() if name in declared.keys() - _MAIN]
+    return ", ".join(filter(None, told))
+
+
+_MAIN = {"max_num_batched_tokens", "max_num_seqs"}
+"""Limits that are shown of every run."""
 
 
 def _types(options: Mapping[str, Any]) -> str:
@@ -296,13 +289,21 @@ ENVIRONMENT = (
 LATER = frozenset({"host"})
 """Conditions that older runs and baselines do not know; where they are empty they are in no hash."""
 
-LATER_OPTIONS = {
-    "enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto", "api_server": "off",
-    "api_server_count": None, "max_num_active_seqs": None, "long_prefill_token_threshold_adaptive": False,
-    "max_num_queued_reqs": None, "max_num_queued_tokens": None, "scheduler_reserve_full_isl": True,
-    "gpu_memory_utilization": None, "vllm_version": None,
-}  # fmt: skip
-"""Options that older runs did not record, with the values that they ran with."""
+_FIRST_OPTIONS = frozenset(
+    {
+        "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "max_model_len", "block_size",
+        "num_kv_blocks", "enable_prefix_caching", "async_scheduling",
+    }
+)  # fmt: skip
+"""Options that every run recorded."""
+
+
+@cache
+def later_options() -> Mapping[str, Any]:
+    """Options that older runs did not record, with the values that they ran with: the defaults."""
+    declared = declared_in(EngineOptions)
+    return {name: one.default for name, one in declared.items() if name not in _FIRST_OPTIONS}
+
 
 JOINED = ("topology", "link", "replicas", "dispatch", "decode_dispatch", "vllm_options")
 """Facts that count as options if a run has them: topology of several engines, options passed to vLLM unchanged.
@@ -361,14 +362,15 @@ def _model(manifest: Manifest) -> str:
 
 
 def _compared(manifest: Manifest) -> dict[str, Any]:
-    options = {name: value for name, value in manifest.options.items() if LATER_OPTIONS.get(name, UNKNOWN) != value}
+    options = {name: value for name, value in manifest.options.items() if later_options().get(name, UNKNOWN) != value}
     return options | {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
 
 
 def unusual_options(options: Mapping[str, Any]) -> str:
-    """The LATER_OPTIONS, except ``warmup``, that differ from the values of older runs, as text."""
-    found = {name: options.get(name, value) for name, value in LATER_OPTIONS.items() if name != "warmup"}
-    return json.dumps({name: value for name, value in found.items() if value != LATER_OPTIONS[name]}, sort_keys=True)
+    """The later options, except ``warmup``, that differ from the values of older runs, as text."""
+    usual = {name: value for name, value in later_options().items() if name != "warmup"}
+    given = {name: options.get(name, value) for name, value in usual.items()}
+    return json.dumps({name: value for name, value in given.items() if value != usual[name]}, sort_keys=True)
 
 
 def _recorded(manifest: Manifest, name: str) -> str:

@@ -2,7 +2,8 @@
 
 Definitions (all times from a monotonic clock, in ns from the start of the run):
 
-- TTFT: first token - intended start; also from the actual send, which shows client lag
+- TTFT: first token - intended start; also from the actual send, which shows client lag; undefined for answers without
+  tokens (embeddings, rerank)
 - TTFAT: first token of the answer, after the thinking - intended start; undefined where no request thought
 - TPOT: (last token - first token) / (output tokens after those that came with the first one); undefined where no token
   came later
@@ -439,7 +440,7 @@ def measure(
     ``duration_s``: of the rates; by default from the first intended start of these requests to their last completion.
     """
     chosen = np.ones(len(columns.status), np.bool_) if rows is None else rows
-    ok = chosen & columns.ok
+    ok, generated = chosen & columns.ok, chosen & columns.generated
     duration_s = duration_s or _duration_s(columns, chosen, ok)
     tokens_in, tokens_out = int(columns.input_tokens[ok].sum()), int(columns.output_tokens[ok].sum())
     good = meets(columns, ok, slo) if slo else None
@@ -466,11 +467,11 @@ def measure(
         request_goodput=None if met is None else _rate(met, duration_s),
         slo_attainment=None if met is None or not planned else met / planned,
         steady=_steady(columns, windows, duration_s),
-        ttft=Distribution.of_ns((columns.first_token - columns.intended)[ok]),
+        ttft=Distribution.of_ns((columns.first_token - columns.intended)[generated]),
         tpot=Distribution.of_ns(tpot_ns(columns, ok)),
         itl=Distribution.of_ns(itl_ns(columns, ok)),
         e2el=Distribution.of_ns(e2el_ns),
-        ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
+        ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[generated & sent]),
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
@@ -485,21 +486,17 @@ def measure(
 
 
 def measure_classes(columns: RequestColumns, slo: Slo, duration_s: float | None) -> dict[str, Metrics]:
-    """Metrics of each class of requests by name, with rates over ``duration_s``; empty if no request has a class.
-
-    Raises UsageError if a class has limits and no request.
-    """
-    refuse_unknown_classes(slo, columns.classes)
+    """Metrics of each class of requests by name, with rates over ``duration_s``; empty if no request has a class."""
     return {
         name: measure(columns, rows=columns.request_class == name, slo=slo, duration_s=duration_s)
         for name in columns.classes
     }
 
 
-def refuse_unknown_classes(slo: Slo, classes: Iterable[str]) -> None:
-    """Raise UsageError for limits of a class that is not among the ``classes`` of a run."""
+def refuse_unknown_classes(limited: Iterable[str], classes: Iterable[str]) -> None:
+    """Raise UsageError for a class that has limits and is not among the ``classes`` of a run."""
     known = sorted(filter(None, classes))
-    if unknown := [name for name, _ in slo.classes if name not in known]:
+    if unknown := [name for name in limited if name not in known]:
         of = f"; its classes are {', '.join(known)}" if known else ""
         raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{of}")
 
@@ -534,7 +531,7 @@ def latency_columns(columns: RequestColumns, slo: Slo) -> dict[str, pa.Array]:
     per_token_ns = np.zeros(len(ok))
     per_token_ns[later] = tpot_ns(columns, ok)
     spans_ns = {
-        "ttft_ms": (columns.first_token - columns.intended, ok),
+        "ttft_ms": (columns.first_token - columns.intended, columns.generated),
         "tpot_ms": (per_token_ns, later),
         "e2el_ms": (columns.last_token - columns.intended, ok),
     }
@@ -564,14 +561,16 @@ def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
 def limited_ns(columns: RequestColumns, metric: str) -> npt.NDArray[np.float64]:
     """What a limit on ``metric`` is compared with, for every completed request (ns).
 
-    Infinite where the figure is unknown, so that no limit is met: TPOT of several tokens that all came at one time, and
-    TTFAT without an answer. 0 for TPOT of a single token: no later token can be too slow.
+    Infinite where the figure is unknown, so that no limit is met: TPOT of several tokens that all came at one time,
+    TTFT of an answer without tokens, and TTFAT without an answer. 0 for TPOT of a single token: no later token can be
+    too slow.
     """
     if metric == "tpot":
         span, later = columns.last_token - columns.first_token, columns.tokens_after_first
         unknown = np.where(columns.sent_tokens > 1, np.inf, 0.0)
         return np.where(later > 0, span / np.maximum(later, 1), unknown)
-    ends = {"ttft": columns.first_token, "ttfat": columns.answer_began, "e2el": columns.last_token}[metric]
+    first = np.where(columns.output_tokens > 0, columns.first_token, MISSING)
+    ends = {"ttft": first, "ttfat": columns.answer_began, "e2el": columns.last_token}[metric]
     return np.where(ends == MISSING, np.inf, np.asarray(ends - columns.intended, np.float64))
 
 

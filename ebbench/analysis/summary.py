@@ -33,6 +33,7 @@ from ebbench.analysis.metrics import (
     economy_of,
     measure,
     measure_classes,
+    refuse_unknown_classes,
     slo_from_limits,
     steady_windows,
 )
@@ -40,7 +41,7 @@ from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class
 from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import ESTIMATED, RunWarning
 
 FACT = "speculative"
 """Name of the counts among the facts of a run."""
@@ -173,6 +174,7 @@ class Summary:
     anchor_unix_ns: int = 0  # wall-clock time of the run's time 0
     kv: Mapping[str, float | None] = field(default_factory=dict)  # what a full KV cache cost the whole run
     drafted: Drafted | None = None  # of the whole run
+    estimated_answers: int = 0  # of the whole run: whose output tokens the client counted
     classes: Mapping[str, Metrics] = field(default_factory=dict)  # of each class of requests, NO_CLASS for the others
     sessions: Mapping[str, SessionFigures] = field(default_factory=dict)  # all under "", and of each class
 
@@ -221,6 +223,7 @@ class Summary:
             | metrics_dict(self.metrics)
             | ({} if self.phase else {name: self.kv.get(name) for name in KV_FIGURES})
             | (self.drafted.figures() if self.drafted is not None and not self.phase else {})
+            | ({"estimated_answers": self.estimated_answers} if self.estimated_answers else {})
             | self._parts()
             | unsound
             | verdict
@@ -247,7 +250,7 @@ class Summary:
     def classes_table(self) -> pa.Table:
         """As :meth:`to_table`, one row per class of requests; without a column of the run's own."""
         rows = [_one_row({"class": named(name), **self.of_class(name)._figures()}) for name in self.classes]
-        return pa.concat_tables(rows, promote_options="permissive")
+        return pa.concat_tables(rows or [pa.table({"class": pa.nulls(0, pa.string())})], promote_options="permissive")
 
 
 def named(name: str) -> str:
@@ -272,15 +275,15 @@ def _column_type(value: Any) -> pa.DataType:
 
 
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
-    """Summarise a whole run. ``slo`` None uses the limits of the run. Raises DataError for damaged files."""
+    """Summarise a whole run. ``slo`` None uses the limits of the run.
+
+    Raises DataError for damaged files, UsageError if ``slo`` limits a class that no request has.
+    """
     return _Summariser(run, slo).whole()
 
 
 def summary_of(run: Run, metrics: Metrics, slo: Slo, columns: RequestColumns) -> Summary:
-    """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``; ``columns``: of all requests.
-
-    Raises UsageError if ``slo`` limits a class that no request has.
-    """
+    """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``; ``columns``: of all requests."""
     classes = measure_classes(columns, slo, metrics.duration_s)
     return replace(_summary(run, metrics, slo), classes=classes, sessions=figures_by_class(sessions_table(columns)))
 
@@ -302,6 +305,8 @@ class _Summariser:
         self.run = run
         self.slo = slo_from_limits(run.manifest.slo) if slo is None else slo
         self.columns = RequestColumns.of(metric_columns(run))
+        if slo is not None:
+            refuse_unknown_classes([name for name, _ in slo.classes], self.columns.classes)
         self.windows = steady_windows(self.columns, run.manifest.phases)
 
     def whole(self) -> Summary:
@@ -355,6 +360,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         anchor_unix_ns=manifest.anchor_unix_ns,
         kv={name: manifest.facts.get(name) for name in KV_FIGURES},
         drafted=drafted,
+        estimated_answers=(manifest.facts.get(ESTIMATED) or {}).get("answers", 0),
     )
 
 

@@ -23,7 +23,7 @@ from ebbench.analysis.validity import of_device
 from ebbench.config.declare import Setting, pairs_of, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.run import Run, find_runs
-from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.records.warnings import ABOUT_SERVER, RunWarning
 
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",
@@ -169,7 +169,7 @@ def _unit_of(run: Run) -> GateUnit:
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
         server=str(manifest.facts.get("server", "")) if manifest.engine == "endpoint" else "",
-        about_server=tuple(one for one in manifest.warnings if one.code in (WARM_CACHE, OTHER_MODEL)),
+        about_server=tuple(one for one in manifest.warnings if one.code in ABOUT_SERVER),
         cache_unknown=machine_of_run(manifest).cache_kept and manifest.facts.get("prefix_hit_rate") is None,
     )
 

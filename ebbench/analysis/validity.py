@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
-from ebbench.records.warnings import KV_CACHE, OTHER_MODEL, WARM_CACHE, RunWarning
+from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning
 from ebbench.spec.client import LAG_REMEDY, lag_limit_ms
 from ebbench.spec.server import VIRTUAL_TIME
 
@@ -72,10 +72,15 @@ _CAUSES = (
         "give --max-model-len as the server has it, with --drop-too-long",
     ),
     _Cause("http_404", r"model", "give --model as the server's /v1/models names it"),
-    _Cause("http_40[45]", "", "another --endpoint (completions or chat), or another URL"),
+    _Cause("http_40[45]", "", "another --endpoint (completions, chat, ...; see --help), or another URL"),
     _Cause("http_40[13]", "", "set EBBENCH_API_KEY (or OPENAI_API_KEY) to a key that the server accepts"),
     _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
     _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
+    _Cause(
+        "http_[45].*",
+        r"(?=.*(prompt|input)).*((be|expected) an? (valid )?string|cannot unmarshal (array|number))",
+        "the server takes no token ids: give --endpoint chat, which sends words",
+    ),
     _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
     _Cause("http_4.*", r"ignore_eos", "--no-ignore-eos: the server does not know ignore_eos"),
     _Cause("http_4.*", r"temperature", f"--temperature 1, or leave it out with {_LEAVE_OUT.format('temperature')}"),
@@ -89,6 +94,12 @@ _CAUSES = (
         "http_4.*",
         rf"{_REFUSED_FIELD}.*(param|argument|field|input|propert)",
         f"try --no-ignore-eos (ignore_eos is no field of OpenAI's); leave another out with {_LEAVE_OUT.format('NAME')}",
+    ),
+    _Cause(
+        "http_400",
+        "^$",
+        "the server does not say why: it may refuse ids that are no UUID (--no-request-ids), or a field "
+        "(--extra-body, --temperature)",
     ),
     _Cause("http_4.*", "", "the server refuses the request: check --endpoint, --extra-body and --temperature"),
     _Cause("http_3.*", r"completions/\)", "a proxy wants a slash at the end, which the API has not: change its rule"),
@@ -108,7 +119,10 @@ _CAUSES = (
     _Cause("connect_error", "", "check that the server runs at this URL"),
     _Cause("(idle|first_token)_timeout", "", "a longer --idle-timeout, or a lower load"),
     _Cause("total_timeout", "", "a longer --total-timeout, or a lower load"),
-    _Cause("no_usage", "", "the server must report usage in streams (stream_options.include_usage)"),
+    _Cause(
+        "no_usage", "", "let the server report usage in streams, or give --tokenizer FILE: tokens are then an estimate"
+    ),
+    _Cause("not_json", "", "the server must answer with JSON: check --endpoint and the URL"),
     _Cause("bad_usage", "", "a fault of the server or of a proxy before it"),
     _Cause("compressed_stream", "", "switch off compression of text/event-stream in the server or the proxy before it"),
     _Cause("short_output", "", "--no-ignore-eos, if the server cannot ignore the end-of-sequence token"),
@@ -232,7 +246,7 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
     start). Of a real engine those about the server count, such as answers of another model and cached prompts, and not
     those about its client and this one run. What a full KV cache cost counts on both.
     """
-    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", WARM_CACHE, OTHER_MODEL}
+    codes = {"device", "engine"} if engine in VIRTUAL_TIME else {"device", *ABOUT_SERVER}
     return tuple(str(warning) for warning in warnings if (warning.about or warning.code) in codes | {KV_CACHE})
 
 
@@ -341,16 +355,17 @@ def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> 
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
         reasons.append(f"unknown request status {', '.join(unknown)}")
-    return reasons + _inconsistent(columns)
+    return reasons + _inconsistent(columns, requests)
 
 
-def _inconsistent(columns: RequestColumns) -> list[str]:
+def _inconsistent(columns: RequestColumns, requests: pa.Table) -> list[str]:
     claimed, ok = columns.status == "ok", columns.ok
     reasons = []
     untimed = int((claimed & ~ok).sum())
     if untimed:
         reasons.append(f"{untimed} completed requests lack a start, first-token or last-token time")
-    silent = int((ok & (columns.output_tokens < 1)).sum())
+    # null: an answer that has no tokens (embeddings, rerank)
+    silent = int((ok & pc.fill_null(pc.less(requests["output_tokens"], 1), False).to_numpy()).sum())
     if silent:
         reasons.append(f"{silent} completed requests have no output token")
     ordered = (columns.intended <= columns.first_token) & (columns.first_token <= columns.last_token)

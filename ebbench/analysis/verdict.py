@@ -34,7 +34,7 @@ from ebbench.analysis.statistics import (
 from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
 from ebbench.analysis.validity import told_once
 from ebbench.errors import DataError, UsageError
-from ebbench.records.warnings import OTHER_MODEL, WARM_CACHE
+from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
@@ -454,7 +454,7 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
 
 def _about_server(pairs: Sequence[Pair]) -> list[str]:
     """Why a server's figures are not of what was asked for; of its cache, what it means for the two sides."""
-    notes, codes = [], {OTHER_MODEL, WARM_CACHE}
+    notes, codes = [], set(ABOUT_SERVER)
     if server := _warm_server(pairs):
         codes.remove(WARM_CACHE)
         side = "candidate" if pairs[0].candidate.anchor_unix_ns > pairs[0].baseline.anchor_unix_ns else "baseline"

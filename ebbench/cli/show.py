@@ -13,6 +13,7 @@ from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_fo
 from ebbench.foreign.documents import visible
 
 if TYPE_CHECKING:
+    from ebbench.analysis.metrics import Slo
     from ebbench.errors import DataError
     from ebbench.records.run import Run
 
@@ -21,6 +22,14 @@ def show(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
+    ] = None,
+    tools: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="Figures by the definitions of other tools, side by side: vllm, guidellm, aiperf, inference-perf, "
+            "sglang, or all.",
+        ),
     ] = None,
     all_percentiles: AllPercentiles = False,
     style: Format = "table",
@@ -37,6 +46,8 @@ def show(
 
     check_format(style, as_json=as_json)
     slo = parse_slo(goodput) if goodput else None
+    if tools is not None:
+        return _finish(_show_as(runs, tools, slo, style, as_json=as_json))
     loaded, damaged = _load(runs)
     if as_json:
         figures = [summarise(run, slo).to_dict(all_percentiles=all_percentiles) for run in loaded]
@@ -53,6 +64,22 @@ def show(
     else:
         sys.stdout.write(rendered(report.document(cases, all_percentiles=all_percentiles), style))
     return _finish(damaged)
+
+
+def _show_as(paths: list[Path], tools: str, slo: Slo | None, style: str, *, as_json: bool) -> list[DataError]:
+    """Print the runs by the definitions of other tools; returns the errors of damaged runs."""
+    from ebbench.analysis.other_tools import chosen_tools, read_as
+    from ebbench.render import other_tools
+    from ebbench.render.documents import rendered
+
+    chosen = chosen_tools(tools)
+    loaded, damaged = _load(paths)
+    compared = [read_as(run, chosen, slo) for run in loaded]
+    if as_json:
+        sys.stdout.write(json.dumps([one.to_dict() for one in compared], indent=2, allow_nan=False) + "\n")
+    else:
+        sys.stdout.write(rendered(other_tools.document(compared), style))
+    return damaged
 
 
 MANY = 4

@@ -6,14 +6,16 @@ import base64
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.client.dialects import DIALECTS
 from ebbench.records.plan import CHUNK_TOKENS, token_ids
 from ebbench.spec.client import ClientOptions
 
@@ -76,8 +78,8 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-# Short common words, one token each in the usual vocabularies. Chat requests take no token ids, so a synthetic chat
-# prompt has about the planned length; the run records the server's count.
+# Short common words, one token each in the usual vocabularies. Where an API takes no token ids, a synthetic prompt has
+# about the planned length; the run records the server's count.
 _WORDS = re.findall(
     r"\w+",
     "time year people way day man thing woman life child world school state family student group country "
@@ -106,41 +108,38 @@ class Turn:
     priority: int | None = None
 
 
+def _with(body: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """``body`` with a field set; ``path`` leads through fields of fields with dots."""
+    outer, _, inner = path.partition(".")
+    return {**body, outer: _with(body.get(outer) or {}, inner, value) if inner else value}
+
+
 class RequestBodies:
     """Builds request bodies for one model and one set of options."""
 
     def __init__(self, model: str, options: ClientOptions) -> None:
-        self._chat = options.endpoint == "chat"
+        self._dialect = DIALECTS[options.endpoint]
         self._vocab = options.vocab_size
-        self._fixed: dict[str, Any] = {
-            "model": model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if options.temperature is not None:
-            self._fixed["temperature"] = options.temperature
-        if options.ignore_eos:
-            self._fixed["ignore_eos"] = True
-        self._fixed |= options.extra_body
-        self._fixed = {name: value for name, value in self._fixed.items() if value is not None}
-        self._limit = options.max_tokens_field or ("max_completion_tokens" if self._chat else "max_tokens")
-        self._table = PromptTable.of_words(_WORDS) if self._chat else PromptTable.of_ids(options.vocab_size)
+        self._documents = options.documents
+        fixed: dict[str, Any] = {**({"model": model} if self._dialect.named else {}), **self._dialect.fixed}
+        if options.temperature is not None and self._dialect.temperature is not None:
+            fixed = _with(fixed, self._dialect.temperature, options.temperature)
+        if options.ignore_eos and self._dialect.ignore_eos is not None:
+            fixed = _with(fixed, self._dialect.ignore_eos, True)
+        fixed |= options.extra_body
+        self._fixed = {name: value for name, value in fixed.items() if value is not None}
+        self._limit = self._dialect.limit and (options.max_tokens_field or self._dialect.limit)
+        ids = self._dialect.holds == "ids"
+        self._table = PromptTable.of_ids(options.vocab_size) if ids else PromptTable.of_words(_WORDS)
 
     def build(self, turn: Turn, history: Sequence[tuple[str, str]] = (), *, may_hang_up: bool = False) -> bytes:
         """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session.
 
         ``may_hang_up``: ask for the token count with every message, since the last one may not be read.
         """
-        if self._chat:
-            said = [
-                message
-                for question, answer in history
-                for message in (_message("user", question), _message("assistant", answer))
-            ]
-            prompt: dict[str, Any] = {"messages": [*said, self._question(turn)]}
-        else:
-            prompt = {"prompt": self._prompt(turn, history)}
-        whole = self._fixed | prompt | {self._limit: turn.output_tokens}
+        whole = self._fixed | self._asked(turn, history)
+        if self._limit is not None:
+            whole = _with(whole, self._limit, turn.output_tokens)
         if turn.lora is not None:
             whole["model"] = turn.lora
         if turn.priority is not None:
@@ -149,9 +148,33 @@ class RequestBodies:
             whole["stream_options"] = {**whole["stream_options"], "continuous_usage_stats": True}
         return msgspec.json.encode(whole)
 
+    def _asked(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """The fields of the prompt."""
+        field = self._dialect.prompt
+        if self._dialect.holds == "messages":
+            said = [
+                message
+                for question, answer in history
+                for message in (_message("user", question), _message("assistant", answer))
+            ]
+            return {field: [*said, self._question(turn)]}
+        if self._dialect.holds == "documents":
+            return self._ranking(turn)
+        if turn.prompt is not None and field == "input_ids":
+            field = "text"  # SGLang's field of a text
+        return {field: self._prompt(turn, history)}
+
+    def _ranking(self, turn: Turn) -> dict[str, Any]:
+        """A query and documents: the prompt's words in equal parts."""
+        text = turn.prompt if turn.prompt is not None else msgspec.json.decode(self._text(turn))
+        words = str(text).split() or [""]
+        ends = np.linspace(0, len(words), self._documents + 2).astype(int).tolist()
+        query, *documents = (" ".join(words[begin:end]) for begin, end in pairwise(ends))
+        return {"query": query, self._dialect.prompt: documents}
+
     def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | msgspec.Raw:
         if turn.prompt is None:
-            return self._synthetic(turn, self._vocab)
+            return self._synthetic(turn, self._vocab if self._dialect.holds == "ids" else len(_WORDS))
         return "".join(part for pair in history for part in pair) + turn.prompt
 
     def _question(self, turn: Turn) -> dict[str, Any]:
@@ -167,7 +190,7 @@ class RequestBodies:
         return turn.prompt if turn.prompt is not None else self._synthetic(turn, len(_WORDS))
 
     def _synthetic(self, turn: Turn, vocab: int) -> msgspec.Raw:
-        """The JSON of a synthetic prompt: token ids for completions, words for chat."""
+        """The JSON of a synthetic prompt: token ids, or words where the API takes texts only."""
         text_tokens = turn.input_tokens - sum(turn.image_tokens)
         return self._table.json(token_ids(turn.content, turn.hash_ids, 0, text_tokens, vocab, turn.block_tokens))
 

@@ -20,13 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.nodes import ClientNode, client_nodes, node_senders, wants_nodes
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.prefix_cache import drafts, hit_rate, met_before, note_prompts, unplanned_hits
 from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.request_sender import RequestSender, request_head
-from ebbench.client.response import StreamedResponse
+from ebbench.client.response import StreamedResponse, response_to
 from ebbench.client.senders import Interrupts, Senders, local_senders
 from ebbench.client.server_queries import Scraper, Served, ServerQueries, reported_settings, run_to_end
 from ebbench.client.session_plan import PlanPart, check_attachments, rows_too_long, unique_ids, whole
@@ -44,8 +45,9 @@ from ebbench.network.credentials import redacted
 from ebbench.process.termination import held
 from ebbench.records.plan import Plan, block_tokens, primed
 from ebbench.records.schema import SERVER_METRICS
-from ebbench.records.warnings import RunWarning
+from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
+from ebbench.workloads.tokens import TokenizerCount, tokenizer_of
 
 # Warm-up: requests before the start with the plan's lengths and other content, and then, once the prefix cache was
 # emptied, those that put what the plan takes for held into it; none of them is recorded.
@@ -87,11 +89,11 @@ async def _sent(
     if not turns:
         return []
     bodies = RequestBodies(model, options)
-    gate, target = asyncio.Semaphore(_AT_ONCE), url.target(options.endpoint)
+    gate, target = asyncio.Semaphore(_AT_ONCE), url.target(options.endpoint, model)
     async with RequestSender(target, request_head(target, options, environ), options, environ) as sender:
 
         async def one(number: int) -> StreamedResponse:
-            streamed = StreamedResponse(options.endpoint == "chat", keep_text=False)
+            streamed = response_to(DIALECTS[options.endpoint], keep_text=False)
             async with gate:
                 await sender.send(f"warmup-{number}", bodies.build(turns[number]), streamed)
             return streamed
@@ -196,7 +198,7 @@ def drive(
     on_batch: Callable[[pa.Table], None] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> DriveResult:
-    """Send ``plan`` to the OpenAI-compatible server at ``url`` and wait for all responses.
+    """Send ``plan`` to the server at ``url``, by the API that ``options.endpoint`` names, and wait for all responses.
 
     ``observer`` receives progress; ``on_batch`` receives finished requests while the run goes on, as tables in the
     REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second SIGINT aborts
@@ -244,7 +246,7 @@ async def _made_ready(
     await server.ready()
     served, version = await server.served(), await server.version()
     check_attachments(table, options.endpoint, served.names)
-    dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
+    dropped = rows_too_long(table, served.max_model_len, options.drop_too_long, DIALECTS[options.endpoint].whole)
     await warm_up(url, served.model, plan, options, environ)
     reset = options.reset_prefix_cache and await server.reset_prefix_cache()
     await prime(url, served.model, plan, options, environ)
@@ -270,7 +272,11 @@ async def _drive(
         ready = await _made_ready(server, url, table, plan, options, environ)
         served, dropped = ready.served, ready.dropped
         part = whole(table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
-        tally = Tally(table, observer, on_batch, options.keep_text, thinking=options.endpoint == "chat")
+        counter = _counter(options, server)
+        dialect = DIALECTS[options.endpoint]
+        tally = Tally(
+            table, observer, on_batch, options.keep_text, thinking=dialect.thinks, estimates=counter is not None
+        )
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
         power = open_power(str(url), options.power, environ, made_up=served.made_up)
         async with _senders(nodes, part, url, served.model, options, id_prefix, environ) as senders:
@@ -290,6 +296,7 @@ async def _drive(
         **findings.facts,
         "request_id_prefix": id_prefix,
         **_server_facts(ready, requests, server_metrics, tally.other_models),
+        **_estimates(requests, counter),
         **({} if options.host_label is None else {"host_label": options.host_label}),
     }
     return DriveResult(
@@ -342,8 +349,27 @@ def _about_server(
         unplanned_hits(rate, plan),
         met_before(met, rate, plan),
         other_models_warning(facts.get("other_models", {}), facts["served_model"], completed),
+        warning(ESTIMATED_TOKENS, completed=completed, **facts[ESTIMATED]) if ESTIMATED in facts else None,
     )
     return tuple(filter(None, found))
+
+
+def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | None:
+    """The tokenizer that counts what the server does not; where it is not available, a note says so."""
+    counter = tokenizer_of(options.tokenizer)
+    if counter is None and options.tokenizer is not None:
+        server.notes.append(
+            f"--tokenizer {options.tokenizer} is not available here, so answers without usage fail; give a local "
+            "tokenizer.json or its folder."
+        )
+    return counter
+
+
+def _estimates(requests: pa.Table, counter: TokenizerCount | None) -> dict[str, Any]:
+    """The fact that output tokens were counted by the client, with what and in how many answers."""
+    done = requests.filter(pc.equal(requests["status"], "ok"))
+    count = 0 if counter is None else pc.sum(done["estimated_tokens"]).as_py() or 0
+    return {ESTIMATED: {"answers": count, "by": counter.description}} if counter is not None and count else {}
 
 
 def _reported(server_metrics: pa.Table) -> dict[str, Any]:

@@ -19,7 +19,8 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
 
     ``token_ns``: one time per message with tokens; these carried ``bundled`` tokens more than one each, the first one
     ``first_tokens``. ``odd_numbers``: what the server reported where no number can be, by field.
-    ``other_model``: the model that the server named in the response, if it is not the one asked for.
+    ``other_model``: the model that the server named in the response, if it is not the one asked for. ``estimated``:
+    ``output_tokens`` was counted by the client.
     """
 
     row: int
@@ -45,6 +46,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     odd_numbers: dict[str, str] | None = None
     first_on_connection: bool = False
     other_model: str | None = None
+    estimated: bool = False
 
 
 class Batch(msgspec.Struct, tag="batch"):

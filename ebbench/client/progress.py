@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ebbench.client.dialects import OddNumber
 from ebbench.client.messages import Batch, RequestRecord
-from ebbench.client.response import OddNumber
 from ebbench.client.senders import Senders
 from ebbench.records.schema import REQUESTS, REQUESTS_EXTRAS, SAME_TIME_NS, tokens_after_first_of
 
@@ -23,11 +23,16 @@ _PLAN_COLUMNS = ("request_id", "session", "turn", "phase")
 
 
 def requests_table(
-    records: Sequence[RequestRecord], plan: pa.Table, start_ns: int, texts: bool = False, thinking: bool = False
+    records: Sequence[RequestRecord],
+    plan: pa.Table,
+    start_ns: int,
+    texts: bool = False,
+    thinking: bool = False,
+    estimates: bool = False,
 ) -> pa.Table:
     """Records in the REQUESTS schema, times relative to ``start_ns``.
 
-    ``texts`` adds the column ``text``, ``thinking`` those of REQUESTS_EXTRAS.
+    ``texts`` adds the column ``text``, ``thinking`` and ``estimates`` those of REQUESTS_EXTRAS.
     """
     rows = pa.array([r.row for r in records], pa.int64())
     planned = plan.select([*_PLAN_COLUMNS, "input_tokens", "output_tokens"]).take(rows)
@@ -56,6 +61,9 @@ def requests_table(
         table = table.append_column(REQUESTS_EXTRAS.field("thinking_tokens"), values)
         answers = _since(np.array([r.first_answer_ns for r in records], np.int64), start_ns)
         table = table.append_column(REQUESTS_EXTRAS.field("first_answer_ns"), answers)
+    if estimates:
+        values = pa.array([r.estimated for r in records], pa.bool_())
+        table = table.append_column(REQUESTS_EXTRAS.field("estimated_tokens"), values)
     if texts:
         table = table.append_column("text", pa.array([r.text for r in records], pa.string()))
     return table
@@ -139,9 +147,10 @@ class Tally:
         on_batch: Callable[[pa.Table], None] | None,
         keep_text: bool,
         thinking: bool = False,
+        estimates: bool = False,
     ) -> None:
         self._plan, self._observer, self._on_batch = plan, observer, on_batch
-        self._keep_text, self._thinking = keep_text, thinking
+        self._keep_text, self._thinking, self._estimates = keep_text, thinking, estimates
         self._tables: list[pa.Table] = []
         self._rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         self._seen = np.zeros(plan.num_rows, dtype=np.bool_)
@@ -182,7 +191,7 @@ class Tally:
     def _keep(self, records: list[RequestRecord]) -> None:
         if not records:
             return
-        table = requests_table(records, self._plan, self.start_ns, self._keep_text, self._thinking)
+        table = requests_table(records, self._plan, self.start_ns, self._keep_text, self._thinking, self._estimates)
         self._tables.append(table)
         self._rows.append(np.array([r.row for r in records], np.int64))
         for record, later in zip(records, tokens_after_first_of(table).tolist(), strict=True):

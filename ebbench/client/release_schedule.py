@@ -115,6 +115,11 @@ class SharedMemory:
     def __setitem__(self, index: int, value: int) -> None:
         self._ints[index] = value
 
+    def close(self) -> None:
+        """Unmap the file, and close the descriptor that the mapping holds."""
+        self._ints.release()
+        self._map.close()
+
 
 class FileLock:
     """Mutual exclusion between processes; held for microseconds."""

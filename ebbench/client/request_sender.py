@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.messages import ConnectionCounts
 from ebbench.client.response import HUNG_UP, StreamedResponse, transport_failure
 from ebbench.network.connections import (
@@ -43,19 +44,14 @@ if TYPE_CHECKING:
 _CONNECTS_AT_ONCE = 64
 _OVERHEAD_BYTES = 256 << 10  # of headers, or of framing between two pieces of a body; servers send a few kB
 BODY_BYTES = 64 << 10
-"""How much of a body is read that is no event stream."""
+"""How much of a body is read that is no answer."""
 BODY_S = 10.0
 """How long such a body is waited for."""
 _RESERVE = 16  # idle connections; a request that must first open a connection is sent up to 20 ms later in a busy loop
 
 
-def is_event_stream(content_type: str) -> bool:
-    """Whether a content type is that of server-sent events, whatever its case and parameters."""
-    return content_type.partition(";")[0].strip().lower() == "text/event-stream"
-
-
 class AnswerReceiver(Protocol):
-    """Receives the events of one exchange with their times (monotonic ns), inside the read callback.
+    """Receives the answer of one exchange with its times (monotonic ns), inside the read callback.
 
     ``first_on_connection`` is set when the request is sent: no response has come on its connection before.
     """
@@ -70,8 +66,12 @@ class AnswerReceiver(Protocol):
         """The response headers are complete."""
         ...
 
+    def takes(self, content_type: str) -> bool:
+        """Whether a body of this type is an answer."""
+        ...
+
     def feed(self, data: bytes, now_ns: int) -> None:
-        """Bytes of the body of a 200 event stream. The exchange keeps bodies of other responses."""
+        """Bytes of the body of a 200 response that is an answer. The exchange keeps bodies of other responses."""
         ...
 
 
@@ -100,16 +100,18 @@ class ConnectionPool:
         self._head = head.text
 
     async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> HttpExchange:
-        """Send one request; returns once the response headers are complete. Raises TransportError."""
+        """Send one request, without an id if that is empty; returns once the response headers are complete.
+
+        Raises TransportError.
+        """
         connection = self.connections.take()
         receiver.sent(time.monotonic_ns())
         receiver.first_on_connection = connection is None or not connection.answered
         if connection is None:
             connection = await self.connections.open_for_use()
         try:
-            data = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
-                self._head, request_id.encode(), len(body), body,
-            )  # fmt: skip
+            named = b"x-request-id: %b\r\n" % request_id.encode() if request_id else b""
+            data = b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (self._head, named, len(body), body)
             exchange = connection.begin(data, receiver)
             await exchange.headers_complete
         except BaseException:
@@ -179,13 +181,13 @@ class HttpExchange(asyncio.Protocol):
 
     @property
     def streaming(self) -> bool:
-        """Whether the response is a 200 event stream, whose body goes to the receiver."""
+        """Whether the response is a 200 with an answer, whose body goes to the receiver."""
         return self._tapped
 
     async def body(self) -> bytes:
         """The body, unless the receiver got it. Raises TransportError.
 
-        A body that is no event stream is read up to BODY_BYTES and for BODY_S; the rest is left.
+        A body that is no answer is read up to BODY_BYTES and for BODY_S; the rest is left.
         """
         if self._tapped:
             await self._end
@@ -254,7 +256,7 @@ class HttpExchange(asyncio.Protocol):
             self.headers = {}
             return
         plain = self.headers.get(b"content-encoding", b"identity") == b"identity"
-        streamed = is_event_stream(self.headers.get(b"content-type", b"").decode("latin-1"))
+        streamed = self._receiver.takes(self.headers.get(b"content-type", b"").decode("latin-1"))
         self._tapped = self.status == 200 and streamed and plain
         self._connection.begun()
         self._receiver.head(self.status, self._now_ns)
@@ -391,6 +393,7 @@ class RequestSender:
 
         ``hang_up_ns``: close the connection so long after sending, if the response is not complete by then.
         """
+        request_id = request_id if self._options.request_ids else ""
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         request = _OpenRequest(streamed, task)
@@ -442,14 +445,14 @@ class RequestSender:
             _refused(streamed, exchange.status, rest, headers)
 
     async def _httpx(self, client: httpx.AsyncClient, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
-        headers = {"x-request-id": request_id}
+        headers = {"x-request-id": request_id} if request_id else {}
         request = client.build_request("POST", self._target, content=body, headers=headers)
         streamed.sent(time.monotonic_ns())
         response = await client.send(request, stream=True)
         try:
             streamed.head(response.status_code, time.monotonic_ns())
             plain = response.headers.get("content-encoding", "identity") == "identity"
-            stream = is_event_stream(response.headers.get("content-type", ""))
+            stream = streamed.takes(response.headers.get("content-type", ""))
             if response.status_code == 200 and stream and plain:
                 async for data in response.aiter_raw():
                     streamed.feed(data, time.monotonic_ns())
@@ -510,7 +513,7 @@ def _errors_of_httpx() -> Iterator[None]:
 
 
 async def _bounded_body(response: httpx.Response) -> bytes:
-    """What is kept of a body that is no event stream."""
+    """What is kept of a body that is no answer."""
     body = bytearray()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_S):
@@ -522,7 +525,7 @@ async def _bounded_body(response: httpx.Response) -> bytes:
 
 
 def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-    """Record a response that is not an event stream as an error, with those headers that say what to do."""
+    """Record a response that is no answer as an error, with those headers that say what to do."""
     encoding = headers.get("content-encoding", "identity")
     if status == 200 and encoding != "identity":
         message = f"the server sent its stream with content-encoding {encoding[:_HEADER_CHARACTERS]}; {_NO_COMPRESSION}"
@@ -531,19 +534,23 @@ def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapp
     text = body.decode("utf-8", "backslashreplace")
     wanted = ("Content-Type",) if status == 200 else ("Retry-After", "Location")
     advice = [f"{name}: {headers[name.lower()][:_HEADER_CHARACTERS]}" for name in wanted if headers.get(name.lower())]
-    error_class = "not_a_stream" if status == 200 else f"http_{status}"
+    other_kind = "not_json" if streamed.whole else "not_a_stream"
+    error_class = other_kind if status == 200 else f"http_{status}"
     streamed.fail(error_class, (f"({'; '.join(advice)}) " if advice else "") + text)
 
 
 def _headers(options: ClientOptions, environ: Mapping[str, str]) -> httpx.Headers:
     import httpx
 
-    key = api_key(environ)
-    headers = httpx.Headers({"content-type": "application/json", "accept": "text/event-stream"})
+    key, dialect = api_key(environ), DIALECTS[options.endpoint]
+    accepted = ", ".join(sorted(dialect.content_types, reverse=True))
+    headers = httpx.Headers({"content-type": "application/json", "accept": accepted, **dialect.headers})
     headers["accept-encoding"] = "identity"  # a compressed stream is buffered, which changes its times
     headers.update(options.headers)
     if options.connections == "per-request":
         headers["connection"] = "close"
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
+        if options.endpoint == "messages":
+            headers["x-api-key"] = key  # Anthropic's own; other servers of its API take the one above
     return headers

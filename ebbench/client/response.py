@@ -7,108 +7,18 @@ structures, so that a malformed message is always an error, and keeps one time p
 from __future__ import annotations
 
 import errno
-import json
-import math
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ebbench.client import stream_messages
+from ebbench.client.dialects import DIALECTS, Dialect, TokenCounts, Translated, token_counts, whole_number
 from ebbench.client.stream_messages import ERROR, ChatChoice, Delta, Event, SseSplitter
 from ebbench.network.connections import TransportError
 from ebbench.records.schema import ABANDONED
-
-LARGEST_COUNT = 2**31 - 1
-"""The tables store counts of tokens as int32."""
-_KEPT = 64 << 10  # characters of an odd value that are kept until secrets are taken out
-
-
-class TokenCounts(NamedTuple):
-    """The counts in ``usage``, None where the server reported none.
-
-    ``odd``: what the server reported where no count can be, by the name of the field.
-    """
-
-    completion: int | None = None
-    prompt: int | None = None
-    cached: int | None = None
-    reasoning: int | None = None
-    odd: Mapping[str, str] = {}
-
-
-class OddNumber(NamedTuple):
-    """A field of ``usage`` that was no number of tokens: in how many answers, and what it was in the first."""
-
-    answers: int
-    first: str
-
-
-def whole_number(value: Any, at_least: int = 0, at_most: int = LARGEST_COUNT) -> int | None:
-    """``value`` as an int if it is a whole number (also 4.0) from ``at_least`` to ``at_most``, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if isinstance(value, float) and not value.is_integer():  # also NaN and infinity
-        return None
-    return int(value) if at_least <= value <= at_most else None
-
-
-def finite_number(value: Any) -> float | None:
-    """``value`` as a finite float, else None."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def shown(value: Any) -> str:
-    """An odd value as a server sent it, on one line of printable ASCII."""
-    return json.dumps(value, default=str)[:_KEPT]
-
-
-def token_counts(usage: Any) -> TokenCounts:
-    """The counts in a response's ``usage``, each checked by itself and against the count that includes it.
-
-    Cached tokens are part of the prompt, reasoning tokens part of the completion. A prompt has at least one token.
-    """
-    if usage is None:
-        return TokenCounts()
-    if not isinstance(usage, Mapping):
-        return TokenCounts(odd={"usage": shown(usage)})
-    odd: dict[str, str] = {}
-    completion = _count(usage, "completion_tokens", odd)
-    prompt = _count(usage, "prompt_tokens", odd, at_least=1)
-    cached = _count(_details(usage, "prompt_tokens_details", odd), "cached_tokens", odd, whole=prompt)
-    reasoning = _count(_details(usage, "completion_tokens_details", odd), "reasoning_tokens", odd, whole=completion)
-    return TokenCounts(completion, prompt, cached, reasoning, odd)
-
-
-def _details(usage: Mapping[str, Any], name: str, odd: dict[str, str]) -> Mapping[str, Any]:
-    details = usage.get(name)
-    if isinstance(details, Mapping):
-        return details
-    if details:  # some servers write "no details" as an empty list
-        odd[name] = shown(details)
-    return {}
-
-
-def _count(
-    holder: Mapping[str, Any], name: str, odd: dict[str, str], at_least: int = 0, whole: int | None = None
-) -> int | None:
-    value = holder.get(name)
-    if value is None:
-        return None
-    count = whole_number(value, at_least)
-    if count is None:
-        odd[name] = shown(value)
-    elif whole is not None and count > whole:
-        odd[name] = f"{count} of {whole}"
-        return None
-    return count
-
 
 _EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
 _STRAY_LIMIT = 64 << 10  # bytes kept of what is no message, to explain a stream that broke off
@@ -127,6 +37,8 @@ class StreamedResponse:
     where the server reports them there. ``usage`` is as the server sent it; :meth:`counts` has checked numbers.
     ``models``: the models that the messages name, each change one entry, at most MOST_MODELS.
 
+    ``estimated``: the number of output tokens was counted by their text, not by the server.
+
     ``on_answered`` is called once the answer is known to be whole, or failed, although the body has not ended: at
     ``[DONE]`` after finish reason and usage, or after an error.
     """
@@ -135,15 +47,19 @@ class StreamedResponse:
         "_chat",
         "_counts",
         "_decode",
+        "_dialect",
         "_named",
+        "_read",
         "_splitter",
         "_stray",
         "_texts",
+        "_thoughts",
         "done",
         "empty",
         "end_ns",
         "error_body",
         "error_class",
+        "estimated",
         "finish_reason",
         "first_answer_ns",
         "first_byte_ns",
@@ -161,12 +77,18 @@ class StreamedResponse:
         "usage",
     )  # fmt: skip
 
-    def __init__(self, chat: bool, keep_text: bool) -> None:
-        self._chat = chat
-        self._decode = stream_messages.decoder(chat)
+    whole = False
+    """Whether the answer is one document, without output tokens."""
+
+    def __init__(self, dialect: Dialect, keep_text: bool) -> None:
+        self._dialect, self._read = dialect, dialect.reader()
+        self._chat = dialect is not DIALECTS["completions"]
+        self._decode = dialect.decoder(self._read)
         self._splitter: SseSplitter | None = None
         self._stray = b""
         self._texts: list[str] | None = [] if keep_text else None
+        self._thoughts: list[str] = []
+        self.estimated = False
         self._counts: TokenCounts | None = None
         self.times_ns: array[int] = array("q")
         self.empty: list[int] = []
@@ -202,8 +124,28 @@ class StreamedResponse:
     def counts(self) -> TokenCounts:
         """The token counts that the server reported last, checked."""
         if self._counts is None:
-            self._counts = token_counts(self.usage)
+            self._counts = token_counts(self.usage, self._dialect.counts)
         return self._counts
+
+    @property
+    def odd_count(self) -> str | None:
+        """What the server reported where the number of output tokens should be, if it is no number of tokens."""
+        return self.counts().odd.get(self._dialect.counts.completion)
+
+    def takes(self, content_type: str) -> bool:
+        """Whether a content type is that of an answer."""
+        return self._dialect.takes(content_type)
+
+    def estimate(self, count: Callable[[Sequence[str]], Iterable[int]]) -> None:
+        """Count the output tokens by their text, where the server ended an answer without their number.
+
+        ``count`` gives the tokens of each text; ``estimated`` tells that it was used. Needs ``keep_text``.
+        """
+        if self.counts().completion is not None or self.odd_count or self.error_class:
+            return
+        answer, thinking = map(int, count([self.text or "", "".join(self._thoughts)]))
+        self._counts = self.counts()._replace(completion=answer + thinking, reasoning=thinking or None)
+        self.estimated = True
 
     @property
     def thinking_tokens(self) -> int | None:
@@ -245,6 +187,8 @@ class StreamedResponse:
         if self._splitter is not None:
             for event in self._splitter.flush():
                 self._event(event, self.last_ns)
+        if self._dialect.ends_with_body and self.times_ns and self.finish_reason is None:
+            self.finish_reason = "end of the stream"
 
     def fail(self, error_class: str, body: str) -> None:
         """Record the first error. Later errors follow from it and are dropped."""
@@ -264,11 +208,12 @@ class StreamedResponse:
         try:
             message = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            if (message := self._unusual(data, now_ns)) is None:
-                return
+            message = self._unusual(data, now_ns)
+        if message is None:
+            return
         if message.model != self._named:
             self._name(message.model)
-        choices = message.choices
+        choices: Sequence[Any] = message.choices
         if choices:
             choice = choices[0]
             if self._chat:
@@ -292,8 +237,25 @@ class StreamedResponse:
             self._count(message.usage)
         if message.error:
             self._failed(message.error, data)
+        elif isinstance(message, Translated):
+            self._end(message, data)
         elif not choices:
             self._without_choices(data)
+
+    def _end(self, message: Translated, data: bytes) -> None:
+        """What a message of another API says beside its part of the answer."""
+        if stream_messages.is_finish_reason(message.finish_reason):
+            self.finish_reason = message.finish_reason
+        if message.done:
+            self._done()
+        elif not (message.choices or message.usage or message.finish_reason or message.model):
+            self._without_choices(data)
+
+    def _done(self) -> None:
+        """The server marked the end of the answer."""
+        self.done = True
+        if self.error_class or (self.finish_reason and self.usage):
+            self._answered()
 
     def _name(self, model: Any) -> None:
         """Keep the model that a message names, if it is another than before."""
@@ -319,22 +281,26 @@ class StreamedResponse:
                 return  # carries the role only, no token
             self.empty.append(len(self.times_ns))
         self.times_ns.append(now_ns)
-        if delta.content and self._texts is not None:  # later turns repeat answers, not thinking
-            self._texts.append(delta.content)
+        if self._texts is not None:  # apart, since later turns repeat answers, not thinking
+            if delta.content:
+                self._texts.append(delta.content)
+            elif thought:
+                self._thoughts.append(thought)
 
     def _count(self, usage: Any) -> None:
+        fields = self._dialect.counts
+        if fields.beside and isinstance(self.usage, dict) and isinstance(usage, dict):  # the last one may be a part
+            usage = self.usage | {name: value for name, value in usage.items() if value is not None}
         self.usage, self._counts = usage, None
         if len(self.times_ns) == len(self.empty) + 1 and isinstance(usage, dict):
-            self.first_count = whole_number(usage.get("completion_tokens"))
+            self.first_count = whole_number(usage.get(fields.completion))
 
     def _unusual(self, data: bytes, now_ns: int) -> Any:
         """A message that is not of the usual form; None if it is none and what it says has been recorded."""
         if data.strip() == stream_messages.DONE:
-            self.done = True
-            if self.error_class or (self.finish_reason and self.usage):
-                self._answered()
+            self._done()
         elif (document := stream_messages.document_of(data)) is not None:
-            return stream_messages.tolerant(document, self._chat)
+            return self._read(document)
         elif b"\n" in data or (joined := stream_messages.joined_messages(data)):
             # several messages without the blank line, or even the line end, between them
             for line in data.split(b"\n") if b"\n" in data else joined:
@@ -366,6 +332,38 @@ class StreamedResponse:
 
 
 _NO_DELTA = Delta()
+
+
+class WholeResponse(StreamedResponse):
+    """A response of one JSON document, whose time is that of its last byte."""
+
+    __slots__ = ("_held_bytes", "_parts")
+    whole = True
+
+    def __init__(self, dialect: Dialect, keep_text: bool) -> None:
+        super().__init__(dialect, keep_text)
+        self._parts: list[bytes] = []
+        self._held_bytes = 0
+
+    def feed(self, data: bytes, now_ns: int) -> None:
+        """Keep bytes of the document that were read at ``now_ns``."""
+        self.last_ns = now_ns
+        self._parts.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > _EVENT_LIMIT:
+            self.fail("malformed_frame", f"a document of more than {_EVENT_LIMIT >> 20} MiB")
+            self._answered()
+
+    def ended(self) -> None:
+        """Read the document."""
+        data = b"".join(self._parts)
+        self._message(b'{"results":%b}' % data if data.lstrip().startswith(b"[") else data, self.last_ns)
+        self.times_ns.append(self.last_ns)
+
+
+def response_to(dialect: Dialect, keep_text: bool) -> StreamedResponse:
+    """An empty response to a request of an endpoint."""
+    return (WholeResponse if dialect.whole else StreamedResponse)(dialect, keep_text)
 
 
 def _text(data: bytes) -> str:
@@ -428,7 +426,8 @@ def classify(streamed: StreamedResponse, planned_tokens: int, exact: bool) -> Cl
 
     ``exact``: the server was asked to ignore the end-of-sequence token, so any other number of tokens than planned is a
     failure. The number of tokens is the one in ``usage``. Also failed: a stream without finish reason (truncated), a
-    response that the server aborted, one without tokens, and one whose ``usage`` has no number of tokens. A response
+    response that the server aborted, one without tokens, and one without a number of tokens; an estimated number may
+    be any. A response
     that the client hung up on is abandoned, not failed; its tokens are those in the last ``usage``, else its messages.
     """
     count = streamed.counts().completion
@@ -436,6 +435,8 @@ def classify(streamed: StreamedResponse, planned_tokens: int, exact: bool) -> Cl
     if error_class is None:
         error_class, body = _failure(streamed, count, planned_tokens, exact)
     if error_class is None:
+        if streamed.whole:
+            return Classified("ok", None, None, None, TokenTimes(streamed.times_ns, 0))
         hidden = hidden_tokens(streamed)
         return Classified("ok", None, None, count, _tokens(streamed, count, hidden), hidden)
     if error_class == HUNG_UP:
@@ -465,18 +466,24 @@ def _tokens(streamed: StreamedResponse, count: int | None, hidden: int = 0) -> T
 
 def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:
     """Error class and message of a stream without an error of its own; class None if the response is complete."""
+    if streamed.finish_reason is None and streamed.whole:
+        return "empty_output", f"no vectors or scores in the answer{f': {streamed.stray}' if streamed.stray else ''}"
     if streamed.finish_reason is None:
         said = f"; it also held: {streamed.stray}" if streamed.stray else ""
         return "truncated", f"the stream ended without a finish reason after {len(streamed.times_ns)} messages{said}"
     if streamed.finish_reason.lower() in _ABORT_REASONS:
         ended = f"the server ended the response with finish reason '{streamed.finish_reason}'"
         return "aborted", f"{ended} after {len(streamed.times_ns)} messages"
+    if streamed.whole:
+        return None, ""
     if count is None:
-        if odd := streamed.counts().odd.get("completion_tokens"):
-            return "bad_usage", f"the server reported {odd} completion_tokens, which is no possible number of tokens"
+        if odd := streamed.odd_count:
+            return "bad_usage", f"the server reported {odd} output tokens, which is no possible number of tokens"
         return "no_usage", "the server reported no usage: the number of tokens is unknown"
     if count == 0 or not streamed.times_ns:
         return "empty_output", f"{count} tokens in {len(streamed.times_ns)} messages"
+    if streamed.estimated:
+        return None, ""
     if count < planned_tokens and exact:
         return "short_output", f"{count} tokens where {planned_tokens} were asked for with EOS ignored"
     if count > planned_tokens:

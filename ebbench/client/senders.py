@@ -324,11 +324,16 @@ async def local_senders(
 
     Raises UsageError if a worker may not open as many connections as its share of the load needs.
     """
-    workers, target = workers_for(part.most_open, options), url.target(options.endpoint)
+    workers, target = workers_for(part.most_open, options), url.target(options.endpoint, model)
     head = request_head(target, options, environ)
     _allow_connections(part, max(1, workers))
-    with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
-        schedule = _shared_files(folder, part.table, part.sessions)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()))
+        memory = stack.enter_context(contextlib.closing(_shared_files(folder, part.table, part.sessions)))
+        # No lock here: this process writes the schedule before the start and reads it after the end.
+        schedule = ReleaseSchedule(
+            memory, contextlib.nullcontext(), part.sessions.sessions, part.sessions.slots, part.sessions.arrivals
+        )
         assignment = Assignment(
             worker=0, workers=0, target=target, head=head, model=model, id_prefix=id_prefix, folder=folder,
             options=replace(options, slot_spacing_s=part.spacing_ns / 1e9),
@@ -378,14 +383,8 @@ def missing_records(
     return records
 
 
-def _shared_files(folder: str, table: pa.Table, session_plan: SessionPlan) -> ReleaseSchedule:
-    """Write the plan, which all workers map into memory, and create the release schedule in shared memory.
-
-    The schedule has no lock here: this process writes it before the start and reads it after the end.
-    """
+def _shared_files(folder: str, table: pa.Table, session_plan: SessionPlan) -> SharedMemory:
+    """Write the plan, which all workers map into memory, and create the shared memory of the release schedule."""
     with pa.OSFile(str(plan_path(folder)), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    memory = SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))
-    return ReleaseSchedule(
-        memory, contextlib.nullcontext(), session_plan.sessions, session_plan.slots, session_plan.arrivals
-    )
+    return SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))

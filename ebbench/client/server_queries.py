@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -19,7 +19,8 @@ import pyarrow as pa
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbench.client.response import finite_number, whole_number
+from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.dialects import finite_number, whole_number
 from ebbench.client.stream_messages import document_of
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
@@ -332,11 +333,8 @@ class ServerQueries:
         """Whether a request for one token is answered, in a form that every server takes."""
         try:
             model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
-            chat = self._options.endpoint == "chat"
-            asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
-            body = msgspec.json.encode({"model": model, "max_tokens": 1, **asked})
-            where = self._server.endpoint("chat/completions" if chat else "completions")
-            answer = await self._ask("POST", where, None, body=body)
+            target = self._server.target(self._options.endpoint, model)
+            answer = await self._ask("POST", target, None, body=_smallest_body(model, self._options))
         except (httpx.HTTPError, _NoModelsError):
             return False
         return answer.status == 200
@@ -355,6 +353,16 @@ class ServerQueries:
 
     def _redacted(self, text: str) -> str:
         return redacted(text, self._secrets)
+
+
+def _smallest_body(model: str, options: ClientOptions) -> bytes:
+    """A request for one token without a stream, with no field that a server may not know."""
+    least = replace(
+        options, temperature=None, ignore_eos=False, extra_body={"stream": None, "stream_options": None},
+        max_tokens_field="max_tokens" if options.endpoint == "chat" else None,
+    )  # fmt: skip
+    turn = Turn(row=0, request_id="", turn=0, input_tokens=1, output_tokens=1, content=0, hash_ids=None, prompt="a")
+    return RequestBodies(model, least).build(turn)
 
 
 class _NoModelsError(Exception):

@@ -137,14 +137,19 @@ def check_attachments(table: pa.Table, endpoint: str, served: frozenset[str] | N
         raise UsageError(f"the server does not serve the adapter {missing[0]!r}; it serves {', '.join(sorted(served))}")
 
 
-def rows_too_long(table: pa.Table, max_model_len: int | None, drop_too_long: bool) -> frozenset[int]:
+def rows_too_long(
+    table: pa.Table, max_model_len: int | None, drop_too_long: bool, prompts_only: bool = False
+) -> frozenset[int]:
     """Rows to leave out because prompt plus output exceed ``max_model_len`` tokens (None: no limit known).
+
+    ``prompts_only``: no output is generated.
 
     Raises UsageError if such rows exist and ``drop_too_long`` is False, or if no row is left.
     """
     if max_model_len is None:
         return frozenset()
-    total = table.column("input_tokens").to_numpy() + table.column("output_tokens").to_numpy()
+    total = table.column("input_tokens").to_numpy()
+    total = total if prompts_only else total + table.column("output_tokens").to_numpy()
     rows = np.flatnonzero(total > max_model_len)
     if rows.size == 0:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Messages of the OpenAI streaming protocol, as servers write them.
+"""Server-sent events, and the messages of OpenAI's completions and chat in them, as servers write them.
 
 :func:`decoder` is for the usual message, decoded into typed structures in about a microsecond. What it refuses may be a
 message that the OpenAI clients accept (``choices`` null, text that is not UTF-8, NaN among the log probabilities), and
@@ -248,10 +248,10 @@ def tolerant(document: Mapping[str, Any], chat: bool) -> Completion | Chat:
     """A message from a JSON object of an unusual form; fields of other types than expected are left out."""
     given = document.get("choices")
     choices = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
-    rest = (_text(document.get("model")), document.get("usage"), document.get("error"))
+    rest = (text_of(document.get("model")), document.get("usage"), document.get("error"))
     if chat:
         return Chat([ChatChoice(_delta(each), _finish(each), each.get("error")) for each in choices], *rest)
-    return Completion([Choice(_text(each.get("text")), _finish(each), each.get("error")) for each in choices], *rest)
+    return Completion([Choice(text_of(each.get("text")), _finish(each), each.get("error")) for each in choices], *rest)
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:
@@ -261,11 +261,11 @@ def _delta(choice: Mapping[str, Any]) -> Delta:
     content = delta.get("content")
     thinking = _parts(content, "thinking")
     return Delta(
-        _text(delta.get("role")),
-        _parts(content, "text") or _text(content),
-        _text(delta.get("reasoning_content")) or thinking,
-        _text(delta.get("reasoning")),
-        _text(delta.get("refusal")),
+        text_of(delta.get("role")),
+        _parts(content, "text") or text_of(content),
+        text_of(delta.get("reasoning_content")) or thinking,
+        text_of(delta.get("reasoning")),
+        text_of(delta.get("refusal")),
         delta.get("tool_calls"),
         delta.get("function_call"),
     )
@@ -276,15 +276,15 @@ def _parts(content: Any, kind: str) -> str | None:
     if not isinstance(content, list):
         return None
     inner = [part.get(kind) for part in content if isinstance(part, Mapping)]
-    return "".join(_parts(each, "text") or _text(each) or "" for each in inner) or None
+    return "".join(_parts(each, "text") or text_of(each) or "" for each in inner) or None
 
 
 def _finish(choice: Mapping[str, Any]) -> str | None:
     reason = choice.get("finish_reason")
-    return _text(reason if isinstance(reason, str) else str(reason)) if reason else None
+    return text_of(reason if isinstance(reason, str) else str(reason)) if reason else None
 
 
-def _text(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
     """A string that any file can hold: half a surrogate pair, which JSON can write, is replaced."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
@@ -310,7 +310,7 @@ def failure_in(document: Mapping[str, Any]) -> bool:
 def reason_in(error: Any) -> str:
     """What a server says about a failure: its message if there is one, else all of it as text."""
     if isinstance(error, str):
-        return _text(error) or ""
+        return text_of(error) or ""
     if isinstance(error, list) and len(error) == 1 and not (isinstance(error[0], Mapping) and "loc" in error[0]):
         return reason_in(error[0])  # but FastAPI's, which say where, too
     if isinstance(error, Mapping):

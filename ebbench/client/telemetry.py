@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from ebbench.client.dialects import DIALECTS
 from ebbench.errors import RunError, UsageError
 from ebbench.installation import need
 from ebbench.records.schema import tokens_after_first_of
@@ -86,7 +87,7 @@ class LiveMetrics:
 class RequestSpans:
     """Exports one span per request over OTLP/HTTP, with the attributes of OpenTelemetry's GenAI conventions."""
 
-    def __init__(self, endpoint: str, model: str, chat: bool, planned: int) -> None:
+    def __init__(self, endpoint: str, model: str, operation: str, planned: int) -> None:
         """``endpoint``: ``http://HOST:4318``, or the full URL for traces. Raises RunError if nothing listens there."""
         sdk = need("opentelemetry.sdk.trace", "--otlp-endpoint", "otel")
         export = need("opentelemetry.sdk.trace.export", "--otlp-endpoint", "otel")
@@ -103,7 +104,7 @@ class RequestSpans:
             export.BatchSpanProcessor(self._exporter, max_queue_size=max(2048, planned), schedule_delay_millis=1000)
         )
         self._tracer = self._provider.get_tracer("ebbench")
-        self._model, self._operation = model, "chat" if chat else "text_completion"
+        self._model, self._operation = model, operation
         self._endpoint, self._made = endpoint, 0
         self.wall_start_ns = 0  # wall-clock time (ns since 1970) of the run's start; set before the first span
 
@@ -202,7 +203,7 @@ def telemetry(
     found = Telemetry()
     page: LiveMetrics | None = None
     if options.otlp_endpoint is not None:
-        found.spans = RequestSpans(options.otlp_endpoint, model, options.endpoint == "chat", planned)
+        found.spans = RequestSpans(options.otlp_endpoint, model, _operation(options), planned)
         found.sinks.append(found.spans.add)
     try:
         if options.metrics_port is not None:
@@ -214,6 +215,12 @@ def telemetry(
             page.close()
         if found.spans is not None:
             found.warnings = found.spans.close()
+
+
+def _operation(options: ClientOptions) -> str:
+    """The name that OpenTelemetry's GenAI conventions have for requests of an endpoint, else the endpoint's."""
+    dialect = DIALECTS[options.endpoint]
+    return options.endpoint if dialect.whole else "chat" if dialect.thinks else "text_completion"
 
 
 def _check_listening(endpoint: str) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.client.dialects import OddNumber
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.messages import WorkerDone
-from ebbench.client.response import OddNumber
 from ebbench.records.schema import SAME_TIME_NS, tokens_after_first_of
 from ebbench.records.warnings import OTHER_MODEL, RunWarning, warning
 from ebbench.spec.client import LAG_REMEDY

@@ -10,11 +10,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
 from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.lag import LagMonitor
 from ebbench.client.messages import (
     Assignment,
@@ -32,13 +33,16 @@ from ebbench.client.messages import (
 )
 from ebbench.client.release_schedule import NEVER, Arrivals, FileLock, ReleaseSchedule, SharedMemory
 from ebbench.client.request_sender import RequestSender
-from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse, classify
+from ebbench.client.response import BODY_LIMIT, LONGEST_MODEL, StreamedResponse, classify, response_to
 from ebbench.client.session_plan import BodiesAhead, SessionPlan, plan_sessions
 from ebbench.network.credentials import redacted
 from ebbench.process.alarm import Alarm
 from ebbench.process.interpreter import no_full_collections
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 from ebbench.spec.client import secrets, spacing_ns
+
+if TYPE_CHECKING:
+    from ebbench.workloads.tokens import TokenizerCount
 
 # One open session of a worker: sends its requests in the order of its graph, with their pauses.
 
@@ -122,8 +126,9 @@ class OpenSession:
         history, asked = self._histories.get(turn.content, ([], ""))
         whole = turn.prompt is not None and turn.prompt.startswith(asked)
         body = self._body(turn, () if whole else history, hang_up_ns is not None)
-        keep_text = self._assignment.options.keep_text or (turn.prompt is not None and len(self._rows) > 1)
-        answer = StreamedResponse(self._assignment.options.endpoint == "chat", keep_text)
+        options = self._assignment.options
+        keep_text = options.keep_text or bool(options.tokenizer) or (turn.prompt is not None and len(self._rows) > 1)
+        answer = response_to(DIALECTS[options.endpoint], keep_text)
         await self._sender.send(self._assignment.id_prefix + turn.request_id, body, answer, hang_up_ns)
         status = self._reports.ended(turn, intended_ns, answer)
         if status != "ok":
@@ -191,10 +196,10 @@ async def _send_part(
         spacing_ns(assignment.options),
     )
     bodies = RequestBodies(assignment.model, assignment.options)
-    lock = FileLock(lock_path(assignment.folder))
+    lock, memory = FileLock(lock_path(assignment.folder)), SharedMemory(schedule_path(assignment.folder))
     try:
         schedule = ReleaseSchedule(
-            SharedMemory(schedule_path(assignment.folder)),
+            memory,
             lock,
             session_plan.sessions,
             session_plan.slots,
@@ -219,6 +224,7 @@ async def _send_part(
             return WorkerDone(monitor.late_ns.tobytes(), cpu_s, connections=sender.connections)
     finally:
         lock.close()
+        memory.close()
 
 
 def _mapped(path: Path) -> pa.Table:
@@ -271,6 +277,7 @@ class Worker:
         self._idle = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
+        self._counter = _counter(assignment.options.tokenizer)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Run to the end of the plan, or until the parent sends Stop."""
@@ -431,6 +438,8 @@ class Worker:
             self._records.append(RequestRecord(row, self._assignment.worker, "never_sent", error_class=reason))
 
     def _record_of(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> RequestRecord:
+        if self._counter is not None:
+            streamed.estimate(self._counter.count)
         verdict = classify(streamed, turn.output_tokens, self._assignment.options.ignore_eos)
         counts, body, tokens = streamed.counts(), verdict.error_body, verdict.tokens
         odd = {name: redacted(value, self._secrets)[:_ODD_CHARACTERS] for name, value in counts.odd.items()}
@@ -458,6 +467,7 @@ class Worker:
             odd_numbers=odd or None,
             first_on_connection=streamed.first_on_connection,
             other_model=self._redacted(_other_model(streamed, turn.lora or self._assignment.model)),
+            estimated=streamed.estimated,
         )
 
     def _redacted(self, text: str | None) -> str | None:
@@ -486,6 +496,15 @@ class Worker:
     def _report(self) -> None:
         records, self._records = self._records, []
         send(self._writer, Batch(records, self._sender.in_flight, self._tokens))
+
+
+def _counter(tokenizer: str | None) -> TokenizerCount | None:
+    """What counts the tokens of answers without usage; imported only where it is asked for."""
+    if tokenizer is None:
+        return None
+    from ebbench.workloads.tokens import tokenizer_of
+
+    return tokenizer_of(tokenizer)
 
 
 def _other_model(streamed: StreamedResponse, asked: str) -> str | None:

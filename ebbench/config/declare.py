@@ -96,6 +96,7 @@ DEFAULT_VLLM = "0.32"
 
 
 WORKLOAD, LOAD, SESSIONS, ENGINE = "Workload", "Load", "Sessions", "Engine"
+LIMITS, SEARCH, OUTPUT = "Limits", "Search", "Output"
 CLIENT, CLUSTER, LABELS = "Client (with a server's URL)", "Several instances", "Labels"
 
 
@@ -127,12 +128,20 @@ class Declared:
     default: Any
     about: Setting
     option: Option | None
+    shown: str | None = None
+    """A run's condition in words where the value is not the default, with a place for it; "": told elsewhere."""
+
+    def condition(self, value: Any) -> str:
+        """The value as a condition of a run; "" for the default, and where it is told elsewhere."""
+        if value is None or value == self.default or self.shown == "":
+            return ""
+        return f"{self.name} {value}" if self.shown is None else self.shown.format(value)
 
     @property
     def option_names(self) -> tuple[str, ...]:
         """How the option is written, as :class:`Option`'s ``names``."""
         if self.option is not None and self.option.names:
-            return self.option.names
+            return tuple(one for names in self.option.names for one in names.split("/"))
         return (option_name(self.name),)
 
 
@@ -140,14 +149,16 @@ def declare(
     default: Any = MISSING, help: str = "", panel: str = "", *, default_factory: Any = MISSING,
     names: tuple[str, ...] = (),
     turns_off: bool = False, complete: str = "", text: Any = None,
-    read: Callable[[Any], Mapping[str, Any]] | None = None, **about: Any,
+    read: Callable[[Any], Mapping[str, Any]] | None = None, shown: str | None = None, **about: Any,
 ) -> Any:  # fmt: skip
     """A dataclass field that is a setting; ``about``: range and unit, as in :class:`vllm_eb.settings.Setting`.
+
+    ``shown``: as in :class:`Declared`.
 
     Without a panel it has no option of its own, only a name in files.
     """
     option = Option(panel, names, turns_off, complete, text, read) if panel else None
-    noted = {"declared": (Setting(help, **about), option)}
+    noted = {"declared": (Setting(help, **about), option, shown)}
     given = {"default": default} if default is not MISSING else {}
     given |= {"default_factory": default_factory} if default_factory is not MISSING else {}
     return field(**given, metadata=noted)

@@ -1,11 +1,12 @@
-"""The URL of an OpenAI-compatible server as users paste it, and the URLs of its pages and of its API."""
+"""The URL of a server as users paste it, and the URLs of its pages and of its API."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from ebbench.errors import UsageError
 
@@ -13,12 +14,18 @@ _SCHEME = re.compile(r"https?://", re.IGNORECASE)
 _VERSION = re.compile(r"v\d+[a-z]*\d*")
 """A path segment that names a version of an API: v1, v3, v1beta, v1alpha2."""
 _CREDENTIAL = re.compile(r"key|token|secret|passw|auth|credential|^sig", re.IGNORECASE)
-_PATHS: tuple[tuple[tuple[str, ...], Literal["completions", "chat"] | None], ...] = (
-    (("chat", "completions"), "chat"),
-    (("completions",), "completions"),
-    (("models",), None),
-)
-"""Last segments of URLs inside the API, and the endpoint that each names."""
+Endpoint = Literal[
+    "completions", "chat", "responses", "messages", "embeddings", "rerank", "sglang", "llama.cpp", "tgi", "ollama",
+    "triton",
+]  # fmt: skip
+PATHS: Mapping[Endpoint, str] = {
+    "chat": "chat/completions", "completions": "completions", "responses": "responses", "messages": "messages",
+    "embeddings": "embeddings", "rerank": "rerank", "sglang": "generate", "llama.cpp": "completion",
+    "tgi": "generate_stream", "ollama": "api/chat", "triton": "v2/models/{model}/generate_stream",
+}  # fmt: skip
+"""Where requests of each endpoint go; one that ends in another one's path comes before it."""
+BESIDE_API: frozenset[Endpoint] = frozenset({"sglang", "llama.cpp", "tgi", "ollama", "triton"})
+"""Endpoints of a server's own API, which lie beside /v1, not in it."""
 
 
 def is_server_url(text: str) -> bool:
@@ -38,7 +45,7 @@ class ServerUrl:
     root: str
     api: str
     query: str = ""
-    named: Literal["completions", "chat"] | None = None
+    named: Endpoint | None = None
 
     @classmethod
     def parse(cls, text: str) -> ServerUrl:
@@ -59,11 +66,11 @@ class ServerUrl:
         if not host or port == 0:
             raise UsageError(f"{text!r} is no server URL; write http://HOST:PORT")
         segments = [part for part in parts.path.split("/") if part]
-        end, named = next(((end, named) for end, named in _PATHS if tuple(segments[-len(end) :]) == end), ((), None))
-        versions = [place for place, part in enumerate(segments) if _VERSION.fullmatch(part)]
-        api = segments[: len(segments) - len(end)]
+        named, length = _ending(segments)
+        api = segments[: len(segments) - length]
+        versions = [place for place, part in enumerate(api) if _VERSION.fullmatch(part)]
         root = api[: versions[-1]] if versions else api
-        if not end and not versions:
+        if not versions and (not length or named in BESIDE_API):
             api = [*root, "v1"]
         origin = f"{parts.scheme}://{parts.netloc}"
         return cls("/".join((origin, *root)), "/".join((origin, *api)), parts.query, named)
@@ -77,15 +84,29 @@ class ServerUrl:
         """The URL of a path of the API, such as ``models``."""
         return f"{self.api}/{path}" + (f"?{self.query}" if self.query else "")
 
-    def target(self, endpoint: Literal["completions", "chat"]) -> str:
-        """The URL to which requests of an endpoint go."""
-        return self.endpoint("chat/completions" if endpoint == "chat" else "completions")
-
     def page(self, path: str) -> str:
         """The URL of a page beside the API, such as ``health``."""
         return f"{self.root}/{path}"
+
+    def target(self, endpoint: Endpoint, model: str) -> str:
+        """The URL to which requests of an endpoint go."""
+        path = PATHS[endpoint].format(model=quote(model, safe=""))
+        return self.page(path) if endpoint in BESIDE_API else self.endpoint(path)
 
     def __str__(self) -> str:
         """What is shown and stored: without /v1 where that was added."""
         short = self.api == f"{self.root}/v1" and not self.query
         return self.root if short else self.api + (f"?{self.query}" if self.query else "")
+
+
+def _ending(segments: list[str]) -> tuple[Endpoint | None, int]:
+    """The endpoint that a URL's path ends in, if it does, and how many segments at its end are no part of the API."""
+    if segments[-1:] == ["models"]:
+        return None, 1
+    if segments[-1:] == ["generate_stream"] and segments[-4:-2] == ["v2", "models"]:
+        return "triton", 4
+    for name, path in PATHS.items():
+        end = path.split("/")
+        if segments[-len(end) :] == end:
+            return name, len(end)
+    return None, 0

@@ -280,9 +280,15 @@ def _for_server(engine: Engine, spec: RunSpec) -> Engine:
     if not isinstance(engine, EndpointEngine):
         return engine
     plan = spec.plan
+    limits = spec.goodput.replace(",", " ").split()
+    if not spec.client.generates and (of_tokens := [one for one in limits if not one.startswith("e2el")]):
+        raise UsageError(
+            f"--goodput {of_tokens[0]}: answers of --endpoint {spec.client.endpoint} have no tokens; limit e2el"
+        )
     client = replace(
-        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long
-    )
+        engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long,
+        tokenizer=plan.tokenizer,
+    )  # fmt: skip
     return replace(engine, client=client)
 
 
@@ -365,7 +371,7 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
 
 def with_step_parts(engine: Engine) -> Engine:
     """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
-    return replace(engine, steps_in_parts=True) if engine.name == "sim" else engine  # type: ignore[type-var]
+    return replace(engine, steps_in_parts=True) if hasattr(engine, "steps_in_parts") else engine  # type: ignore[type-var]
 
 
 def without_step_tables(engine: Engine) -> Engine:

@@ -118,6 +118,8 @@ REQUESTS_EXTRAS = pa.schema(
         # When a prefill instance had computed the prompt; in simulated runs with separate prefill and decode pools
         # where clients may hang up.
         pa.field("prefilled_ns", pa.int64()),
+        # Whether output_tokens was counted by the client with a tokenizer; in runs over HTTP with --tokenizer.
+        pa.field("estimated_tokens", pa.bool_()),
     ]
 )
 

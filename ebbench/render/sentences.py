@@ -191,6 +191,15 @@ class Verdict(NamedTuple):
     shown: bool = False
 
 
+def _single(group: Group) -> str:
+    """The throughput of a policy that stands alone; of prompts where answers have no tokens."""
+    output = group.mean(output_throughput)
+    if not output and (prompts := group.mean(lambda metrics: metrics.input_throughput)):
+        return f"{group.policy}: {rate(prompts)} prompt tokens/s over the whole run."
+    estimated = " (an estimate)" if group.estimated else ""
+    return f"{group.policy}: {rate(output)} output tokens/s over the whole run{estimated}."
+
+
 def verdict(groups: Sequence[Group]) -> Verdict:
     """Which policy wins or is ahead, by how much over the baseline, how certainly, and the effect on latency.
 
@@ -206,8 +215,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     if len(groups) > 1 and (invalid := _invalid(groups)):
         return Verdict([f"No winner: {invalid}, and an INVALID run is never compared."])
     if len(groups) == 1 and order:
-        line = f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."
-        return Verdict([line, *_worst_classes(groups)])
+        return Verdict([_single(order[0]), *_worst_classes(groups)])
     if len(order) < len(groups):
         return Verdict([f"No winner: {_unfinished(groups)}, so there is no figure to compare."])
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)

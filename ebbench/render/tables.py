@@ -32,7 +32,7 @@ from ebbench.analysis.sessions import SessionFigures
 from ebbench.analysis.summary import named
 from ebbench.render import numbers
 
-INVALID = " INVALID"
+INVALID, ESTIMATED = " INVALID", " (estimated tokens)"
 COMPLETED = "completed"
 """Heading of the column shown if requests did not complete."""
 
@@ -59,6 +59,7 @@ class _Figure:
 _OUTPUT = _Figure("out tok/s\nwhole run", "output_throughput", output_throughput, numbers.rate)
 _STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throughput, numbers.rate)
 _REQUESTS = _Figure("req/s\nwhole run", "request_throughput", lambda m: m.request_throughput, numbers.rate)
+_PLANNED = _Figure("requests\nplanned", "planned", lambda m: m.planned, numbers.count)
 _INPUT = _Figure("in tok/s\nwhole run", "input_throughput", lambda m: m.input_throughput, numbers.rate)
 _USER = _Figure("tok/s\nper user", "tokens_per_s_per_user", lambda m: m.tokens_per_s_per_user, numbers.rate)
 _DRAFTED = _Figure("tokens\nper step", "mean_acceptance_length", lambda m: m.mean_acceptance_length, numbers.rate)
@@ -110,7 +111,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     )
     rows = [
         (
-            group.policy if group.valid else group.policy + INVALID,
+            _named(group),
             _OUTPUT.cell(group),
             *([_gain(group, baseline)] if versus else []),
             *(figure.cell(group) for figure in figures),
@@ -121,6 +122,11 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     best = _best(groups)
     faulty = frozenset(place for place, group in enumerate(groups) if not group.valid)
     return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
+
+
+def _named(group: Group) -> str:
+    """The policy, with what its row's figures suffer from."""
+    return group.policy + (ESTIMATED if group.estimated else "") + ("" if group.valid else INVALID)
 
 
 def parts(case: ComparisonCase) -> list[Section]:
@@ -150,7 +156,7 @@ def classes(case: ComparisonCase) -> Section | None:
     ]
     limits = _LIMITS if any(one.slo for group in everything for one in group.summaries) else ()
     shown = [(named(name), groups) for name, groups in found]
-    return _by_part("class", case, shown, [*limits, *latencies, _median("e2el"), _REQUESTS])
+    return _by_part("class", case, shown, [_PLANNED, *limits, *latencies, _median("e2el"), _REQUESTS])
 
 
 def _by_part(
@@ -167,7 +173,7 @@ def _by_part(
     )
     rows = tuple(
         (
-            name, group.policy, _OUTPUT.cell(group), *([_gain(group, baseline_of(groups))] if versus else []),
+            name, _named(group), _OUTPUT.cell(group), *([_gain(group, baseline_of(groups))] if versus else []),
             *(f.cell(group) for f in figures),
         )
         for name, groups in found

@@ -23,6 +23,7 @@ from ebbench.sizing.estimate import (
     SURELY_OVER,
     Estimate,
     Probe,
+    Requirement,
     SearchSettings,
     bracket,
     estimate,
@@ -209,6 +210,8 @@ class SearchOutcome:
     alone: ProbeReading
     stopped: Fact | None = None
     refused: Fact | None = None
+    requirements: tuple[tuple[Requirement, Estimate], ...] = ()
+    """Each requirement with the load up to which it alone is met, by the same probes."""
 
     @property
     def decided(self) -> bool:
@@ -249,8 +252,8 @@ class SearchOutcome:
         reading = min(over, key=lambda r: r.probe.load, default=self.nearest)
         if reading.memory_full > 0.5:
             return "memory"
-        names = [name for name in reading.shares if name.partition(":")[0] in by.split()]
-        return min(names, key=lambda name: reading.shares[name]).partition(":")[0] if names else by
+        shares = [(share, word) for word in by.split() for name, share in reading.shares.items() if _is_of(name, word)]
+        return min(shares)[1] if shares else by
 
 
 def search_capacity(
@@ -288,7 +291,20 @@ def search_capacity(
         known = judged(config, readings)
         seen(known[-1], _supported(search, known))
     known = judged(config, readings)
-    return SearchOutcome(_supported(search, known), tuple(known), alone, stopped)
+    alone_met = tuple((each, _supported_alone(search, known, at)) for at, each in enumerate(search.requirements))
+    return SearchOutcome(_supported(search, known), tuple(known), alone, stopped, requirements=alone_met)
+
+
+def _is_of(name: str, word: str) -> bool:
+    """Whether the limit ``name`` (``ttft``, ``ttft:p99:500``) is one on ``word`` (``ttft``, ``chat:ttft``)."""
+    return f"{name}:".startswith(f"{word}:")
+
+
+def _supported_alone(search: SearchSettings, readings: Sequence[ProbeReading], index: int) -> Estimate:
+    """The load up to which one requirement is met, whatever the others."""
+    only = replace(search, requirements=(search.requirements[index],))
+    alone = [replace(each, probe=replace(each.probe, counts=(each.probe.counts[index],))) for each in readings]
+    return _supported(only, alone)
 
 
 def _supported(search: SearchSettings, readings: Sequence[ProbeReading]) -> Estimate:
@@ -363,13 +379,14 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
 def _unreachable(config: SearchConfig, alone: ProbeReading) -> Fact | None:
     """Why no load can meet the limits, with the lowest possible limits; None if requests one at a time meet them."""
     run = Run.load(alone.run_dir)
-    requirements, slos = config.limits.requirements(), config.limits.slos()
-    for requirement, slo, count in zip(requirements, slos, alone.probe.counts, strict=True):
+    each = zip(config.limits.requirements(), config.limits.slos(), alone.probe.counts, strict=True)
+    for index, (requirement, slo, count) in enumerate(each):
         if count.share >= requirement.share:
             continue
-        least = least_limits_ms(run.requests, run.manifest.phases, slo, requirement.share)
+        least = least_limits_ms(run.requests, run.manifest.phases, config.limits, index)
+        of = f"{requirement.of_class}: " if requirement.of_class else ""
         return fact(
-            "limits_missed_alone", limits=str(slo), met=count.share, required=requirement.share,
+            "limits_missed_alone", limits=f"{of}{slo}", met=count.share, required=requirement.share,
             least_ms={name: value for name, value in least.items() if 0 < value < math.inf},
             without=[name for name, value in least.items() if math.isinf(value)],
         )  # fmt: skip

@@ -155,10 +155,14 @@ def _logit(share: float) -> float:
 
 @dataclass(frozen=True)
 class Requirement:
-    """``share`` of the requests must meet the limits named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...)."""
+    """``share`` of the requests must meet the limits named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...).
+
+    ``of_class``: of which class of requests, whose limits are named ``class:ttft``; None: of all.
+    """
 
     name: str
     share: float
+    of_class: str | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,8 @@ class SearchSettings:
     @property
     def waiting_counts(self) -> bool:
         """Whether a requirement limits the wait for the first token, which an overloaded system misses in the end."""
-        return any(metric != "tpot" for each in self.requirements for metric in each.name.split())
+        names = (name for each in self.requirements for name in each.name.split())
+        return any(name.rpartition(":")[2] != "tpot" for name in names)
 
     def rounded(self, load: float) -> float:
         """The load rounded to one that can be run."""

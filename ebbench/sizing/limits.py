@@ -1,33 +1,48 @@
-"""Limits of a capacity search: ``ttft:2000`` for a share of the requests, ``ttft:p99:2000`` for a percentile."""
+"""Limits of a capacity search: ``ttft:2000`` for a share of the requests, ``ttft:p99:2000`` for a percentile.
+
+With limits of classes (``chat:ttft:500``) the share is one of each class's requests, so that no class is served at the
+cost of another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ebbench.analysis.metrics import METRICS, Slo, parse_slo, slo_from_limits
-from ebbench.config.declare import Setting, named_settings, pairs_of, value_of
+import numpy as np
+
+from ebbench.analysis.columns import Mask, RequestColumns
+from ebbench.analysis.metrics import METRICS, Slo, pairs_by_class, parse_slo, slo_from_limits
+from ebbench.config.declare import Setting, named_settings, value_of
 from ebbench.errors import UsageError
 from ebbench.sizing.estimate import Requirement
 
+OTHERS = ""
+"""Class of a requirement that is of the requests of all classes without limits of their own."""
 PERCENTILE = Setting("share of the requests", unit="percent", at_least=1, at_most=99.9, example=99)
 
 
 @dataclass(frozen=True)
 class Tail:
-    """``share`` of the requests must have ``metric`` at or below ``limit_ms``."""
+    """``share`` of the requests, of a class if one is named, must have ``metric`` at or below ``limit_ms``."""
 
     metric: str
     share: float
     limit_ms: float
+    of_class: str = ""
 
     @property
     def slo(self) -> Slo:
         """This limit alone."""
         return slo_from_limits({self.metric: self.limit_ms})
 
+    @property
+    def name(self) -> str:
+        """The latency, after the class whose requests it is of."""
+        return f"{self.of_class}:{self.metric}" if self.of_class else self.metric
+
     def __str__(self) -> str:
-        return f"{self.metric}:p{100 * self.share:g}:{self.limit_ms:g}"
+        return f"{self.name}:p{100 * self.share:g}:{self.limit_ms:g}"
 
 
 @dataclass(frozen=True)
@@ -38,17 +53,41 @@ class LatencyLimits:
     attainment: float
     tails: tuple[Tail, ...] = ()
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes that have joint limits of their own."""
+        return tuple(name for name, _ in self.slo.classes)
+
+    @property
+    def named(self) -> list[str]:
+        """The classes that any limit names."""
+        return [*dict.fromkeys([*self.classes, *(tail.of_class for tail in self.tails if tail.of_class)])]
+
     def requirements(self) -> tuple[Requirement, ...]:
-        """The requirements of the search, in the order of :meth:`slos`."""
-        joint = (Requirement(" ".join(self.slo.limits()), self.attainment),) if self.slo else ()
-        return joint + tuple(Requirement(tail.metric, tail.share) for tail in self.tails)
+        """The requirements of the search, in the order of :meth:`slos`: joint ones per class, then percentiles."""
+        others = replace(self.slo, classes=()).limits()
+        joint = [Requirement(" ".join(others), self.attainment, OTHERS if self.classes else None)] if others else []
+        for name in self.classes:
+            metrics = self.slo.of_class(name).limits()
+            joint.append(Requirement(" ".join(f"{name}:{metric}" for metric in metrics), self.attainment, name))
+        return (*joint, *(Requirement(tail.name, tail.share, tail.of_class or None) for tail in self.tails))
 
     def slos(self) -> tuple[Slo, ...]:
-        """One set of limits per requirement."""
-        return ((self.slo,) if self.slo else ()) + tuple(tail.slo for tail in self.tails)
+        """One set of limits per requirement, for the requests that the requirement is of."""
+        others = replace(self.slo, classes=())
+        joint = [others] if others else []
+        return (*joint, *map(self.slo.of_class, self.classes), *(tail.slo for tail in self.tails))
+
+    def masks(self, columns: RequestColumns) -> list[Mask]:
+        """Which requests each requirement is of."""
+        every = np.ones(len(columns.status), np.bool_)
+        some: dict[str | None, Mask] = {name: columns.request_class == name for name in self.named}
+        some |= {None: every, OTHERS: ~np.isin(columns.request_class, self.classes)}
+        return [some[each.of_class] for each in self.requirements()]
 
     def __str__(self) -> str:
-        joint = f"{self.slo} for {100 * self.attainment:g} % of the requests" if self.slo else ""
+        of = "each class's" if self.classes else "the"
+        joint = f"{self.slo} for {100 * self.attainment:g} % of {of} requests" if self.slo else ""
         return ", ".join(part for part in (joint, *map(str, self.tails)) if part)
 
 
@@ -63,11 +102,11 @@ def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
         raise UsageError(f"--attainment is a share between 0 and 1, such as 0.95, not {attainment:g}")
     joint: list[str] = []
     tails: list[Tail] = []
-    for part in pairs_of(texts):
+    for name, part in pairs_by_class(texts):
         if part.count(":") == 2:
-            tails.append(_tail(part))
+            tails.append(_tail(part, name))
         else:
-            joint.append(part)
+            joint.append(f"{name}:{part}" if name else part)
     slo = parse_slo(joint)
     if not slo and not tails:
         raise UsageError("latency limits are missing: give --goodput, for example --goodput ttft:2000 tpot:50")
@@ -78,21 +117,23 @@ def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
 
 def _refuse_implied(limits: LatencyLimits) -> None:
     """Raise UsageError for a limit that another one of the same latency implies, which decides nothing."""
-    joint = [Tail(name, limits.attainment, limit) for name, limit in limits.slo.limits().items()]
-    given = [(tail, f"{tail.metric}:{tail.limit_ms:g}") for tail in joint]
+    given = []
+    for name, limit in limits.slo.limits().items():
+        of_class, _, metric = name.rpartition(":")
+        given.append((Tail(metric, limits.attainment, limit, of_class), f"{name}:{limit:g}"))
     given += [(tail, str(tail)) for tail in limits.tails]
     for place, (tail, text) in enumerate(given):
         for other, stricter in given[:place] + given[place + 1 :]:
             if text == stricter:
                 raise UsageError(f"--goodput: {text} is given twice; give it once")
-            if other.metric == tail.metric and other.share >= tail.share and other.limit_ms <= tail.limit_ms:
+            if other.name == tail.name and other.share >= tail.share and other.limit_ms <= tail.limit_ms:
                 raise UsageError(f"--goodput: where {stricter} is met, {text} is met too; leave one of them out")
 
 
-def _tail(text: str) -> Tail:
+def _tail(text: str, of_class: str = "") -> Tail:
     metric, percentile, limit = text.split(":")
     (limit_ms,) = named_settings(f"{metric}:{limit}", METRICS, "--goodput", noun="metric", equals=":").values()
     if not percentile.startswith("p"):
         raise UsageError(f"--goodput: {text!r} needs a percentile, e.g. {metric}:p99:{limit}")
     percent = value_of("p", percentile.removeprefix("p"), PERCENTILE, f"--goodput: percentile of {text}", equals="")
-    return Tail(metric, percent / 100, limit_ms)
+    return Tail(metric, percent / 100, limit_ms, of_class)

@@ -18,7 +18,6 @@ from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.analysis.metrics import (
     NS_PER_MS,
-    Slo,
     Window,
     completed_sessions_per_s,
     limited_ns,
@@ -159,16 +158,17 @@ def read_measured(
     sessions = len(np.unique(columns.session[counted])) if counted.any() else 0
     runaway = not run.phases and _queue_grows(columns, windows)
     failed = run.reasons if _failed_share(columns) > FAILURE_LIMIT else ""
+    masks = limits.masks(columns)
     met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
-    counts = tuple(_counts(columns, counted, mask) for mask in met)
+    counts = tuple(_counts(columns, counted & of, mask) for of, mask in zip(masks, met, strict=True))
     ok, tokens = counted & columns.ok, columns.output_tokens
-    good = np.logical_and.reduce([ok, *met])
+    good = np.logical_and.reduce([ok, *(mask | ~of for of, mask in zip(masks, met, strict=True))])
     ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), tpot_ns(columns, ok)
     probe = Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns))
     return ProbeReading(
         probe=probe,
         run_dir=run.run_dir,
-        short=not failed and (_still_filling(columns) if runaway else sessions < per_open * mean_open),
+        short=not failed and _is_short(columns, counts, runaway=runaway, enough=sessions >= per_open * mean_open),
         correlated=not failed and not runaway and any(_correlated(each) for each in counts),
         sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,
@@ -192,6 +192,12 @@ def read_measured(
             _per_second(float(tokens[ok].sum()), length_s),
         ),
     )
+
+
+def _is_short(columns: RequestColumns, counts: Sequence[MetCounts], *, runaway: bool, enough: bool) -> bool:
+    """Whether a run is too short to decide; ``enough``: it has sessions enough for those open at a time."""
+    unseen = any(not count.counted for count in counts)  # a class without a request in the steady window
+    return unseen or (_still_filling(columns) if runaway else not enough)
 
 
 MEMORY_FULL = "memory_full"
@@ -239,10 +245,15 @@ def _correlated(counts: MetCounts) -> bool:
 
 def _shares(columns: RequestColumns, counted: Mask, limits: LatencyLimits) -> dict[str, float]:
     """Share of the counted requests that met each limit alone."""
-    singles = {name: slo_from_limits({name: value}) for name, value in limits.slo.limits().items()}
-    singles |= {str(tail): tail.slo for tail in limits.tails}
-    total = max(1, int(counted.sum()))
-    return {name: float(meets(columns, counted & columns.ok, slo).sum() / total) for name, slo in singles.items()}
+    found = {}
+    each = list(zip(limits.requirements(), limits.slos(), limits.masks(columns), strict=True))
+    for at, (requirement, slo, of) in enumerate(each):
+        tail = at - (len(each) - len(limits.tails))
+        for name, (metric, limit) in zip(requirement.name.split(), slo.limits().items(), strict=True):
+            met = meets(columns, counted & of & columns.ok, slo_from_limits({metric: limit}))
+            key = str(limits.tails[tail]) if tail >= 0 else name
+            found[key] = float(met.sum() / max(1, int((counted & of).sum())))
+    return found
 
 
 def _queue_grows(columns: RequestColumns, windows: tuple[Window, ...]) -> bool:
@@ -310,13 +321,17 @@ def _quantile_ms(values_ns: Floats, share: float) -> float | None:
     return float(np.quantile(values_ns, share)) / 1e6 if len(values_ns) else None
 
 
-def least_limits_ms(requests: pa.Table, phases: Sequence[PhaseFact], slo: Slo, share: float) -> dict[str, float]:
-    """The lowest limits on the metrics of ``slo`` that ``share`` of the counted requests meet together, in ms.
+def least_limits_ms(
+    requests: pa.Table, phases: Sequence[PhaseFact], limits: LatencyLimits, index: int
+) -> dict[str, float]:
+    """The lowest limits, in ms, with which the requests that requirement ``index`` is of would meet it.
 
     Infinite where a figure is unknown for so many requests that no limit is met.
     """
     columns = RequestColumns.of(requests)
     counted, _ = _counted(columns, steady_windows(columns, phases))
+    counted = counted & limits.masks(columns)[index]
+    slo, share = limits.slos()[index], limits.requirements()[index].share
     values = [np.where(columns.ok, limited_ns(columns, name), np.inf)[counted] for name in slo.limits()]
     ranked = [np.sort(each) for each in values]
     count = int(counted.sum())

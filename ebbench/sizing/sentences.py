@@ -79,6 +79,7 @@ def as_dict(
         "limits_ms": limits.slo.limits(),
         "required_attainment": limits.attainment,
         "limited_by": outcome.limited_by,
+        **_classes(outcome, name, factor),
         "goodput_requests_per_s": near.goodput_requests_per_s,
         "goodput_tokens_per_s": near.goodput_tokens_per_s,
         "output_tokens_per_s": near.output_tokens_per_s,
@@ -96,6 +97,54 @@ def as_dict(
         "curve": [_point(each, factor) for each in sorted(outcome.readings, key=lambda each: each.probe.load)],
         "run_dirs": [reading.run_dir for reading in outcome.readings],
     }
+
+
+def _classes(outcome: SearchOutcome, name: str, factor: float) -> dict[str, Any]:
+    """Per class its share within its limits in the nearest probe, and the whole load up to which it keeps them."""
+    found = {
+        of_class: {
+            "attainment": share,
+            name: None if alone.capacity is None else factor * alone.capacity,
+            "low": factor * alone.low,
+            "high": factor * alone.high if math.isfinite(alone.high) else None,
+            "limited_by": alone.limited_by,
+        }
+        for of_class, share, alone in _by_class(outcome)
+    }
+    return {"classes": found} if found else {}
+
+
+def _by_class(outcome: SearchOutcome) -> list[tuple[str, float, Estimate]]:
+    """Classes with limits, the share of their requests within them in the nearest probe, and their own capacity."""
+    counts = outcome.nearest.probe.counts
+    return [
+        (each.of_class or "other classes", count.share, alone)
+        for (each, alone), count in zip(outcome.requirements, counts, strict=False)
+        if each.of_class is not None
+    ]
+
+
+def classes(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section | None:
+    """One row per class of requests and policy; None without limits of classes."""
+    rows = [
+        (
+            name, policy, numbers.percent(share), _at_least(alone, by_concurrency), _range(alone, by_concurrency),
+            alone.limited_by,
+        )
+        for policy, outcome in found.items()
+        for name, share, alone in _by_class(outcome)
+    ]  # fmt: skip
+    columns = (
+        Column("class", "label", fold=True), Column("policy", "label", fold=True), Column("steady", group="met,"),
+        Column(_unit(by_concurrency), group="kept up to"), Column("interval", group="95 %"),
+        Column("by", "label", group="limited"),
+    )  # fmt: skip
+    return Section("By class: the whole load up to which it keeps its limits", columns, tuple(rows)) if rows else None
+
+
+def _at_least(estimate: Estimate, by_concurrency: bool) -> str:
+    shown = _number(estimate.capacity, by_concurrency)
+    return f"≥ {shown}" if estimate.capacity is not None and math.isinf(estimate.high) else shown
 
 
 def _point(reading: ProbeReading, factor: float) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 
 from ebbench.config.declare import CLIENT, MOST_SECONDS, check_range, check_ranges, declare, declared_in
-from ebbench.errors import UsageError
+from ebbench.config.server_url import Endpoint
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.network.credentials import api_key, forms_of
 from vllm_eb.settings import Setting
 
@@ -33,7 +34,6 @@ def lag_limit_ms(requests: pa.Table, asked_ms: float | None = None) -> float:
     return max(LAG_FLOOR_MS, LAG_SHARE_OF_TTFT * median_ns / 1e6)
 
 
-Endpoint = Literal["completions", "chat"]
 Connecting = Literal["ahead", "on-demand", "per-request"]
 _NOT_A_LIMIT = ("model", "prompt", "messages", "stream", "stream_options")
 
@@ -84,8 +84,18 @@ class ClientOptions:
     """Leave out requests longer than ``max_model_len`` instead of refusing the plan."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None asks the server."""
+    tokenizer: str | None = None
+    """Counts the output tokens of a server that reports none; None fails such answers."""
 
-    endpoint: Endpoint = declare("completions", "completions or chat.", CLIENT, text=str)
+    endpoint: Endpoint = declare(
+        "completions",
+        "completions, chat, responses, messages (Anthropic's), embeddings, rerank; a server's own API: sglang, "
+        "llama.cpp, tgi, ollama, triton.", CLIENT, text=str,
+    )  # fmt: skip
+    documents: int = declare(
+        8, "Documents per request of --endpoint rerank; the prompt's words are shared by query and documents.", CLIENT,
+        at_least=1,
+    )  # fmt: skip
     workers: int | None = declare(
         None, "Client processes (default: one for 512 open requests), or ray:N: N nodes of a Ray cluster send.", CLIENT,
         text=str, read=read_senders, at_least=0,
@@ -114,7 +124,7 @@ class ClientOptions:
     """If true, an answer with fewer tokens than planned is a failure."""
     temperature: float | None = declare(0.0, "Sampling temperature.", CLIENT, infinite=True)
     max_tokens_field: str | None = declare(
-        None, "Field that limits the output. Default: max_tokens, for chat max_completion_tokens.", CLIENT
+        None, "Field that limits the output. Default: that of the endpoint, for chat max_completion_tokens.", CLIENT
     )
     extra_body: Mapping[str, Any] = declare(
         default_factory=dict, help="JSON object merged into every request body; null leaves a field out.", panel=CLIENT,
@@ -123,6 +133,10 @@ class ClientOptions:
     headers: Mapping[str, str] = declare(
         default_factory=dict, help="KEY=VALUE, sent with every request; may be repeated.", panel=CLIENT,
         names=("--header",), text=list[str], read=read_headers,
+    )  # fmt: skip
+    request_ids: bool = declare(
+        True, "Send each request's id as x-request-id; some servers (llama-cpp-python) refuse ids that are no UUID.",
+        CLIENT, names=("--request-ids/--no-request-ids",),
     )  # fmt: skip
     vocab_size: int = declare(30_000, "Upper bound of synthetic token ids.", CLIENT, at_least=1)
     reset_prefix_cache: bool = declare(
@@ -167,7 +181,7 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         if self.endpoint not in get_args(Endpoint):
-            raise UsageError(f"--endpoint must be completions or chat, not {self.endpoint!r}")
+            raise UnknownNameError("endpoint", self.endpoint, get_args(Endpoint))
         check_ranges(self)
         for name, value in (("--warmup", self.warmup), ("--slot-spacing", self.slot_spacing_s)):
             check_range(name, value, Setting("", at_least=0))
@@ -181,6 +195,11 @@ class ClientOptions:
             raise UsageError("--host-label is empty; name the machine, or leave it out")
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
             raise UsageError("a header must not contain a line break")
+
+    @property
+    def generates(self) -> bool:
+        """Whether answers have output tokens; those of embeddings and rerank are vectors and scores."""
+        return self.endpoint not in ("embeddings", "rerank")
 
     def given(self) -> dict[str, Any]:
         """The declared settings that differ from their defaults."""

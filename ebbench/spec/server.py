@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -219,6 +220,22 @@ class HostCosts:
         )
 
 
+def release_of(version: str) -> tuple[int, int] | None:
+    """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
+    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+_SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}
+"""Versions of vLLM since which a setting that is on by default has been so."""
+
+
+def version_defaults(version: str | None) -> dict[str, bool]:
+    """Settings that are off by default in this version of vLLM, unlike here; {} for None and for other texts."""
+    release = release_of(version or "")
+    return {} if release is None else {name: False for name, since in _SINCE.items() if release < since}
+
+
 OFF = "off"
 """No API server is simulated."""
 AUTO = "auto"
@@ -239,61 +256,116 @@ class EngineOptions:
     """Settings of the server, named as in vLLM."""
 
     max_num_seqs: int = declare(
-        1024, "N, most sequences in a batch. Simulated: vLLM's default on its GPU.", ENGINE, at_least=1
+        1024,
+        "N, most sequences in a batch. Simulated: vLLM's default on its GPU.",
+        ENGINE,
+        at_least=1,
+        shown="N = {:,} sequences",
     )
     max_num_batched_tokens: int = declare(
-        8192, "B, token budget per step. Simulated: vLLM's default on its GPU.", ENGINE, at_least=1
+        8192,
+        "B, token budget per step. Simulated: vLLM's default on its GPU.",
+        ENGINE,
+        at_least=1,
+        shown="B = {:,} tokens per step",
     )
-    max_num_active_seqs: int | None = declare(None, "Most sequences that run, where fewer than N.", ENGINE, at_least=1)
+    max_num_active_seqs: int | None = declare(
+        None, "Most sequences that run, where fewer than N.", ENGINE, at_least=1, shown="at most {:,} running"
+    )
     max_num_queued_reqs: int | None = declare(
-        None, "Open requests from which on further ones are refused (503).", ENGINE, at_least=1
+        None,
+        "Open requests from which on further ones are refused (503).",
+        ENGINE,
+        at_least=1,
+        shown="at most {:,} open requests",
     )
     max_num_queued_tokens: int | None = declare(
-        None, "Queued prompt tokens from which on requests are refused.", ENGINE, at_least=1
+        None,
+        "Queued prompt tokens from which on requests are refused.",
+        ENGINE,
+        at_least=1,
+        shown="refuses from {:,} queued prompt tokens on",
     )
-    long_prefill_token_threshold: int = declare(0, "Most tokens of one prompt per step; 0: no limit.", ENGINE)
+    long_prefill_token_threshold: int = declare(
+        0, "Most tokens of one prompt per step; 0: no limit.", ENGINE, shown="{:,} tokens of one prompt per step"
+    )
     long_prefill_token_threshold_adaptive: bool = declare(
-        False, "Raise it to a request's share of B.", ENGINE, names=("--long-prefill-token-threshold-adaptive",)
+        False,
+        "Raise it to a request's share of B.",
+        ENGINE,
+        names=("--long-prefill-token-threshold-adaptive",),
+        shown="adaptive",
     )
     scheduler_reserve_full_isl: bool = declare(
-        True, "Admit a prompt as soon as its first chunk fits.", ENGINE, names=("--no-scheduler-reserve-full-isl",),
-        turns_off=True,
+        True, "Admit a prompt as soon as its first chunk fits.", ENGINE,
+        names=("--no-scheduler-reserve-full-isl/--scheduler-reserve-full-isl",), turns_off=True,
+        shown="admits by the first chunk",
     )  # fmt: skip
-    max_model_len: int = declare(40960, "Longest prompt plus output in tokens.", ENGINE, at_least=1)
-    block_size: int = declare(16, "Tokens per KV block.", at_least=1)
+    max_model_len: int = declare(
+        40960, "Longest prompt plus output in tokens.", ENGINE, at_least=1, shown="at most {:,} tokens per request"
+    )
+    block_size: int = declare(16, "Tokens per KV block.", at_least=1, shown="KV blocks of {:,} tokens")
     num_kv_blocks: int | None = declare(
-        None, "KV blocks of 16 tokens; default: the device's capacity.", ENGINE, at_least=1
+        None, "KV blocks of 16 tokens; default: the device's capacity.", ENGINE, at_least=1, shown="{:,} KV blocks"
     )
     gpu_memory_utilization: float | None = declare(
-        None, "Share of the GPU's memory for vLLM; default: vLLM's own.", ENGINE
+        None, "Share of the GPU's memory for vLLM; default: vLLM's own.", ENGINE, shown="{:.0%} of the GPU memory"
     )
     vllm_version: str | None = declare(
-        None, f"Version by whose rules a simulated server sizes its KV cache. Default: {DEFAULT_VLLM}.", ENGINE
+        None,
+        f"Version whose defaults and KV cache a simulated server has. Default: {DEFAULT_VLLM}.",
+        ENGINE,
+        shown="defaults and KV cache of vLLM {}",
     )
     enable_prefix_caching: bool = declare(
-        True, "Do not reuse KV of shared prefixes.", ENGINE, names=("--no-prefix-caching",), turns_off=True
+        True,
+        "Do not reuse KV of shared prefixes.",
+        ENGINE,
+        names=("--no-prefix-caching",),
+        turns_off=True,
+        shown="no prefix caching",
     )
     async_scheduling: bool = declare(
-        True, "Schedule a step only when the previous one has ended.", ENGINE, names=("--no-async-scheduling",),
-        turns_off=True,
+        True, "Schedule a step only when the previous one has ended.", ENGINE,
+        names=("--no-async-scheduling/--async-scheduling",), turns_off=True, shown="no asynchronous scheduling",
     )  # fmt: skip
     enforce_eager: bool = declare(
-        False, "Do not use CUDA graphs: the host launches every layer.", ENGINE, names=("--enforce-eager",)
+        False,
+        "Do not use CUDA graphs: the host launches every layer.",
+        ENGINE,
+        names=("--enforce-eager",),
+        shown="no CUDA graphs",
     )
-    quantization: str | None = declare(None, "Data type of the weights, if not the model's own: fp8.", ENGINE)
-    kv_cache_dtype: str = declare("auto", "Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", ENGINE)
+    quantization: str | None = declare(None, "Data type of the weights, if not the model's own: fp8.", ENGINE, shown="")
+    kv_cache_dtype: str = declare(
+        "auto", "Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", ENGINE, shown=""
+    )
     api_server: str = declare(
         OFF, "vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.", ENGINE,
-        complete="api_servers_or_auto",
-    )  # fmt: skip
+        complete="api_servers_or_auto", shown="")  # fmt: skip
     api_server_count: int | None = declare(
-        None, "Its processes per engine; default: one per data-parallel unit.", ENGINE
+        None, "Its processes per engine; default: one per data-parallel unit.", ENGINE, shown=""
     )
+    assume_kernels: bool = declare(
+        False, "Estimate kernels that were not measured on the GPU by a roofline; results say so.", ENGINE,
+        names=("--assume-kernels",), shown="kernels that were not measured assumed",
+    )  # fmt: skip
+    front_end_ms: float | None = declare(
+        None, "Time per request in front of the engine, simulated; default: as servers with the GPU have it.", ENGINE,
+        at_least=0, shown="{:g} ms in front of the engine",
+    )  # fmt: skip
     speculative: str | None = declare(
-        None, "Speculative decoding, simulated: key=value pairs of method, tokens and acceptance.", ENGINE
+        None,
+        "Speculative decoding, simulated: key=value pairs of method, tokens and acceptance.",
+        ENGINE,
+        shown="drafts by {}",
     )
     warmup: int = declare(
-        0, "Requests before the start, of the plan's lengths; not recorded.", LOAD, names=("--warmup", "--num-warmups")
+        0,
+        "Requests before the start, of the plan's lengths; not recorded.",
+        LOAD,
+        names=("--warmup", "--num-warmups"),
+        shown="{:,} warm-up requests",
     )
 
     def __post_init__(self) -> None:

@@ -105,5 +105,14 @@ def token_counter(tokenizer: str | None) -> TokenCounter:
         return _estimate(f"tokenizer {tokenizer!r} not used: {str(error).splitlines()[0][:200]}")
 
 
+def tokenizer_of(tokenizer: str | None) -> TokenizerCount | None:
+    """The counter of a tokenizer; None without one, and for one that is not available.
+
+    Raises UsageError as :func:`token_counter` does.
+    """
+    counter = token_counter(tokenizer)
+    return counter if isinstance(counter, TokenizerCount) else None
+
+
 def _estimate(reason: str) -> ByteEstimate:
     return ByteEstimate(warnings=(caveat("tokens-estimated", bytes_per_token=BYTES_PER_TOKEN, why=reason),))

@@ -19,6 +19,7 @@ import httpx
 import uvloop
 
 from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.request_sender import ConnectionPool
 from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
@@ -61,7 +62,7 @@ async def through_httpx(url: str, transport: httpx.AsyncBaseTransport | None) ->
 async def cpu_s(ask: Ask, streams: int, tokens: int) -> float:
     """CPU seconds of this process for ``streams`` answers of ``tokens`` tokens, all at once."""
     bodies = RequestBodies("fake-model", ClientOptions())
-    answers = [StreamedResponse(chat=False, keep_text=False) for _ in range(streams)]
+    answers = [StreamedResponse(DIALECTS["completions"], keep_text=False) for _ in range(streams)]
     requests = [bodies.build(Turn(i, str(i), 0, 100, tokens, i, None, None)) for i in range(streams)]
     before = time.process_time()
     await asyncio.gather(*(ask(str(i), r, a) for i, (r, a) in enumerate(zip(requests, answers, strict=True))))

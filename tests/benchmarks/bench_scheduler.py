@@ -1,7 +1,7 @@
 """What the plugin costs, and how fast the emulated engine is. Prints; asserts nothing about time.
 
     python tests/benchmarks/bench_scheduler.py [--requests 1500] [--concurrency 512] [--rounds 3] [--policy eb ...]
-        [--fit | --count]
+        [--fit | --count] [--speculative method=eagle,acceptance=0.7,0.5,0.3]
 
 Overhead: CPU time of ``schedule()``, on the same plan in the same process. ``with/without`` is the time of the plugin's
 ``schedule()`` divided by the time of vLLM's ``schedule()`` that it calls, of the same calls: the cost of the plugin,
@@ -20,6 +20,8 @@ pair take turns in one process, some steps each, so that other load on the machi
 
 ``--count`` prints opcodes of Python instead of times, of vLLM and of the plugin per scheduled sequence. They are the
 same in every run. They say nothing of what C code and caches cost. Slow: 150 requests, 128 at a time, are enough.
+
+``--speculative``: the emulated server drafts tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.process.interpreter import collector_paused
 from ebbench.records.plan import Plan
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -241,11 +243,11 @@ def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
     return found
 
 
-def fitted(chosen: list[str], rounds: int, requests: int, concurrency: int) -> None:
+def fitted(chosen: list[str], rounds: int, requests: int, concurrency: int, speculative: str | None) -> None:
     """Print the fit of stock's calls, and each policy's time against what stock's code would take for its steps."""
     sizes = (concurrency // 4, concurrency // 2)
-    smaller = [pair_of(bench_at(requests, size), (STOCK, STOCK))[0] for size in sizes]
-    bench = bench_at(requests, concurrency)
+    smaller = [pair_of(bench_at(requests, size, speculative), (STOCK, STOCK))[0] for size in sizes]
+    bench = bench_at(requests, concurrency, speculative)
     print(f"{'schedule()':32}{'calls':>14}{'fixed us':>10}{'us/seq.':>9}{'us/prompt':>11}  ", end="")
     print("per sequence, to stock; predicted; measured/predicted (smallest to largest)")
     for policy in (STOCK, *chosen):
@@ -339,10 +341,12 @@ def speed(concurrency: int, requests: int) -> None:
         )
 
 
-def bench_at(requests: int, concurrency: int) -> Bench:
+def bench_at(requests: int, concurrency: int, speculative: str | None = None) -> Bench:
     """A closed loop of ``concurrency`` clients."""
     plan = build_plan("sharegpt", num_prompts=requests, max_concurrency=concurrency, source="profile", with_text=False)
-    return Bench(plan, load_device("rtx-pro-6000", "qwen3-8b"), EngineOptions(max_num_seqs=concurrency))
+    drafts = None if speculative is None else speculative_of(speculative)
+    device = load_device("rtx-pro-6000", "qwen3-8b", speculative=drafts)
+    return Bench(plan, device, EngineOptions(max_num_seqs=concurrency, speculative=speculative))
 
 
 def main() -> None:
@@ -353,14 +357,15 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--speed-requests", type=int, default=6000, help="0 leaves the speed measurement out")
     parser.add_argument("--speed-concurrency", type=int, default=2048)
+    parser.add_argument("--speculative", help="as of `ebbench run`")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--count", action="store_true", help="opcodes instead of times")
     kind.add_argument("--fit", action="store_true", help="times against what stock would take for the same steps")
     asked = parser.parse_args()
     if asked.fit:
-        fitted(asked.policy, asked.rounds, asked.requests, asked.concurrency)
+        fitted(asked.policy, asked.rounds, asked.requests, asked.concurrency, asked.speculative)
         return
-    bench = bench_at(asked.requests, asked.concurrency)
+    bench = bench_at(asked.requests, asked.concurrency, asked.speculative)
     if asked.count:
         opcodes(bench, asked.policy)
         return

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from ebbench.analysis.metrics import parse_slo
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.manifest import PhaseFact, phase_facts
@@ -155,7 +154,7 @@ def test_the_least_limits_are_met_together_by_the_share_that_must() -> None:
     """A tenth of the requests is slow to its first token, another tenth slow per token."""
     rows = [took(90, 5), took(10, 80), *(took(10 + n, 5 + n) for n in range(8))] * 10
     table, phases = alone(rows)
-    least = least_limits_ms(table, phases, parse_slo(["ttft:1", "tpot:1"]), 0.9)
+    least = least_limits_ms(table, phases, parse_limits(["ttft:1", "tpot:1"], 0.9), 0)
     assert share_meeting(least, table, phases) >= 0.9
     below = {name: value - 1 for name, value in least.items()}
     assert share_meeting(below, table, phases) < 0.9
@@ -166,12 +165,12 @@ def test_answers_of_one_token_are_no_reason_to_refuse_a_limit_on_tpot() -> None:
     short = took(10, 0, output_tokens=1, itl_ns=[])
     table, phases = alone([took(10, 20), short, short] * 20)
     assert share_meeting({"ttft": 10.0, "tpot": 20.0}, table, phases) == 1.0
-    assert least_limits_ms(table, phases, parse_slo(["tpot:1"]), 0.5)["tpot"] == 0
-    assert least_limits_ms(table, phases, parse_slo(["tpot:1"]), 0.95)["tpot"] == 20
+    assert least_limits_ms(table, phases, parse_limits(["tpot:1"], 0.5), 0)["tpot"] == 0
+    assert least_limits_ms(table, phases, parse_limits(["tpot:1"], 0.95), 0)["tpot"] == 20
 
 
 def test_a_figure_that_too_many_answers_lack_has_no_least_limit() -> None:
     at_once = took(10, 0, output_tokens=9, itl_ns=[0] * 8, bundled_tokens=True)
     table, phases = alone([took(10, 20), at_once] * 20)
-    least = least_limits_ms(table, phases, parse_slo(["ttft:1", "tpot:1"]), 0.95)
+    least = least_limits_ms(table, phases, parse_limits(["ttft:1", "tpot:1"], 0.95), 0)
     assert least == {"ttft": 10.0, "tpot": math.inf}

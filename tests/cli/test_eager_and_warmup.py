@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.environment import LATER_OPTIONS, differences, environment_of, machine_of_run
+from ebbench.analysis.environment import differences, environment_of, later_options, machine_of_run
 from ebbench.cli.main import app
+from ebbench.config.declare import declared_in
 from ebbench.devices.base import StepShape
 from ebbench.devices.loader import load_device
 from ebbench.engines.vllm_command import Serving, serve_arguments
@@ -58,8 +60,26 @@ def test_the_options_are_in_the_manifest_and_keep_runs_apart(tmp_path: Path) -> 
 def test_runs_from_before_these_options_stay_comparable(tmp_path: Path) -> None:
     """A stored baseline does not name them; a run at their defaults must still find it."""
     options = json.loads(environment_of(run(tmp_path / "plain").manifest)["options"])
-    assert not set(options) & set(LATER_OPTIONS)
-    assert {name: getattr(EngineOptions(), name) for name in LATER_OPTIONS} == LATER_OPTIONS
+    assert not set(options) & set(later_options())
+    assert {"enforce_eager", "api_server", "speculative"} <= set(later_options())
+
+
+def test_no_setting_at_its_default_keeps_older_runs_apart(tmp_path: Path) -> None:
+    """Whatever option is declared later, runs that did not record it ran with its default."""
+    manifest = run(tmp_path / "plain").manifest
+    ours = environment_of(manifest)
+    for name in later_options():
+        assert name in manifest.options
+        options = {key: value for key, value in manifest.options.items() if key != name}
+        assert environment_of(msgspec.structs.replace(manifest, options=options)) == ours
+
+
+def test_a_setting_that_is_not_the_default_is_a_condition_that_is_shown() -> None:
+    elsewhere = {"quantization", "kv_cache_dtype", "api_server", "api_server_count"}
+    for name, one in declared_in(EngineOptions).items():
+        value = not one.default if isinstance(one.default, bool) else 7
+        assert bool(one.condition(value)) is (name not in elsewhere), name
+        assert one.condition(one.default) == ""
 
 
 def test_a_vllm_server_is_started_eagerly_when_asked_for() -> None:

@@ -16,9 +16,10 @@ END = b"0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for an answer: its number among those for answers (from 0), body, headers and where to write."""
+    """A request for an answer: its number among those for answers (from 0), path, body, headers, where to write."""
 
     number: int
+    path: str
     body: Mapping[str, Any]
     headers: Mapping[str, str]
     writer: asyncio.StreamWriter
@@ -62,9 +63,9 @@ def raw_server(answer: Answer, pages: Mapping[str, bytes] | None = None) -> Iter
                 lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                path = lines[0].split(" ")[1]
-                if path.endswith("completions"):
-                    asked = Asked(len(server.asked), json.loads(body), headers, writer)
+                method, path, _ = lines[0].split(" ")
+                if method == "POST" and body:
+                    asked = Asked(len(server.asked), path, json.loads(body), headers, writer)
                     server.asked.append(asked)
                     await answer(asked)
                 elif path in server.pages:
@@ -73,13 +74,16 @@ def raw_server(answer: Answer, pages: Mapping[str, bytes] | None = None) -> Iter
                     writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+            pass
+        finally:
+            writer.close()  # also when the server stops: an open socket would count against the tests' limits
 
     async def serve() -> None:
         listening = await asyncio.start_server(client, "127.0.0.1", 0)
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         ready.set()
         await asyncio.to_thread(stop.wait)
+        listening.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()

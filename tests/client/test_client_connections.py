@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from ebbench.client.request_sender import ConnectionPool
+from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.network.connections import RequestHead
+from tests.client.client_runs import plan_of, run
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\nok"
 
@@ -21,6 +24,9 @@ class Nothing:
 
     def sent(self, now_ns: int) -> None: ...
     def head(self, status: int, now_ns: int) -> None: ...
+    def takes(self, content_type: str) -> bool:
+        return content_type == "text/event-stream"
+
     def feed(self, data: bytes, now_ns: int) -> None: ...
 
 
@@ -93,3 +99,12 @@ def test_requests_use_the_connections_opened_ahead() -> None:
         assert listener.opened == 3
 
     with_pool(scenario)
+
+
+def test_a_run_leaves_no_descriptor_open() -> None:
+    with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1)) as server:
+        run(server.url, plan_of(2))
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            run(server.url, plan_of(2))
+        assert len(list(Path("/proc/self/fd").iterdir())) == before

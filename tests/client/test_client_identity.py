@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.prefix_cache import MOST_LINES, note_prompts, prompts_of, record_path
 from ebbench.client.response import LONGEST_MODEL, MOST_MODELS, StreamedResponse
 from ebbench.client.verdict import other_models_warning
@@ -125,7 +126,7 @@ def test_a_base_model_that_answers_for_an_adapter_is_said() -> None:
 
 
 def test_a_model_that_changes_within_an_answer_is_kept_by_its_names() -> None:
-    streamed = StreamedResponse(chat=False, keep_text=False)
+    streamed = StreamedResponse(DIALECTS["completions"], keep_text=False)
     for name in ("a", "a", "b", "x" * 500, "c", "d", "e"):
         streamed.feed(b'data: {"model": "%s", "choices": [{"text": "t"}]}\n\n' % name.encode(), 1)
     assert len(streamed.models) == MOST_MODELS

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.client.request_sender import BODY_S, is_event_stream
+from ebbench.client.dialects import DIALECTS
+from ebbench.client.request_sender import BODY_S
 from ebbench.client.response import BODY_LIMIT, transport_failure
 from ebbench.errors import UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
@@ -164,7 +165,7 @@ def test_a_media_type_in_another_case_is_a_stream(media_type: str, transport: st
     with running(OddServer(post=reply("200 OK", completion(6), content_type=media_type))) as server:
         result = run(server.url, plan_of(2), transport=transport)
     assert column(result, "status") == ["ok", "ok"]
-    assert not is_event_stream("text/event-streams")
+    assert not DIALECTS["completions"].takes("text/event-streams")
 
 
 def test_a_close_after_the_client_gave_up_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:

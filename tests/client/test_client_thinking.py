@@ -9,6 +9,7 @@ import pytest
 
 from ebbench.analysis.columns import MISSING, RequestColumns
 from ebbench.analysis.metrics import measure, meets, parse_slo
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from tests.client.client_runs import plan_of, run
@@ -52,7 +53,7 @@ def test_an_output_without_an_answer_misses_a_limit_on_ttfat() -> None:
 
 
 def test_later_turns_repeat_answers_and_not_thinking() -> None:
-    response = StreamedResponse(chat=True, keep_text=True)
+    response = StreamedResponse(DIALECTS["chat"], keep_text=True)
     for delta in ('{"reasoning":"hm"}', '{"content":"yes"}'):
         response.feed(b'data: {"choices":[{"delta":%b}]}\n\n' % delta.encode(), 7)
     assert response.text == "yes"
@@ -60,7 +61,7 @@ def test_later_turns_repeat_answers_and_not_thinking() -> None:
 
 
 def test_the_servers_count_of_thinking_tokens_decides() -> None:
-    response = StreamedResponse(chat=True, keep_text=False)
+    response = StreamedResponse(DIALECTS["chat"], keep_text=False)
     response.feed(b'data: {"choices":[{"delta":{"reasoning":"a b c"}}]}\n\n', 7)
     usage = b'{"choices":[],"usage":{"completion_tokens":9,"completion_tokens_details":{"reasoning_tokens":3}}}'
     response.feed(b"data: %b\n\n" % usage, 8)
@@ -68,7 +69,7 @@ def test_the_servers_count_of_thinking_tokens_decides() -> None:
 
 
 def test_a_tool_call_after_thinking_begins_the_answer() -> None:
-    response = StreamedResponse(chat=True, keep_text=False)
+    response = StreamedResponse(DIALECTS["chat"], keep_text=False)
     response.feed(b'data: {"choices":[{"delta":{"reasoning":"a"}}]}\n\n', 7)
     response.feed(b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n', 9)
     assert response.first_answer_ns == 9

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.release_schedule import NEVER, Arrivals, ReleaseSchedule, Slots, ramped, slow_start_ns
 from ebbench.client.response import FirstMessage, StreamedResponse, classify, token_times
@@ -47,7 +48,7 @@ def _stream(line_end: str) -> bytes:
 def test_any_split_of_the_bytes_gives_the_same_answer(line_end: str, data: st.DataObject) -> None:
     stream = _stream(line_end)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=40)))
-    answer = StreamedResponse(chat=False, keep_text=True)
+    answer = StreamedResponse(DIALECTS["completions"], keep_text=True)
     for piece, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(stream)], strict=True)):
         answer.feed(stream[start:end], piece + 1)
     assert answer.error_class is None
@@ -62,7 +63,7 @@ def test_any_split_of_the_bytes_gives_the_same_answer(line_end: str, data: st.Da
 def test_every_single_byte_split_gives_the_same_answer(line_end: str) -> None:
     stream = _stream(line_end)
     for cut in range(len(stream)):
-        answer = StreamedResponse(chat=False, keep_text=True)
+        answer = StreamedResponse(DIALECTS["completions"], keep_text=True)
         answer.feed(stream[:cut], 1)
         answer.feed(stream[cut:], 2)
         assert (answer.text, answer.finish_reason, answer.done) == (TEXT + "end", "length", True), cut
@@ -78,7 +79,7 @@ def test_a_line_end_split_between_reads_is_one_line_end() -> None:
 
 def test_a_chat_stream_counts_content_not_the_role() -> None:
     messages = Messages("x", "m", chat=True, crlf=False)
-    answer = StreamedResponse(chat=True, keep_text=True)
+    answer = StreamedResponse(DIALECTS["chat"], keep_text=True)
     for now, data in enumerate([messages.role(), messages.token(1, None), messages.token(1, "stop")], start=1):
         answer.feed(data, now)
     answer.feed(messages.usage(4, 2), 9)
@@ -87,7 +88,7 @@ def test_a_chat_stream_counts_content_not_the_role() -> None:
 
 
 def test_reasoning_counts_as_output() -> None:
-    answer = StreamedResponse(chat=True, keep_text=False)
+    answer = StreamedResponse(DIALECTS["chat"], keep_text=False)
     answer.feed(b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n', 1)
     answer.feed(b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n', 2)
     assert list(answer.times_ns) == [1, 2]
@@ -95,10 +96,10 @@ def test_reasoning_counts_as_output() -> None:
 
 
 def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
-    answer = StreamedResponse(chat=False, keep_text=False)
+    answer = StreamedResponse(DIALECTS["completions"], keep_text=False)
     answer.feed(b'data: {"object":"error","message":"out of memory","code":500}\n\n', 1)
     assert (answer.error_class, answer.error_body) == ("error_frame", "out of memory")
-    harmless = StreamedResponse(chat=False, keep_text=False)
+    harmless = StreamedResponse(DIALECTS["completions"], keep_text=False)
     harmless.feed(b'data: {"object":"ping"}\n\n', 1)
     assert harmless.error_class is None
 
@@ -107,7 +108,7 @@ def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
 @pytest.mark.parametrize("usage", ['{"prompt_tokens":5,"completion_tokens":1}', "null"])
 @pytest.mark.parametrize("reason", ["abort", "error", "Cancelled", "timeout", "insufficient_system_resource"])
 def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: bool) -> None:
-    answer = StreamedResponse(chat=False, keep_text=False)
+    answer = StreamedResponse(DIALECTS["completions"], keep_text=False)
     choice = f'{{"text":"a","finish_reason":"{reason}"}}'
     answer.feed(f'data: {{"choices":[{choice}],"usage":{usage}}}\n\ndata: [DONE]\n\n'.encode(), 1)
     verdict = classify(answer, 1, exact)
@@ -117,7 +118,7 @@ def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls"])
 def test_any_other_finish_reason_is_an_end(reason: str) -> None:
-    answer = StreamedResponse(chat=False, keep_text=False)
+    answer = StreamedResponse(DIALECTS["completions"], keep_text=False)
     answer.feed(b'data: {"choices":[{"text":"a","finish_reason":"%b"}]}\n\n' % reason.encode(), 1)
     answer.feed(b'data: {"usage":{"completion_tokens":1}}\n\n', 2)
     assert classify(answer, 5, exact=False).status == "ok"
@@ -354,7 +355,7 @@ def test_prometheus_samples_are_keyed_by_name_and_labels() -> None:
 
 def test_options_refuse_what_makes_no_sense() -> None:
     for settings, message in [
-        ({"endpoint": "embeddings"}, "--endpoint"),
+        ({"endpoint": "answers"}, "unknown endpoint"),
         ({"idle_timeout_s": 0}, "--idle-timeout"),
         ({"workers": -1}, "--workers"),
         ({"headers": {"x": "a\r\nb: c"}}, "line break"),

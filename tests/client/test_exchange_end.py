@@ -32,6 +32,9 @@ class Receiver:
     def head(self, status: int, now_ns: int) -> None:
         self.heads += 1
 
+    def takes(self, content_type: str) -> bool:
+        return content_type == "text/event-stream"
+
     def feed(self, data: bytes, now_ns: int) -> None:
         self.body += data
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.client.response import LARGEST_COUNT, finite_number, token_counts, whole_number
+from ebbench.client.dialects import LARGEST_COUNT, finite_number, token_counts, whole_number
 from ebbench.client.server_queries import parse, reported_settings
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, event, raw_server, said

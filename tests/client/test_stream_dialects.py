@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ebbench.client.dialects import DIALECTS
 from ebbench.client.messages import RequestRecord
 from ebbench.client.progress import requests_table
 from ebbench.client.response import StreamedResponse, classify
@@ -271,7 +272,7 @@ MESSAGES = st.recursive(
 @example([{"choices": [{"finish_reason": "\ud83d"}], "error": "\ud83d"}], False, b"")
 @given(st.lists(MESSAGES, max_size=4), st.booleans(), st.binary(max_size=20))
 def test_whatever_a_server_sends_becomes_a_row(messages: list[Any], chat: bool, rest: bytes) -> None:
-    answer = StreamedResponse(chat, keep_text=True)
+    answer = StreamedResponse(DIALECTS["chat" if chat else "completions"], keep_text=True)
     answer.sent(1)
     good = delta("stop", content="a") if chat else said("a", "stop")
     for number, message in enumerate([good, *messages], start=2):

@@ -17,7 +17,7 @@ from ebbench.simulation.state import RequestState
 from ebbench.spec.server import EngineOptions, speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
-from vllm_eb.theory import Drafts, optimal_threshold
+from vllm_eb.theory import Drafts, crossover, optimal_threshold
 
 DEVICE = load_device("h200", "qwen3-8b")
 
@@ -155,3 +155,66 @@ def test_the_threshold_of_the_theory_is_within_two_per_cent_of_the_best(gpu: str
 
     best = max(map(requests_per_s, (0.03, 0.06, 0.09, 0.13, 0.2, 0.35)))
     assert requests_per_s(theta) >= 0.98 * best
+
+
+# What the policies estimate, against lengths and an acceptance that are known. Estimators count tokens, of which a step
+# has several.
+
+
+@pytest.fixture(scope="module")
+def memoryless() -> Plan:
+    """Answers of 80 tokens on average that end with the same probability after each token."""
+    return build_plan(
+        "balanced", num_prompts=6000, max_concurrency=256, input_len=100, output_len=80, length_distribution="geometric"
+    )
+
+
+def decided(plan: Plan, policy: str, speculative: str | None, kind: str) -> dict[str, list[float]]:
+    """Values of the decisions of that kind while the batch is full: without the first five, and the drain."""
+    drafts = None if speculative is None else speculative_of(speculative)
+    device = load_device("h200", "qwen3-8b", speculative=drafts)
+    settings = EngineOptions(max_num_seqs=128, speculative=speculative)
+    found = SimEngine().run(plan, parse_policy(policy), device, settings).decisions
+    rows = [row for row in found.to_pylist() if row["kind"] == kind][5:50]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rates", [(0.3,), (0.9, 0.8, 0.7), (1.0,) * 5])
+@pytest.mark.parametrize("policy", ["eb", "eb:estimator=censored", "ebplus"])
+def test_the_hazard_and_the_lengths_are_per_token(memoryless: Plan, policy: str, rates: tuple[float, ...]) -> None:
+    text = f"method=eagle3,acceptance={','.join(map(str, rates))}"
+    found = decided(memoryless, policy, text, "update")
+    mean = float(np.mean(memoryless.table["output_tokens"]))
+    assert np.mean(found["p0"]) * mean == pytest.approx(1.0, abs=0.03)
+    assert np.mean(found["mu_o"]) == pytest.approx(mean, rel=0.05)
+    costs = load_device("h200", "qwen3-8b", speculative=speculative_of(text)).calibration
+    best = optimal_threshold(1 / mean, costs.alpha_p, costs.alpha_d, drafts=Drafts(rates))
+    assert np.mean(found["theta0"]) == pytest.approx(best.theta0, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rates", [(0.3,), (0.9, 0.8, 0.7)])
+def test_both_sides_of_the_crossover_are_those_of_the_known_lengths(memoryless: Plan, rates: tuple[float, ...]) -> None:
+    text = f"method=eagle3,acceptance={','.join(map(str, rates))}"
+    found = decided(memoryless, "ebplus", text, "mode")
+    costs = load_device("h200", "qwen3-8b", speculative=speculative_of(text)).calibration
+    mu_l, mu_o = (float(np.mean(memoryless.table[name])) for name in ("input_tokens", "output_tokens"))
+    sides = [
+        crossover(costs, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=theta0, drafts=Drafts(rates))
+        for n_obs, theta0 in zip(found["n_obs"], found["theta0"], strict=True)
+    ]
+    scale = float(np.mean([abs(each.lhs) + abs(each.rhs) for each in sides]))
+    assert np.mean(found["r"]) == pytest.approx(np.mean([each.r for each in sides]), rel=0.03)
+    for name in ("lhs", "rhs"):
+        assert np.mean(found[name]) == pytest.approx(np.mean([getattr(each, name) for each in sides]), abs=0.05 * scale)
+
+
+@pytest.mark.slow
+def test_drafts_change_nothing_of_an_estimated_length_distribution() -> None:
+    """Answers that end the more probably the longer they are: the estimates are those of a server without drafts."""
+    plan = build_plan("sharegpt", num_prompts=2000, max_concurrency=256, source="profile", with_text=False)
+    text = "method=eagle3,acceptance=0.8,0.6,0.4"
+    plain, drafted = (decided(plan, "eb:estimator=censored", given, "update") for given in (None, text))
+    for name in ("p0", "mu_o"):
+        assert np.mean(drafted[name]) == pytest.approx(np.mean(plain[name]), rel=0.05)

@@ -9,6 +9,7 @@ import pytest
 
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
+from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.emulation import (
     DEVICE,
     differences,
@@ -43,6 +44,19 @@ def random_drafts(seed: int) -> tuple[Plan, str, EngineOptions]:
             max_model_len=longest,
         ),
     )
+
+
+RIVALS = ("ppas", "slochunk", "cadence", "delayer", "batchwait", "deferred")
+
+
+@pytest.mark.parametrize("kind", RIVALS)
+@pytest.mark.parametrize("seed", range(500, 512))
+def test_equal_with_drafts_under_the_rivals(kind: str, seed: int) -> None:
+    plan, _, options = random_drafts(seed)
+    policy = draw_policy(kind, seed, options.running_limit, options.max_num_batched_tokens)
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+    assert sim.requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
 
 
 def max_tokens(plan: Plan) -> int:

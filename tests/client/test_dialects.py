@@ -1,0 +1,513 @@
+"""Servers whose API is not OpenAI's completions: what is sent to them, and what their documented streams say.
+
+The streams are written by hand after the servers' public documentation and sources.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.metrics import Slo, measure
+from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.client.dialects import DIALECTS
+from ebbench.client.response import classify, response_to
+from ebbench.config.server_url import PATHS, Endpoint
+from ebbench.engines.setup import make_engine
+from ebbench.errors import UsageError
+from ebbench.spec.run import spec_of
+from ebbench.workloads.planner import make_plan
+from tests.client.client_runs import column, plan_of, run
+from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said, whole
+from tests.client.test_stream_dialects import ODD_VALUES
+
+LINES = EVENTS.replace(b"text/event-stream", b"application/x-ndjson")
+
+
+def named(kind: str, **fields: Any) -> bytes:
+    """An event with its type in both places, as Responses and Messages have it."""
+    return b"event: %b\n" % kind.encode() + event({"type": kind, **fields})
+
+
+def line(**fields: Any) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+RESPONSES = b"".join(
+    [
+        named("response.created", response={"id": "resp_1", "model": "m", "status": "in_progress", "usage": None}),
+        named("response.output_item.added", output_index=0, item={"type": "reasoning", "content": []}),
+        named("response.reasoning_text.delta", item_id="a", delta="so "),
+        named("response.reasoning_text.done", item_id="a", text="so "),
+        named("response.content_part.added", part={"type": "output_text", "text": ""}),
+        named("response.output_text.delta", item_id="b", delta="one"),
+        named("response.output_text.delta", item_id="b", delta=" two"),
+        named("response.output_text.done", item_id="b", text="one two"),
+        named(
+            "response.completed",
+            response={
+                "model": "m",
+                "status": "incomplete",
+                "incomplete_details": {"reason": "max_output_tokens"},
+                "usage": {
+                    "input_tokens": 12, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 3,
+                    "output_tokens_details": {"reasoning_tokens": 1}, "total_tokens": 15,
+                },
+            },
+        ),
+    ]
+)  # fmt: skip
+MESSAGES = b"".join(
+    [
+        named(
+            "message_start",
+            message={
+                "model": "m", "role": "assistant", "content": [], "stop_reason": None,
+                "usage": {"input_tokens": 3, "cache_read_input_tokens": 8, "cache_creation_input_tokens": 1,
+                          "output_tokens": 1},
+            },
+        ),
+        named("content_block_start", index=0, content_block={"type": "thinking", "thinking": ""}),
+        named("ping"),
+        named("content_block_delta", index=0, delta={"type": "thinking_delta", "thinking": "so "}),
+        named("content_block_delta", index=0, delta={"type": "signature_delta", "signature": "x"}),
+        named("content_block_stop", index=0),
+        named("content_block_start", index=1, content_block={"type": "text", "text": ""}),
+        named("content_block_delta", index=1, delta={"type": "text_delta", "text": "one"}),
+        named("content_block_delta", index=1, delta={"type": "text_delta", "text": " two"}),
+        named("message_delta", delta={"stop_reason": "max_tokens", "stop_sequence": None}, usage={"output_tokens": 3}),
+        named("message_stop"),
+    ]
+)  # fmt: skip
+SGLANG = b"".join(
+    event({"text": text, "output_ids": [7] * count, "meta_info": {
+        "id": "x", "finish_reason": {"type": "length", "length": 3} if count == 3 else None, "prompt_tokens": 12,
+        "completion_tokens": count, "cached_tokens": 8, "weight_version": "default"}})
+    for count, text in ((1, "so "), (2, "so one"), (3, "so one two"))
+) + b"data: [DONE]\n\n"  # fmt: skip
+LLAMA_CPP = b"".join(
+    [
+        *(
+            event({"index": 0, "content": text, "tokens": [7], "stop": False, "id_slot": -1, "tokens_predicted": number,
+                   "tokens_evaluated": 12})
+            for number, text in enumerate(("so ", "one", " two"), start=1)
+        ),
+        event({"index": 0, "content": "", "tokens": [], "stop": True, "model": "m", "tokens_predicted": 3,
+               "tokens_evaluated": 12, "stop_type": "limit", "stopping_word": "", "tokens_cached": 14,
+               "timings": {"cache_n": 8, "prompt_n": 4, "predicted_n": 3}}),
+    ]
+)  # fmt: skip
+TGI = b"".join(
+    b"data:"
+    + event({"index": number, "token": {"id": 7, "text": text, "logprob": -1.0, "special": False},
+             "generated_text": "so one two" if number == 3 else None,
+             "details": {"finish_reason": "length", "generated_tokens": 3, "seed": None, "input_length": 12}
+             if number == 3 else None})[6:]
+    for number, text in enumerate(("so ", "one", " two"), start=1)
+)  # fmt: skip
+OLLAMA = b"".join(
+    [
+        line(model="m", created_at="2026", message={"role": "assistant", "content": "", "thinking": "so "}, done=False),
+        line(model="m", message={"role": "assistant", "content": "one"}, done=False),
+        line(model="m", message={"role": "assistant", "content": " two"}, done=False),
+        line(model="m", message={"role": "assistant", "content": ""}, done=True, done_reason="length",
+             total_duration=5_000_000, prompt_eval_count=12, prompt_eval_duration=2_000_000, eval_count=3,
+             eval_duration=3_000_000),
+    ]
+)  # fmt: skip
+STREAMS: dict[Endpoint, bytes] = {
+    "responses": RESPONSES, "messages": MESSAGES, "sglang": SGLANG, "llama.cpp": LLAMA_CPP, "tgi": TGI,
+    "ollama": OLLAMA,
+}  # fmt: skip
+THINKS, CACHES = {"responses", "messages", "ollama"}, {"responses", "messages", "sglang", "llama.cpp"}
+
+
+@pytest.mark.parametrize("transport", ["direct", "httpx"])
+@pytest.mark.parametrize("endpoint", STREAMS)
+def test_the_stream_of_each_api_is_measured(endpoint: Endpoint, transport: str) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send((LINES if endpoint == "ollama" else EVENTS) + chunk(STREAMS[endpoint]) + END)
+
+    with raw_server(answer) as server:
+        plan = plan_of(1, input_tokens=12, output_tokens=3)
+        done = run(server.url, plan, endpoint=endpoint, transport=transport, keep_text=True)
+        (asked,) = server.asked
+    (row,) = done.requests.to_pylist()
+    assert (row["status"], row["error_body"]) == ("ok", None)
+    assert asked.path.endswith(PATHS[endpoint])
+    assert (row["input_tokens"], row["output_tokens"]) == (12, 3)
+    assert row["cached_tokens"] == (8 if endpoint in CACHES else None)
+    assert row["finish_reason"] in {"length", "limit", "max_tokens", "max_output_tokens"}
+    assert row["text"] == ("one two" if endpoint in THINKS else "so one two")
+    assert row.get("thinking_tokens") == (1 if endpoint in THINKS else None)
+    assert len(row["itl_ns"]) == 2
+
+
+BODIES: dict[Endpoint, dict[str, Any]] = {
+    "responses": {"model": "m", "stream": True, "store": False, "temperature": 0.0, "ignore_eos": True,
+                  "max_output_tokens": 6},
+    "messages": {"model": "m", "stream": True, "temperature": 0.0, "ignore_eos": True, "max_tokens": 6},
+    "sglang": {"stream": True, "sampling_params": {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 6}},
+    "llama.cpp": {"stream": True, "temperature": 0.0, "ignore_eos": True, "n_predict": 6},
+    "tgi": {"stream": True, "parameters": {"details": True, "do_sample": False, "max_new_tokens": 6}},
+    "ollama": {"model": "m", "stream": True, "options": {"temperature": 0.0, "num_predict": 6}},
+    "triton": {"stream": True, "temperature": 0.0, "max_tokens": 6},
+    "embeddings": {"model": "m"},
+    "rerank": {"model": "m"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_the_body_has_the_fields_of_its_api(endpoint: Endpoint) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    with raw_server(answer) as server:
+        run(server.url, plan_of(1, input_tokens=9), endpoint=endpoint, model="m", documents=2)
+        (asked,) = server.asked
+    sent = dict(asked.body)
+    prompt = {name: sent.pop(name) for name in ("query", DIALECTS[endpoint].prompt) if name in sent}
+    assert sent == BODIES[endpoint]
+    if endpoint == "rerank":
+        assert [len(text.split()) for text in (prompt["query"], *prompt["documents"])] == [3, 3, 3]
+    elif DIALECTS[endpoint].holds == "messages":
+        ((role, text),) = [(one["role"], one["content"]) for one in prompt.popitem()[1]]
+        assert (role, len(text.split())) == ("user", 9)
+    else:
+        given = prompt.popitem()[1]
+        assert len(given.split() if isinstance(given, str) else given) == 9
+
+
+def test_another_field_limits_the_output_where_it_is_named() -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(SGLANG) + END)
+
+    with raw_server(answer) as server:
+        run(server.url, plan_of(1), endpoint="chat", max_tokens_field="max_tokens")
+        run(server.url, plan_of(1), endpoint="tgi", max_tokens_field="parameters.max_tokens")
+        chat, tgi = (asked.body for asked in server.asked)
+    assert (chat["max_tokens"], "max_completion_tokens" in chat) == (6, False)
+    assert tgi["parameters"]["max_tokens"] == 6
+
+
+def test_a_turn_of_a_session_carries_the_earlier_ones() -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(MESSAGES) + END)
+
+    with raw_server(answer) as server:
+        plan = plan_of(1, turns=2, output_tokens=3, prompts=["first", "second"])
+        run(server.url, plan, {"EBBENCH_API_KEY": "sesame-open"}, endpoint="messages")
+        first, second = server.asked
+    assert second.body["messages"] == [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "one two"},
+        {"role": "user", "content": "second"},
+    ]
+    assert first.headers["anthropic-version"]
+    assert (first.headers["x-api-key"], first.headers["authorization"]) == ("sesame-open", "Bearer sesame-open")
+
+
+OPENAI: dict[str, list[bytes]] = {
+    "SGLang": [
+        event(delta(role="assistant", content="") | {"usage": None}),
+        event(delta(reasoning_content="so ", content=None)),
+        event(delta(content="one", reasoning_content=None)),
+        event({"choices": [{"index": 0, "delta": {"content": " two"}, "finish_reason": None, "matched_stop": None}]}),
+        event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length", "matched_stop": None}]}),
+        event(counted(3, 12, prompt_tokens_details={"cached_tokens": 8}, reasoning_tokens=1)),
+    ],
+    "TensorRT-LLM": [
+        event(delta(role="assistant")),
+        event(delta(content="so ", reasoning_content=None, tool_calls=[])),
+        event(delta(content="one", tool_calls=[])),
+        event(delta("length", content=" two", tool_calls=[]) | {"usage": None}),
+        event(counted(3, 12)),
+    ],
+    "llama.cpp": [
+        event(delta(role="assistant", content=None)),
+        event(delta(reasoning_content="so ")),
+        event(delta(content="one")),
+        event(delta(content=" two")),
+        event(delta("length")),
+        event(counted(3, 12) | {"timings": {"prompt_n": 4, "predicted_n": 3, "cache_n": 8}}),
+    ],
+    "TGI": [
+        b"data:" + event(delta(role="assistant", content="so "))[6:],
+        b"data:" + event(delta(role="assistant", content="one") | {"usage": None})[6:],
+        b"data:" + event(delta("length", role="assistant", content=" two"))[6:],
+        b"data:" + event(counted(3, 12))[6:],
+    ],
+    "Ollama": [
+        event(delta(role="assistant", content="", reasoning="so ")),
+        event(delta(role="assistant", content="one")),
+        event(delta(role="assistant", content=" two")),
+        event(delta("length", role="assistant", content="")),
+        event(counted(3, 12)),
+    ],
+}
+
+
+def test_the_chat_streams_of_other_servers_are_measured() -> None:
+    forms = list(OPENAI.values())
+
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(b"".join(forms[asked.number]) + b"data: [DONE]\n\n") + END)
+
+    with raw_server(answer) as server:
+        plan = plan_of(len(forms), concurrency=1, input_tokens=12, output_tokens=3)
+        done = run(server.url, plan, endpoint="chat")
+    rows = dict(zip(OPENAI, done.requests.to_pylist(), strict=True))
+    assert {name: (row["status"], row["error_body"]) for name, row in rows.items()} == dict.fromkeys(
+        OPENAI, ("ok", None)
+    )
+    assert {name: len(row["itl_ns"]) for name, row in rows.items()} == dict.fromkeys(OPENAI, 2)
+    assert {name for name, row in rows.items() if row["thinking_tokens"] == 1} == {"SGLang", "llama.cpp", "Ollama"}
+    assert {row["input_tokens"] for row in rows.values()} == {12}
+
+
+FAILURES: dict[str, tuple[Endpoint, bytes]] = {
+    "Responses": (
+        "responses",
+        named("response.failed", response={"status": "failed", "error": {"message": "no room"}}),
+    ),
+    "Responses, at once": ("responses", event({"type": "error", "code": "x", "message": "no room", "param": None})),
+    "Messages": ("messages", named("error", error={"type": "overloaded_error", "message": "no room"})),
+    "Messages, unnamed": ("messages", event({"type": "error", "error": {"type": "api_error", "message": "no room"}})),
+    "SGLang": ("sglang", event({"error": {"message": "no room", "type": "BadRequest"}})),
+    "llama.cpp": ("llama.cpp", event({"error": {"code": 500, "message": "no room", "type": "server_error"}})),
+    "TGI": ("tgi", event({"error": "no room", "error_type": "generation"})),
+    "Ollama": ("ollama", line(error="no room")),
+    "Triton": ("triton", event({"error": "no room"})),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_inside_a_stream_is_named_in_every_api(name: str) -> None:
+    endpoint, failure = FAILURES[name]
+
+    async def answer(asked: Asked) -> None:
+        start = STREAMS.get(endpoint, b"").split(b"\n\n")[0] if endpoint != "ollama" else b""
+        await asked.send((LINES if endpoint == "ollama" else EVENTS) + chunk(start + b"\n\n" + failure) + END)
+
+    with raw_server(answer) as server:
+        (row,) = run(server.url, plan_of(1), endpoint=endpoint, model="m").requests.to_pylist()
+    assert (row["status"], row["error_class"], row["error_body"]) == ("failed", "error_frame", "no room")
+
+
+@pytest.mark.parametrize("endpoint", STREAMS)
+def test_a_stream_that_breaks_off_is_truncated_in_every_api(endpoint: Endpoint) -> None:
+    async def answer(asked: Asked) -> None:
+        cut = STREAMS[endpoint].rindex(b"two")
+        await asked.send((LINES if endpoint == "ollama" else EVENTS) + chunk(STREAMS[endpoint][: cut - 200]) + END)
+
+    with raw_server(answer) as server:
+        (row,) = run(server.url, plan_of(1), endpoint=endpoint).requests.to_pylist()
+    assert row["status"] == "failed"
+    assert row["error_class"] in ("truncated", "malformed_frame")
+
+
+VECTOR = {"object": "embedding", "index": 0, "embedding": [0.25] * 4000}
+WHOLE: dict[str, tuple[Endpoint, Any, int]] = {
+    "embeddings": ("embeddings", {"data": [VECTOR], "usage": {"prompt_tokens": 9, "total_tokens": 9}}, 9),
+    "embeddings without usage": ("embeddings", {"data": [VECTOR], "usage": None}, 5),
+    "rerank (vLLM)": ("rerank", {"results": [{"index": 0, "relevance_score": 0.5}], "usage": {"total_tokens": 9}}, 9),
+    "rerank (Cohere)": ("rerank", {"results": [{"index": 0}], "meta": {"tokens": {"input_tokens": 9}}}, 9),
+    "rerank (SGLang)": ("rerank", [{"score": 0.5, "document": "a", "index": 0}], 5),
+}
+
+
+@pytest.mark.parametrize("transport", ["direct", "httpx"])
+def test_answers_without_output_tokens_are_measured_whole(transport: str) -> None:
+    for endpoint, document, prompt_tokens in WHOLE.values():
+        body = json.dumps(document, indent=1).encode()
+
+        async def answer(asked: Asked, body: bytes = body) -> None:
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+            await asked.send(head + body[:50])
+            await asked.send(body[50:])
+
+        with raw_server(answer) as server:
+            (row,) = run(server.url, plan_of(1), endpoint=endpoint, transport=transport).requests.to_pylist()
+        assert (row["status"], row["error_body"]) == ("ok", None)
+        assert (row["input_tokens"], row["output_tokens"], row["itl_ns"]) == (prompt_tokens, None, [])
+        assert row["last_token_ns"] == row["end_ns"]
+
+
+@pytest.mark.parametrize(
+    ("document", "error_class", "reason"),
+    [
+        ({"data": [], "model": "m"}, "empty_output", "no vectors or scores"),
+        ({"error": {"message": "no room"}}, "error_frame", "no room"),
+        ("text", "not_json", "hello"),
+    ],
+)
+def test_answers_without_vectors_fail(document: Any, error_class: str, reason: str) -> None:
+    async def answer(asked: Asked) -> None:
+        if document == "text":
+            await asked.send(whole(b"hello"))
+        else:
+            await asked.send(
+                whole(json.dumps(document).encode()).replace(b"OK\r\n", b"OK\r\ncontent-type: application/json\r\n")
+            )
+
+    with raw_server(answer) as server:
+        (row,) = run(server.url, plan_of(1), endpoint="embeddings").requests.to_pylist()
+    assert (row["error_class"], reason in row["error_body"]) == (error_class, True)
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """A tokenizer with one token per word."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+TRITON = b"".join(event({"model_name": "m", "text_output": text}) for text in ("so", " one", " two"))
+UNCOUNTED: dict[str, tuple[Endpoint, bytes]] = {
+    "completions": ("completions", event(said("so one")) + event(said(" two", "stop")) + b"data: [DONE]\n\n"),
+    "chat": (
+        "chat",
+        event(delta(reasoning="so ")) + event(delta(content="one ")) + event(delta("stop", content="two")),
+    ),
+    "triton": ("triton", TRITON),
+}
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_output_without_counts_is_counted_and_marked(name: str, tmp_path: Path) -> None:
+    endpoint, stream = UNCOUNTED[name]
+
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(stream) + END)
+
+    file = tokenizer_file(tmp_path)
+    with raw_server(answer) as server:
+        plain = run(server.url, plan_of(2), endpoint=endpoint, model="m")
+        done = run(server.url, plan_of(2), endpoint=endpoint, model="m", tokenizer=str(file))
+    assert column(plain, "error_class") == ["no_usage"] * 2
+    assert column(done, "status") == ["ok"] * 2
+    assert column(done, "output_tokens") == [3, 3]
+    assert column(done, "estimated_tokens") == [True, True]
+    assert done.facts["estimated_tokens"] == {"answers": 2, "by": f"tokenizer {file}"}
+    (told,) = [str(one) for one in done.about_server if one.code == "estimated-tokens"]
+    assert "2 of 2 answers" in told
+    assert "estimate" in told
+
+
+def test_counts_of_the_server_come_before_the_tokenizer(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        number = 6 if asked.number == 0 else -1
+        await asked.send(EVENTS + chunk(event(said("so one two", "stop")) + event(counted(number))) + END)
+
+    with raw_server(answer) as server:
+        done = run(server.url, plan_of(2, concurrency=1), tokenizer=str(tokenizer_file(tmp_path)))
+    assert column(done, "output_tokens") == [6, None]
+    assert column(done, "error_class") == [None, "bad_usage"]
+    assert "estimated_tokens" not in done.facts
+
+
+def test_only_complete_answers_count_as_estimated(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        text = "" if asked.number else "one two"
+        await asked.send(EVENTS + chunk(event(said(text, "stop"))) + END)
+
+    with raw_server(answer) as server:
+        done = run(server.url, plan_of(2, concurrency=1), tokenizer=str(tokenizer_file(tmp_path)))
+    assert column(done, "error_class") == [None, "empty_output"]
+    assert done.facts["estimated_tokens"]["answers"] == 1
+
+
+@pytest.mark.parametrize("transport", ["direct", "httpx"])
+def test_ids_are_left_out_for_servers_that_refuse_them(transport: str) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(SGLANG) + END)
+
+    with raw_server(answer) as server:
+        run(server.url, plan_of(1, output_tokens=3), endpoint="sglang", transport=transport)
+        run(server.url, plan_of(1, output_tokens=3), endpoint="sglang", transport=transport, request_ids=False)
+        assert ["x-request-id" in asked.headers for asked in server.asked] == [True, False]
+
+
+def test_an_absent_tokenizer_is_said() -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(event(said("one", "stop"))) + END)
+
+    with raw_server(answer) as server:
+        done = run(server.url, plan_of(1), tokenizer="no/such-model")
+    assert column(done, "error_class") == ["no_usage"]
+    assert [note for note in done.warnings if "--tokenizer no/such-model is not available" in note]
+
+
+FIELDS = st.sampled_from(
+    ["type", "delta", "text", "thinking", "response", "usage", "input_tokens", "output_tokens", "status", "message",
+     "content_block", "meta_info", "finish_reason", "completion_tokens", "output_ids", "content", "stop",
+     "tokens_predicted", "tokens_evaluated", "timings", "cache_n", "token", "details", "generated_tokens", "done",
+     "eval_count", "prompt_eval_count", "text_output", "data", "results", "meta", "tokens", "error", "model",
+     "cache_read_input_tokens", "incomplete_details", "reason", "stop_reason", "partial_json"]
+)  # fmt: skip
+KINDS = st.sampled_from(
+    ["response.created", "response.output_text.delta", "response.completed", "response.reasoning_text.delta",
+     "message_start", "message_delta", "content_block_delta", "content_block_start", "message_stop"]
+)  # fmt: skip
+OBJECTS: st.SearchStrategy[Mapping[str, Any]] = st.recursive(
+    st.dictionaries(FIELDS, ODD_VALUES, max_size=5),
+    lambda inner: st.dictionaries(FIELDS, inner | ODD_VALUES | KINDS, max_size=5),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(DIALECTS)), st.lists(st.tuples(OBJECTS, st.none() | KINDS), max_size=4))
+def test_whatever_a_server_sends_by_any_api_is_classified(
+    endpoint: Endpoint, messages: list[tuple[Mapping[str, Any], str | None]]
+) -> None:
+    answer = response_to(DIALECTS[endpoint], keep_text=True)
+    answer.sent(1)
+    answer.feed(STREAMS.get(endpoint, b""), 10**6)
+    for number, (message, kind) in enumerate(messages, start=2):
+        answer.feed(event(message if kind is None else {**message, "type": kind}), number * 10**6)
+    answer.ended()
+    verdict, counts = classify(answer, 3, exact=False), answer.counts()
+    assert verdict.status in ("ok", "failed")
+    assert all(count is None or 0 <= count < 2**31 for count in (counts.prompt, counts.completion, counts.cached))
+    assert (answer.text or "").encode() is not None
+
+
+def test_limits_on_tokens_are_refused_where_there_are_none() -> None:
+    settings: dict[str, Any] = {"workload": "balanced", "engine": "http://127.0.0.1:9", "endpoint": "embeddings"}
+    with pytest.raises(UsageError, match="--goodput ttft:50: answers of --endpoint embeddings have no tokens"):
+        make_engine(spec_of(settings | {"goodput": "e2el:90 ttft:50"}))
+    make_engine(spec_of(settings | {"goodput": "e2el:90"}))
+
+
+def test_answers_without_tokens_have_no_time_to_a_first_one() -> None:
+    async def answer(asked: Asked) -> None:
+        body = json.dumps({"data": [VECTOR]}).encode()
+        await asked.send(whole(body).replace(b"OK\r\n", b"OK\r\ncontent-type: application/json\r\n"))
+
+    with raw_server(answer) as server:
+        done = run(server.url, plan_of(3), endpoint="embeddings")
+    columns = RequestColumns.of(done.requests)
+    found = measure(columns, slo=Slo(e2el=60_000.0))
+    assert (found.completed, found.ttft.count, found.tpot.count, found.e2el.count) == (3, 0, 0, 3)
+    assert (found.output_throughput, found.slo_attainment) == (0.0, 1.0)
+    assert found.input_throughput
+    assert measure(columns, slo=Slo(ttft=60_000.0)).slo_attainment == 0.0
+    assert invalid_reasons(done.requests, plan_of(3).table, columns, found, Conditions(paced_sends=False)) == ()
+
+
+def test_a_tokenizer_without_texts_is_for_servers_only() -> None:
+    settings: dict[str, Any] = {"workload": "balanced", "source": "profile", "num_prompts": 2, "tokenizer": "x"}
+    make_plan(spec_of(settings | {"engine": "http://127.0.0.1:9"}).plan)
+    for engine in ("sim", "vllm"):
+        with pytest.raises(UsageError, match="--tokenizer counts the tokens of texts"):
+            make_plan(spec_of(settings | {"engine": engine}).plan)
