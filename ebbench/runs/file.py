@@ -31,10 +31,10 @@ from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
-_SIMULATED = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
-_ANYWHERE = ("warmup", "max_model_len", *_SIMULATED)
+_SIMULATORS = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
+_ANYWHERE = ("warmup", "max_model_len", *_SIMULATORS)
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
-_STATED = ("max_num_seqs", "max_num_batched_tokens", *_SIMULATED)
+_STATED = ("max_num_seqs", "max_num_batched_tokens", *_SIMULATORS)
 """Settings that the command line accepts for a running server, with a note that they change nothing; a file refuses
 them."""
 
