@@ -141,7 +141,7 @@ class Declared:
     def option_names(self) -> tuple[str, ...]:
         """How the option is written, as :class:`Option`'s ``names``."""
         if self.option is not None and self.option.names:
-            return self.option.names
+            return tuple(one for names in self.option.names for one in names.split("/"))
         return (option_name(self.name),)
 
 

@@ -27,13 +27,14 @@ from ebbench.spec.run import (
     settings_of,
     spec_of,
 )
-from ebbench.spec.server import VIRTUAL_TIME, is_server
+from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
-_ANYWHERE = ("warmup", "max_model_len", "api_server", "api_server_count", "vllm_version")
+_SIMULATORS = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
+_ANYWHERE = ("warmup", "max_model_len", *_SIMULATORS)
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
-_STATED = ("max_num_seqs", "max_num_batched_tokens", "api_server", "api_server_count", "vllm_version")
+_STATED = ("max_num_seqs", "max_num_batched_tokens", *_SIMULATORS)
 """Settings that the command line accepts for a running server, with a note that they change nothing; a file refuses
 them."""
 
@@ -173,9 +174,13 @@ def as_toml(spec: RunSpec, stated: Mapping[str, Any]) -> str:
     """
     lines = [f"workload = {_value(spec.plan.workload)}"]
     lines += [f"{key} = {_value(value)}" for key, value in stated.items()]
-    known, values = known_settings(), settings_of(spec)
+    known, values, others = known_settings(), settings_of(spec), version_defaults(spec.server.vllm_version)
     written = [one for name, one in known.items() if name not in ("workload", *stated)]
-    return "\n".join([*lines, *_by_panel(written, lambda one: _line(one, values[one.name]))]) + "\n"
+
+    def line(one: Declared) -> str:
+        return _line(one, values[one.name], others.get(one.name, one.default))
+
+    return "\n".join([*lines, *_by_panel(written, line)]) + "\n"
 
 
 def _by_panel(written: Sequence[Declared], line: Callable[[Declared], str]) -> list[str]:
@@ -190,8 +195,8 @@ def _panel(one: Declared) -> str:
     return one.option.panel if one.option is not None else "Without an option"
 
 
-def _line(one: Declared, value: Any) -> str:
-    return f"{one.name} = {_value(value)}" if value is not None and value != one.default else _comment(one, value)
+def _line(one: Declared, value: Any, default: Any) -> str:
+    return f"{one.name} = {_value(value)}" if value is not None and value != default else _comment(one, value)
 
 
 def _comment(one: Declared, value: Any) -> str:

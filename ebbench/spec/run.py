@@ -30,7 +30,7 @@ from ebbench.config.declare import (
 from ebbench.config.topology import TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server, version_defaults
 from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
 
 MOST_LETTERS = 200
@@ -277,6 +277,7 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
     )
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
+        server = version_defaults(server.get("vllm_version")) | server
     limit = server.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     plan["with_text"] = engine not in VIRTUAL_TIME if with_text is None else with_text
@@ -307,11 +308,13 @@ def simulated(
     dispatch: str | None = None,
     decode_dispatch: str | None = None,
     vllm_version: str | None = None,
+    front_end_ms: float | None = 0.0,
     **plan: Any,
 ) -> RunSpec:
     """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
 
-    ``max_model_len`` among them is also the server's limit.
+    ``max_model_len`` among them is also the server's limit. Without a front end unless one is given: published runs are
+    repeated on devices whose constants were fitted on times of the engine.
     """
     given = {name: value for name, value in plan.items() if value is not None}
     source = "auto" if is_recorded(workload) else given.pop("source", "profile")
@@ -322,6 +325,7 @@ def simulated(
         async_scheduling=async_scheduling,
         warmup=warmup,
         vllm_version=vllm_version,
+        front_end_ms=front_end_ms,
     )
     return RunSpec(
         PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),
@@ -340,10 +344,15 @@ DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 
 
 OF_A_SERVER = (
-    "assume_decoder", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
-    "api_server", "api_server_count", "speculative",
+    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization",
+    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
+OF_TRAFFIC = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "speed", "time_unit", "source", "columns",
+    "input_len", "output_len", "length_distribution", "drop_too_long",
+)  # fmt: skip
+"""Settings that say which requests are sent, and when, as `ebbench advise` takes them."""
 OF_A_PLAN = (
     "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
     "input_len", "output_len", "length_distribution", "drop_too_long", *OF_A_SERVER,
