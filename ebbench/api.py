@@ -42,7 +42,7 @@ from ebbench.errors import (
     UsageError,
 )
 from ebbench.process.termination import Signals, stoppable_from
-from ebbench.records.run import Run, find_runs
+from ebbench.records.run import Run, find_runs, unused
 from ebbench.render import figures, report
 from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
@@ -173,7 +173,7 @@ class Runs(Shown, Sequence[RunResult]):
         if target.exists():
             raise UsageError(f"{target} exists; give another directory")
         for result in self.results:
-            shutil.copytree(result.run.path, target / result.run.path.name)
+            shutil.copytree(result.run.path, unused(target / result.run.path.name))
         return load(target)
 
     def __repr__(self) -> str:
