@@ -27,6 +27,7 @@ from ebbench.workloads.planner import make_plan
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said, whole
 from tests.client.test_stream_dialects import ODD_VALUES
+from tests.gate.gate_data import invoke
 
 LINES = EVENTS.replace(b"text/event-stream", b"application/x-ndjson")
 
@@ -511,3 +512,23 @@ def test_a_tokenizer_without_texts_is_for_servers_only() -> None:
     for engine in ("sim", "vllm"):
         with pytest.raises(UsageError, match="--tokenizer counts the tokens of texts"):
             make_plan(spec_of(settings | {"engine": engine}).plan)
+
+
+def test_an_estimate_is_marked_wherever_a_run_is_shown(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(event(said("one")) + event(said(" two", "stop"))) + END)
+
+    options = ("-n", 3, "--source", "profile", "--no-power", "--lag-limit-ms", 60000, "-q", "-o", tmp_path / "run")
+    with raw_server(answer) as server:
+        file = tokenizer_file(tmp_path)
+        done = invoke("run", "balanced", "--engine", server.url, "--tokenizer", file, "--json", *options)
+    (document,) = json.loads(done.stdout)
+    assert document["estimated_answers"] == 3
+    shown = " ".join(invoke("show", tmp_path / "run").stdout.split())
+    assert "v1 (estimated tokens)" in shown
+    assert "over the whole run (an estimate)" in shown
+    assert "their output tokens are an estimate" in shown
+    for kind in ("vllm", "llm-d"):
+        invoke("report", tmp_path / "run", "--export", kind, "-o", tmp_path / kind)
+        (exported,) = (tmp_path / kind).iterdir()
+        assert "estimated tokens" in exported.read_text()
