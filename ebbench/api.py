@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import inspect
 import io
-import re
 import shutil
 import tempfile
 import warnings
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import pyarrow as pa
+from rich.text import Text
 
 from ebbench.analysis.cases import ComparisonCase, RunResult, cases_of_results, result_of
 from ebbench.analysis.documents import Document
@@ -43,8 +43,8 @@ from ebbench.records.run import Run, find_runs
 from ebbench.render import figures, report
 from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
-from ebbench.runs.file import FURTHER, asked_for, of_keywords
-from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, known_settings
+from ebbench.runs.file import FURTHER, RUN_FILE, SEARCH_FILE, asked_for, of_keywords
+from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, SearchCommand, known_settings, named_as_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,7 +205,8 @@ class CapacityResult(Shown):
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.command import parts
 
-        yield from parts(self.searched, options.max_width)
+        for part in parts(self.searched, options.max_width):
+            yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
         from ebbench.sizing import sentences
@@ -254,12 +255,10 @@ class PlanResult(Shown):
         return f"<PlanResult: {len(self.deployments)} deployments, cheapest {what}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
         from ebbench.sizing.plan_sentences import parts as plan_parts
 
         for part in plan_parts(*self.found.shown):
-            yield Text(part) if isinstance(part, str) else part
+            yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
         from ebbench.sizing.chart import frontiers
@@ -313,7 +312,7 @@ _PRE = '<pre style="line-height:normal">{code}</pre>'
 
 
 def _html(document: Document, chart: Any = None) -> str:
-    told = replace(document, notes=tuple(_OPTION.sub(_keyword, note) for note in document.notes))
+    told = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
     return f"<div>{as_html(told, 'h4')}{'' if chart is None else _image(chart)}</div>"
 
 
@@ -372,7 +371,7 @@ def load(*paths: str | Path, goodput: str | None = None) -> Runs:
 
 
 def capacity(
-    workload: str, *, goodput: str, attainment: float = 0.95, by: str = "rate", scenario: str | None = None,
+    workload: str, *, goodput: str = "", attainment: float = 0.95, by: str = "rate", scenario: str | None = None,
     precision: float = 0.02, max_probes: int = 40, max_time: float | None = None,
     output_dir: str | Path | None = None, policies: Sequence[str] | str | None = None, progress: OnProgress = None,
     **settings: Any,
@@ -388,13 +387,16 @@ def capacity(
     from ebbench.sizing.command import Searched, capacity_search, find_capacity, refuse_nothing
 
     with _named_as_keywords(), tempfile.TemporaryDirectory(prefix="ebbench-") as temporary:
-        given = _of_keywords(capacity, settings, policies)
-        search = capacity_search(
-            {**given, "workload": workload}, [goodput], attainment=attainment, by=by, scenario=scenario,
-            precision=precision, max_probes=max_probes, max_time=max_time,
-        )  # fmt: skip
-        directory = None if output_dir is None else Path(output_dir).expanduser()
-        done = Searched(search)
+        own: dict[str, Any] = {
+            "goodput": goodput, "attainment": attainment, "by": by, "scenario": scenario, "precision": precision,
+            "max_probes": max_probes, "max_time": max_time,
+        }  # fmt: skip
+        own = {name: value for name, value in own.items() if value != getattr(SearchCommand, name)}  # a file's stay
+        own |= {} if output_dir is None else {"output_dir": output_dir}
+        given = _of_keywords(capacity, {**settings, **own}, policies, SEARCH_FILE)
+        asked = asked_for(workload, given, SEARCH_FILE)
+        directory = Path(asked["output_dir"]).expanduser() if "output_dir" in asked else None
+        done = Searched(capacity_search(asked))
         find_capacity(done, directory or Path(temporary), _console(progress), quiet=not progress)
         refuse_nothing(done.outcomes)
         if directory is not None:
@@ -495,11 +497,15 @@ async def _beside(work: Callable[[], T]) -> T:
 
 
 def _of_keywords(
-    function: Callable[..., Any], settings: Mapping[str, Any], policies: Sequence[str] | str | None = None
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    policies: Sequence[str] | str | None = None,
+    table: Any = RUN_FILE,
 ) -> dict[str, Any]:
     """The settings of a function, checked, with ``policies`` under the name that files have."""
-    known = inspect.signature(function).parameters.keys()
-    return of_keywords(_with_policies(settings, policies), known | ({"policy"} if "policies" in known else set()))
+    known = {*inspect.signature(function).parameters}
+    known |= {"policy"} if "policies" in known else set()
+    return of_keywords(_with_policies(settings, policies), known, table)
 
 
 def _with_policies(settings: Mapping[str, Any], policies: Sequence[str] | str | None) -> dict[str, Any]:
@@ -553,18 +559,8 @@ def _named_as_keywords() -> Iterator[None]:
     try:
         yield
     except EbbenchError as error:
-        error.args = tuple(_OPTION.sub(_keyword, arg) if isinstance(arg, str) else arg for arg in error.args)
+        error.args = tuple(named_as_keys(arg) if isinstance(arg, str) else arg for arg in error.args)
         raise
-
-
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
-
-
-def _keyword(option: re.Match[str]) -> str:
-    for name, one in known_settings().items():
-        if option[0] in one.option_names:
-            return f"{name}=False" if one.option is not None and one.option.turns_off else name
-    return option[1].replace("-", "_")
 
 
 def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
@@ -577,7 +573,7 @@ def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (*known, *further)]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
-    helps = [f"    {name}: {one.about.help}".replace("\\[", "[") for name, one in known.items()]
+    helps = [f"    {name}: {named_as_keys(one.about.help)}".replace("\\[", "[") for name, one in known.items()]
     described.__doc__ = "\n".join([f"{function.__doc__}", "    Settings:", "", *helps, ""])
 
 

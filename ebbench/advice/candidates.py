@@ -25,7 +25,7 @@ def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | No
     cell = simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
         question.max_num_batched_tokens if budget is None else budget, question.scenario, weight=2.0, seed=seed,
-        **question.plan,
+        front_end_ms=None, **question.plan,
     )  # fmt: skip
     return cell.changed(**question.server)
 

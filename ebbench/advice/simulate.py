@@ -202,7 +202,7 @@ def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, 
     }  # fmt: skip
     v1, eb = (
         simulated(workload, policy, question.device, question.model, question.max_num_seqs,
-                  question.max_num_batched_tokens, "saturated", **plan).changed(**question.server)
+                  question.max_num_batched_tokens, "saturated", front_end_ms=None, **plan).changed(**question.server)
         for policy in (BASELINE, "eb")
     )  # fmt: skip
     return v1, eb

@@ -77,8 +77,8 @@ _CAUSES = (
     _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
     _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
     _Cause(
-        "http_4.*",
-        r"(?=.*(prompt|input)).*(must be a string|expected.*string|cannot unmarshal (array|number))",
+        "http_[45].*",
+        r"(?=.*(prompt|input)).*((be|expected) an? (valid )?string|cannot unmarshal (array|number))",
         "the server takes no token ids: give --endpoint chat, which sends words",
     ),
     _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
@@ -94,6 +94,12 @@ _CAUSES = (
         "http_4.*",
         rf"{_REFUSED_FIELD}.*(param|argument|field|input|propert)",
         f"try --no-ignore-eos (ignore_eos is no field of OpenAI's); leave another out with {_LEAVE_OUT.format('NAME')}",
+    ),
+    _Cause(
+        "http_400",
+        "^$",
+        "the server does not say why: it may refuse ids that are no UUID (--no-request-ids), or a field "
+        "(--extra-body, --temperature)",
     ),
     _Cause("http_4.*", "", "the server refuses the request: check --endpoint, --extra-body and --temperature"),
     _Cause("http_3.*", r"completions/\)", "a proxy wants a slash at the end, which the API has not: change its rule"),

@@ -211,8 +211,10 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, settings:
 def _of_server(settings: Mapping[str, Any], api_server: str) -> dict[str, Any]:
     """The server's other settings that differ from their defaults, and labels, by the names of ``RunSpec.changed``."""
     from ebbench.spec.run import known_settings
+    from ebbench.spec.server import version_defaults
 
-    own = {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings} | {"api_server": api_server}
+    own = version_defaults(settings.get("vllm_version")) | {"api_server": api_server}
+    own |= {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings and name != "api_server"}
     left_out = ("assume_decoder", "max_model_len")  # in the model's name, and in the plan
     known = known_settings()
     return {name: value for name, value in own.items() if name not in left_out and value != known[name].default}

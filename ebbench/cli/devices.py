@@ -55,6 +55,7 @@ def show(
         str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL,
     assume_decoder: Annotated[bool, setting("assume_decoder")] = False,
+    assume_kernels: Annotated[bool, setting("assume_kernels")] = False,
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
     context: Annotated[int, typer.Option(help="KV tokens per decode.")] = 512,
     max_num_seqs: Annotated[int | None, typer.Option(help="Affects the KV cache size.")] = None,
@@ -94,6 +95,7 @@ def show(
         kv_cache_dtype=kv_cache_dtype,
         gpu_memory_utilization=gpu_memory_utilization,
         vllm_version=vllm_version,
+        assume_kernels=assume_kernels,
         speculative=None if speculative is None else speculative_of(speculative),
     )
     facts = describe(device, context)

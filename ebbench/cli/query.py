@@ -23,7 +23,9 @@ FORMATS = ("table", "csv", "json", "parquet")
 
 
 def query(
-    sql: Annotated[str, typer.Argument(help="One select over runs, summary, requests, steps, decisions, plan.")],
+    sql: Annotated[
+        str, typer.Argument(help="One select over runs, summary, classes, requests, sessions, steps, decisions, plan.")
+    ],
     runs: Annotated[
         list[Path] | None, typer.Option("--runs", "-r", help="Directories of runs. Repeatable. Default: runs.")
     ] = None,

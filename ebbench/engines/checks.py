@@ -119,6 +119,11 @@ def refuse_simulated(options: EngineOptions, engine: str) -> None:
             f"--speculative is simulated by engines sim and emulated; engine {engine} drafts as its server does: leave "
             "it out (vLLM: -- --speculative-config)"
         )
+    if options.front_end_ms is not None:
+        raise UsageError(
+            f"--front-end-ms {options.front_end_ms:g} is simulated by engines sim and emulated; engine {engine} has a "
+            "real one: leave it out"
+        )
     if options.api_server != OFF:
         count = options.api_server_count
         given = f"--api-server {options.api_server}" if count is None else f"--api-server-count {count}"
@@ -139,7 +144,7 @@ def refuse_server_settings(server: str, names: Sequence[str], remedy: str = "lea
         )
 
 
-_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count", "vllm_version"})
+_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count", "front_end_ms", "vllm_version"})
 """Options that the load generator uses too, and those that :func:`refuse_simulated` refuses."""
 _STATED = ("max_num_seqs", "max_num_batched_tokens")
 """Settings that are taken for a running server too, and said to change nothing."""

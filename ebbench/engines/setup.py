@@ -371,7 +371,7 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
 
 def with_step_parts(engine: Engine) -> Engine:
     """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
-    return replace(engine, steps_in_parts=True) if engine.name == "sim" else engine  # type: ignore[type-var]
+    return replace(engine, steps_in_parts=True) if hasattr(engine, "steps_in_parts") else engine  # type: ignore[type-var]
 
 
 def without_step_tables(engine: Engine) -> Engine:

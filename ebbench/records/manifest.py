@@ -56,6 +56,7 @@ class _Options(msgspec.Struct, frozen=True):
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float | None = None
     api_server_count: int | None = None
+    front_end_ms: float | None = None
     warmup: int | None = None
 
 

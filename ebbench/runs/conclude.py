@@ -182,8 +182,8 @@ def _load(cell: RunSpec) -> RunSpec:
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
-MATTERS_TO_FIRST_TOKENS = 0.1
-"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
+FIRST_TOKENS_MS = 1000.0
+"""Mean time to first token from which on waiting for other requests decides it, not a prompt's own steps."""
 
 
 @dataclass(frozen=True)
@@ -260,22 +260,30 @@ def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
 
 def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
-    profile = device.profile
-    if profile is None or not profile.front_end_ms:
+    profile, model, request = device.profile, device.geometry, device.request
+    if profile is None or model is None or request is None or not profile.front_end:
         return []
     from ebbench.devices.table import TableCost
 
+    if not isinstance(device.cost, TableCost):
+        return []
+
     said: list[str] = []
-    share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
-    if share > MATTERS_TO_FIRST_TOKENS:
-        said.append(caveat("front-end-unmodelled", front_end_ms=profile.front_end_ms, share=share))
     spent, decodes = batches.steps.get("decode", (0.0, None))
-    mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
+    mixture = model.experts > 0
+    if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
+        if mixture:
+            said.append(caveat("experts-first-tokens"))
+        elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
+            said.append(caveat("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
     if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
         said.append(caveat("experts-few-sequences"))
     return said
 
 
+_PROMPTS_WITHOUT_GRAPHS, FROM_GPUS = ("b200", "b300"), 4
+"""Where servers of dense models took longer for short prompts than their kernels do (InferenceX, Llama-3.3-70B, 0.10.2:
+B200, whose recipe captured CUDA graphs of decodes only), and from how many GPUs on."""
 FEW_SEQUENCES = 8
 """Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
 GPUs, MiniMax)."""

@@ -133,6 +133,10 @@ class ClientOptions:
         default_factory=dict, help="KEY=VALUE, sent with every request; may be repeated.", panel=CLIENT,
         names=("--header",), text=list[str], read=read_headers,
     )  # fmt: skip
+    request_ids: bool = declare(
+        True, "Send each request's id as x-request-id; some servers (llama-cpp-python) refuse ids that are no UUID.",
+        CLIENT, names=("--request-ids/--no-request-ids",),
+    )  # fmt: skip
     vocab_size: int = declare(30_000, "Upper bound of synthetic token ids.", CLIENT, at_least=1)
     reset_prefix_cache: bool = declare(
         True, "Empty the server's prefix cache before the run.", CLIENT,

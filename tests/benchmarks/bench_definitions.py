@@ -36,7 +36,7 @@ Figures = Mapping[str, float | None]
 
 def run(command: list[str], folder: Path, environ: Mapping[str, str] | None = None) -> None:
     """Run a command in ``folder``. Raises RuntimeError with the end of its output when it fails."""
-    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", **(environ or {})}
+    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **(environ or {})}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(f"{command[:3]} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")

@@ -415,6 +415,28 @@ def test_counts_of_the_server_come_before_the_tokenizer(tmp_path: Path) -> None:
     assert "estimated_tokens" not in done.facts
 
 
+def test_only_complete_answers_count_as_estimated(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        text = "" if asked.number else "one two"
+        await asked.send(EVENTS + chunk(event(said(text, "stop"))) + END)
+
+    with raw_server(answer) as server:
+        done = run(server.url, plan_of(2, concurrency=1), tokenizer=str(tokenizer_file(tmp_path)))
+    assert column(done, "error_class") == [None, "empty_output"]
+    assert done.facts["estimated_tokens"]["answers"] == 1
+
+
+@pytest.mark.parametrize("transport", ["direct", "httpx"])
+def test_ids_are_left_out_for_servers_that_refuse_them(transport: str) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(SGLANG) + END)
+
+    with raw_server(answer) as server:
+        run(server.url, plan_of(1, output_tokens=3), endpoint="sglang", transport=transport)
+        run(server.url, plan_of(1, output_tokens=3), endpoint="sglang", transport=transport, request_ids=False)
+        assert ["x-request-id" in asked.headers for asked in server.asked] == [True, False]
+
+
 def test_an_absent_tokenizer_is_said() -> None:
     async def answer(asked: Asked) -> None:
         await asked.send(EVENTS + chunk(event(said("one", "stop"))) + END)

@@ -138,7 +138,7 @@
       drawn.set(element, result);
       const { view } = result;
       if (element.dataset.chart === "surface") await view.signal("phase_shown", phaseSelect.value).runAsync();
-      if (element.dataset.chart === "timeline") view.addSignalListener("brush", (_, range) => zoomTo(range.t));
+      if (element.dataset.chart === "timeline" && page.runs[chosen].modes.length) view.addSignalListener("brush", (_, range) => zoomTo(range.t));
       element.dataset.state = "drawn";
     } catch (error) {
       element.classList.add("failed");
@@ -230,6 +230,7 @@
       ? `Dashed lines mark where a phase of the scenario begins to be served: ${starts}.`
       : "";
     document.getElementById("single-steps").hidden = !Object.keys(run.steps).length;
+    document.getElementById("about-drag").hidden = !run.modes.length;
     describeZoom();
   };
 
