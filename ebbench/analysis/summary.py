@@ -250,7 +250,7 @@ class Summary:
     def classes_table(self) -> pa.Table:
         """As :meth:`to_table`, one row per class of requests; without a column of the run's own."""
         rows = [_one_row({"class": named(name), **self.of_class(name)._figures()}) for name in self.classes]
-        return pa.concat_tables(rows, promote_options="permissive")
+        return pa.concat_tables(rows or [pa.table({"class": pa.nulls(0, pa.string())})], promote_options="permissive")
 
 
 def named(name: str) -> str:

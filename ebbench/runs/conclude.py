@@ -635,11 +635,14 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
 
 
 def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
-    """How many answers a limit on TPOT does not concern, where these are at least one in a hundred."""
-    single = int((columns.ok & (columns.sent_tokens < 2)).sum())
-    if slo.tpot is None or single < 0.01 * columns.ok.sum() or not single:
-        return []
-    return [warning("one-token-answers", single=single, answers=int(columns.ok.sum()), tpot_ms=slo.tpot)]
+    """How many answers a limit on TPOT does not concern, where these are at least one in a hundred of its class."""
+    limited = [(columns.ok & (columns.request_class == name), slo.of_class(name).tpot) for name in columns.classes]
+    found = []
+    for answers, tpot_ms in limited if slo.classes else [(columns.ok, slo.tpot)]:
+        of, single = int(answers.sum()), int((answers & (columns.sent_tokens < 2)).sum())
+        if tpot_ms is not None and single and single >= 0.01 * of:
+            found.append(warning("one-token-answers", single=single, answers=of, tpot_ms=tpot_ms))
+    return found
 
 
 def _sessions(plan: Plan) -> int:
