@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import warnings
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -26,8 +26,11 @@ import pyarrow as pa
 from rich.text import Text
 
 from ebbench.analysis.cases import ComparisonCase, RunResult, cases_of_results, result_of
+from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.documents import Document
 from ebbench.analysis.metrics import parse_slo
+from ebbench.analysis.sessions import SESSIONS, sessions_table
+from ebbench.analysis.summary import metric_columns
 from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.errors import (
     DataError,
@@ -39,7 +42,7 @@ from ebbench.errors import (
     UsageError,
 )
 from ebbench.process.termination import Signals, stoppable_from
-from ebbench.records.run import Run, find_runs
+from ebbench.records.run import Run, find_runs, unused
 from ebbench.render import figures, report
 from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
@@ -93,6 +96,9 @@ class Shown:
         return captured.get()
 
 
+_TYPES: Mapping[type, pa.DataType] = {int: pa.int64(), str: pa.string()}
+
+
 @dataclass(frozen=True, repr=False)
 class Runs(Shown, Sequence[RunResult]):
     """Runs in order of policy and seed. ``runs[0]`` is one of them, ``runs["ebplus"]`` those of a policy."""
@@ -136,13 +142,30 @@ class Runs(Shown, Sequence[RunResult]):
 
     def requests(self) -> pa.Table:
         """The requests of all runs, one row each, with the columns ``policy`` and ``seed`` first."""
-        tables = []
-        for result in self.results:
-            table = result.run.requests
+        return self._joined(result.run.requests for result in self.results)
+
+    def sessions(self) -> pa.Table:
+        """The sessions of all runs as of ``sessions.parquet``, one row each, with ``policy`` and ``seed`` first.
+
+        Empty if every session is a single request.
+        """
+        found = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
+        return self._joined(SESSIONS.empty_table() if table is None else table for table in found)
+
+    def classes(self) -> pa.Table:
+        """Figures of each class of requests, one row per run and class, with ``policy`` and ``seed`` first.
+
+        Empty if no request has a class.
+        """
+        return self._joined(result.summary.classes_table() for result in self.results)
+
+    def _joined(self, tables: Iterable[pa.Table]) -> pa.Table:
+        named = []
+        for result, table in zip(self.results, tables, strict=True):
             for name, value in (("seed", result.summary.seed), ("policy", result.summary.policy)):
-                table = table.add_column(0, name, pa.array([value] * table.num_rows))
-            tables.append(table)
-        return pa.concat_tables(tables, promote_options="permissive")
+                table = table.add_column(0, name, pa.array([value] * table.num_rows, _TYPES[type(value)]))
+            named.append(table)
+        return pa.concat_tables(named, promote_options="permissive")
 
     def save(self, directory: str | Path) -> Runs:
         """Copy the run directories into a new directory; returns the copies. Raises UsageError if it exists."""
@@ -150,7 +173,7 @@ class Runs(Shown, Sequence[RunResult]):
         if target.exists():
             raise UsageError(f"{target} exists; give another directory")
         for result in self.results:
-            shutil.copytree(result.run.path, target / result.run.path.name)
+            shutil.copytree(result.run.path, unused(target / result.run.path.name))
         return load(target)
 
     def __repr__(self) -> str:
@@ -355,7 +378,7 @@ def run(
     runs = Runs(tuple(in_order(series, done.results)))
     for result in runs:
         if not result.summary.valid:
-            reasons = ", ".join(result.summary.reasons)
+            reasons = ", ".join(map(str, result.summary.reasons))
             warnings.warn(f"INVALID run of {result.summary.policy}: {reasons}", stacklevel=2)
     return runs
 
@@ -569,8 +592,8 @@ def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
     kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {one.name for one in kept}
     known = {name: one for name, one in known_settings().items() if name not in (*but, *names, "workload", "policy")}
-    further = [name for name in FURTHER if name not in (*but, *names)]
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (*known, *further)]
+    known |= {name: one for name, one in FURTHER.items() if name not in (*but, *names)}
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
     helps = [f"    {name}: {named_as_keys(one.about.help)}".replace("\\[", "[") for name, one in known.items()]

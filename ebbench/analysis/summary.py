@@ -156,7 +156,7 @@ class Summary:
     seed: int
     run_dir: str
     valid: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[RunWarning, ...]
     interrupted: bool
     warnings: tuple[RunWarning, ...]
     slo: Slo
@@ -207,7 +207,7 @@ class Summary:
         }
         verdict = {
             "valid": self.valid,
-            "reasons": list(self.reasons),
+            "reasons": [str(reason) for reason in self.reasons],
             "interrupted": self.interrupted,
             "warnings": [str(warning) for warning in self.warnings],
             "failures": [asdict(failure) for failure in self.failures],
@@ -250,7 +250,7 @@ class Summary:
     def classes_table(self) -> pa.Table:
         """As :meth:`to_table`, one row per class of requests; without a column of the run's own."""
         rows = [_one_row({"class": named(name), **self.of_class(name)._figures()}) for name in self.classes]
-        return pa.concat_tables(rows, promote_options="permissive")
+        return pa.concat_tables(rows or [pa.table({"class": pa.nulls(0, pa.string())})], promote_options="permissive")
 
 
 def named(name: str) -> str:
@@ -342,7 +342,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         seed=manifest.seed,
         run_dir=str(run.path),
         valid=manifest.valid,
-        reasons=manifest.reasons,
+        reasons=tuple(manifest.reasons),
         interrupted=manifest.interrupted,
         warnings=manifest.warnings,
         slo=slo,

@@ -298,8 +298,6 @@ class _Held:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         weakref.finalize(self, os.close, self._descriptor)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # `ebbench runs rm` leaves it alone
 
     def release(self) -> None:
         """Say that the run is finished."""
@@ -315,8 +313,11 @@ class _Held:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a process writes a run, or a series of runs, into a directory now."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Whether a process writes a run, or a series of runs, into a directory now, or holds a lock file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

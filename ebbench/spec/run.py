@@ -348,6 +348,11 @@ OF_A_SERVER = (
     "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
+OF_TRAFFIC = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "speed", "time_unit", "source", "columns",
+    "input_len", "output_len", "length_distribution", "drop_too_long",
+)  # fmt: skip
+"""Settings that say which requests are sent, and when, as `ebbench advise` takes them."""
 OF_A_PLAN = (
     "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
     "input_len", "output_len", "length_distribution", "drop_too_long", *OF_A_SERVER,
