@@ -378,7 +378,7 @@ def run(
     runs = Runs(tuple(in_order(series, done.results)))
     for result in runs:
         if not result.summary.valid:
-            reasons = ", ".join(result.summary.reasons)
+            reasons = ", ".join(map(str, result.summary.reasons))
             warnings.warn(f"INVALID run of {result.summary.policy}: {reasons}", stacklevel=2)
     return runs
 
