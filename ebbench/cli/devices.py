@@ -10,7 +10,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import Command
-from ebbench.cli.run_settings import Tp, check_tp, setting
+from ebbench.cli.run_settings import Tp, setting
 from ebbench.config.declare import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def show(
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
-    from ebbench.engines.checks import check_counts
+    from ebbench.engines.checks import check_counts, check_tp
     from ebbench.spec.server import speculative_of
 
     check_tp(tp, link)

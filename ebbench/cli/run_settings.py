@@ -13,8 +13,6 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, opt
 from ebbench.config.declare import CLUSTER, LIMITS, Declared, declared_in
-from ebbench.engines.checks import check_counts
-from ebbench.errors import UsageError
 from ebbench.spec.run import known_settings
 
 WorkloadArgument = Annotated[
@@ -123,11 +121,3 @@ def _option(one: Declared, panel: str | None = None) -> typer.models.OptionInfo:
     complete = getattr(completion, one.option.complete) if one.option.complete else None
     names = one.option.names or one.option_names
     return opt(*names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
-
-
-def check_tp(tp: int, link: str | None) -> None:
-    """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
-
-    check_counts(tp=tp)
-    if link is not None and tp == 1:
-        raise UsageError(f"--link {link} joins the GPUs of one server: give --tp too, for example --tp 2")

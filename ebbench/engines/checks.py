@@ -30,6 +30,13 @@ def check_counts(**counts: int | float | None) -> None:
             raise UsageError(f"{option} must be {least}, not {value}")
 
 
+def check_tp(tp: int, link: str | None) -> None:
+    """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
+    check_counts(tp=tp)
+    if link is not None and tp == 1:
+        raise UsageError(f"--link {link} joins the GPUs of one server: give --tp too, for example --tp 2")
+
+
 _MOST_WARMUP = 1_000_000
 
 

@@ -246,7 +246,8 @@ def known_settings() -> Mapping[str, Declared]:
     return {name: found[name] for name in (*_FIRST, *(name for name in found if name not in _FIRST))}
 
 
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+_OPTION = re.compile(r"`ebbench [^`]*`|(?<![\w-])--([a-z][a-z-]*)")
+"""An option; or a command, whose options stay what they are."""
 
 
 def named_as_keys(text: str) -> str:
@@ -255,6 +256,8 @@ def named_as_keys(text: str) -> str:
 
 
 def _key(option: re.Match[str]) -> str:
+    if option[1] is None:
+        return option[0]
     for name, one in known_settings().items():
         if option[0] in one.option_names:
             return f"{name}=False" if one.option is not None and one.option.turns_off else name
@@ -348,6 +351,11 @@ OF_A_SERVER = (
     "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
+OF_TRAFFIC = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "speed", "time_unit", "source", "columns",
+    "input_len", "output_len", "length_distribution", "drop_too_long",
+)  # fmt: skip
+"""Settings that say which requests are sent, and when, as `ebbench advise` takes them."""
 OF_A_PLAN = (
     "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
     "input_len", "output_len", "length_distribution", "drop_too_long", *OF_A_SERVER,

@@ -484,7 +484,7 @@ def test_whatever_a_server_sends_by_any_api_is_classified(
 
 def test_limits_on_tokens_are_refused_where_there_are_none() -> None:
     settings: dict[str, Any] = {"workload": "balanced", "engine": "http://127.0.0.1:9", "endpoint": "embeddings"}
-    with pytest.raises(UsageError, match="--goodput ttft:50: answers of --endpoint embeddings have no tokens"):
+    with pytest.raises(UsageError, match="ttft:50: answers of --endpoint embeddings have no tokens"):
         make_engine(spec_of(settings | {"goodput": "e2el:90 ttft:50"}))
     make_engine(spec_of(settings | {"goodput": "e2el:90"}))
 
