@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.validity import Conditions, invalid_reasons
-from ebbench.client.dialects import DIALECTS
+from ebbench.client.dialects import DIALECTS, token_counts
 from ebbench.client.response import classify, response_to
 from ebbench.config.server_url import PATHS, Endpoint
 from ebbench.engines.setup import make_engine
@@ -532,3 +532,16 @@ def test_an_estimate_is_marked_wherever_a_run_is_shown(tmp_path: Path) -> None:
         invoke("report", tmp_path / "run", "--export", kind, "-o", tmp_path / kind)
         (exported,) = (tmp_path / kind).iterdir()
         assert "estimated tokens" in exported.read_text()
+
+
+@pytest.mark.parametrize("value", ["4", -1, 2**40, None, 3.5, [], True, {}])
+@pytest.mark.parametrize("endpoint", sorted(DIALECTS))
+def test_what_is_no_count_is_left_out_and_named_in_every_api(endpoint: Endpoint, value: Any) -> None:
+    fields = DIALECTS[endpoint].counts
+    usage: dict[str, Any] = {}
+    for path in filter(None, (fields.completion, fields.prompt, fields.cached, fields.reasoning, *fields.beside)):
+        outer, _, name = path.rpartition(".")
+        (usage.setdefault(outer, {}) if outer else usage)[name] = value
+    counts = token_counts(usage, fields)
+    assert counts[:4] == (None, None, None, None)
+    assert bool(counts.odd) == (value is not None)
