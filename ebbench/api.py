@@ -10,12 +10,11 @@ import asyncio
 import atexit
 import inspect
 import io
-import re
 import shutil
 import tempfile
 import warnings
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,10 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import pyarrow as pa
+from rich.text import Text
 
 from ebbench.analysis.cases import ComparisonCase, RunResult, cases_of_results, result_of
+from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.documents import Document
 from ebbench.analysis.metrics import parse_slo
+from ebbench.analysis.sessions import SESSIONS, sessions_table
+from ebbench.analysis.summary import metric_columns
 from ebbench.config.declare import DEFAULT_MODEL
 from ebbench.errors import (
     DataError,
@@ -39,12 +42,12 @@ from ebbench.errors import (
     UsageError,
 )
 from ebbench.process.termination import Signals, stoppable_from
-from ebbench.records.run import Run, find_runs
+from ebbench.records.run import Run, find_runs, unused
 from ebbench.render import figures, report
 from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
-from ebbench.runs.file import FURTHER, asked_for, of_keywords
-from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, known_settings
+from ebbench.runs.file import FURTHER, RUN_FILE, SEARCH_FILE, asked_for, of_keywords
+from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, SearchCommand, known_settings, named_as_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,6 +96,9 @@ class Shown:
         return captured.get()
 
 
+_TYPES: Mapping[type, pa.DataType] = {int: pa.int64(), str: pa.string()}
+
+
 @dataclass(frozen=True, repr=False)
 class Runs(Shown, Sequence[RunResult]):
     """Runs in order of policy and seed. ``runs[0]`` is one of them, ``runs["ebplus"]`` those of a policy."""
@@ -136,13 +142,30 @@ class Runs(Shown, Sequence[RunResult]):
 
     def requests(self) -> pa.Table:
         """The requests of all runs, one row each, with the columns ``policy`` and ``seed`` first."""
-        tables = []
-        for result in self.results:
-            table = result.run.requests
+        return self._joined(result.run.requests for result in self.results)
+
+    def sessions(self) -> pa.Table:
+        """The sessions of all runs as of ``sessions.parquet``, one row each, with ``policy`` and ``seed`` first.
+
+        Empty if every session is a single request.
+        """
+        found = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
+        return self._joined(SESSIONS.empty_table() if table is None else table for table in found)
+
+    def classes(self) -> pa.Table:
+        """Figures of each class of requests, one row per run and class, with ``policy`` and ``seed`` first.
+
+        Empty if no request has a class.
+        """
+        return self._joined(result.summary.classes_table() for result in self.results)
+
+    def _joined(self, tables: Iterable[pa.Table]) -> pa.Table:
+        named = []
+        for result, table in zip(self.results, tables, strict=True):
             for name, value in (("seed", result.summary.seed), ("policy", result.summary.policy)):
-                table = table.add_column(0, name, pa.array([value] * table.num_rows))
-            tables.append(table)
-        return pa.concat_tables(tables, promote_options="permissive")
+                table = table.add_column(0, name, pa.array([value] * table.num_rows, _TYPES[type(value)]))
+            named.append(table)
+        return pa.concat_tables(named, promote_options="permissive")
 
     def save(self, directory: str | Path) -> Runs:
         """Copy the run directories into a new directory; returns the copies. Raises UsageError if it exists."""
@@ -150,7 +173,7 @@ class Runs(Shown, Sequence[RunResult]):
         if target.exists():
             raise UsageError(f"{target} exists; give another directory")
         for result in self.results:
-            shutil.copytree(result.run.path, target / result.run.path.name)
+            shutil.copytree(result.run.path, unused(target / result.run.path.name))
         return load(target)
 
     def __repr__(self) -> str:
@@ -205,7 +228,8 @@ class CapacityResult(Shown):
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.command import parts
 
-        yield from parts(self.searched, options.max_width)
+        for part in parts(self.searched, options.max_width):
+            yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
         from ebbench.sizing import sentences
@@ -254,12 +278,10 @@ class PlanResult(Shown):
         return f"<PlanResult: {len(self.deployments)} deployments, cheapest {what}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
         from ebbench.sizing.plan_sentences import parts as plan_parts
 
         for part in plan_parts(*self.found.shown):
-            yield Text(part) if isinstance(part, str) else part
+            yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
         from ebbench.sizing.chart import frontiers
@@ -313,7 +335,7 @@ _PRE = '<pre style="line-height:normal">{code}</pre>'
 
 
 def _html(document: Document, chart: Any = None) -> str:
-    told = replace(document, notes=tuple(_OPTION.sub(_keyword, note) for note in document.notes))
+    told = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
     return f"<div>{as_html(told, 'h4')}{'' if chart is None else _image(chart)}</div>"
 
 
@@ -356,7 +378,7 @@ def run(
     runs = Runs(tuple(in_order(series, done.results)))
     for result in runs:
         if not result.summary.valid:
-            reasons = ", ".join(result.summary.reasons)
+            reasons = ", ".join(map(str, result.summary.reasons))
             warnings.warn(f"INVALID run of {result.summary.policy}: {reasons}", stacklevel=2)
     return runs
 
@@ -372,7 +394,7 @@ def load(*paths: str | Path, goodput: str | None = None) -> Runs:
 
 
 def capacity(
-    workload: str, *, goodput: str, attainment: float = 0.95, by: str = "rate", scenario: str | None = None,
+    workload: str, *, goodput: str = "", attainment: float = 0.95, by: str = "rate", scenario: str | None = None,
     precision: float = 0.02, max_probes: int = 40, max_time: float | None = None,
     output_dir: str | Path | None = None, policies: Sequence[str] | str | None = None, progress: OnProgress = None,
     **settings: Any,
@@ -388,13 +410,16 @@ def capacity(
     from ebbench.sizing.command import Searched, capacity_search, find_capacity, refuse_nothing
 
     with _named_as_keywords(), tempfile.TemporaryDirectory(prefix="ebbench-") as temporary:
-        given = _of_keywords(capacity, settings, policies)
-        search = capacity_search(
-            {**given, "workload": workload}, [goodput], attainment=attainment, by=by, scenario=scenario,
-            precision=precision, max_probes=max_probes, max_time=max_time,
-        )  # fmt: skip
-        directory = None if output_dir is None else Path(output_dir).expanduser()
-        done = Searched(search)
+        own: dict[str, Any] = {
+            "goodput": goodput, "attainment": attainment, "by": by, "scenario": scenario, "precision": precision,
+            "max_probes": max_probes, "max_time": max_time,
+        }  # fmt: skip
+        own = {name: value for name, value in own.items() if value != getattr(SearchCommand, name)}  # a file's stay
+        own |= {} if output_dir is None else {"output_dir": output_dir}
+        given = _of_keywords(capacity, {**settings, **own}, policies, SEARCH_FILE)
+        asked = asked_for(workload, given, SEARCH_FILE)
+        directory = Path(asked["output_dir"]).expanduser() if "output_dir" in asked else None
+        done = Searched(capacity_search(asked))
         find_capacity(done, directory or Path(temporary), _console(progress), quiet=not progress)
         refuse_nothing(done.outcomes)
         if directory is not None:
@@ -495,11 +520,15 @@ async def _beside(work: Callable[[], T]) -> T:
 
 
 def _of_keywords(
-    function: Callable[..., Any], settings: Mapping[str, Any], policies: Sequence[str] | str | None = None
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    policies: Sequence[str] | str | None = None,
+    table: Any = RUN_FILE,
 ) -> dict[str, Any]:
     """The settings of a function, checked, with ``policies`` under the name that files have."""
-    known = inspect.signature(function).parameters.keys()
-    return of_keywords(_with_policies(settings, policies), known | ({"policy"} if "policies" in known else set()))
+    known = {*inspect.signature(function).parameters}
+    known |= {"policy"} if "policies" in known else set()
+    return of_keywords(_with_policies(settings, policies), known, table)
 
 
 def _with_policies(settings: Mapping[str, Any], policies: Sequence[str] | str | None) -> dict[str, Any]:
@@ -553,18 +582,8 @@ def _named_as_keywords() -> Iterator[None]:
     try:
         yield
     except EbbenchError as error:
-        error.args = tuple(_OPTION.sub(_keyword, arg) if isinstance(arg, str) else arg for arg in error.args)
+        error.args = tuple(named_as_keys(arg) if isinstance(arg, str) else arg for arg in error.args)
         raise
-
-
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
-
-
-def _keyword(option: re.Match[str]) -> str:
-    for name, one in known_settings().items():
-        if option[0] in one.option_names:
-            return f"{name}=False" if one.option is not None and one.option.turns_off else name
-    return option[1].replace("-", "_")
 
 
 def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
@@ -573,11 +592,11 @@ def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
     kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {one.name for one in kept}
     known = {name: one for name, one in known_settings().items() if name not in (*but, *names, "workload", "policy")}
-    further = [name for name in FURTHER if name not in (*but, *names)]
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (*known, *further)]
+    known |= {name: one for name, one in FURTHER.items() if name not in (*but, *names)}
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
-    helps = [f"    {name}: {one.about.help}".replace("\\[", "[") for name, one in known.items()]
+    helps = [f"    {name}: {named_as_keys(one.about.help)}".replace("\\[", "[") for name, one in known.items()]
     described.__doc__ = "\n".join([f"{function.__doc__}", "    Settings:", "", *helps, ""])
 
 

@@ -2,22 +2,149 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ebbench.advice.choice import BASELINE, AdviceQuestion, ExpectedLoad
+from ebbench.analysis.metrics import Slo, parse_slo
+from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.config.topology import TopologySpec
-from ebbench.engines.checks import check_fits, check_options
+from ebbench.devices.capacity import batch_limits
+from ebbench.devices.profiles import find_profile
+from ebbench.engines.checks import check_counts, check_fits, check_options, check_tp
 from ebbench.engines.setup import topology_of
 from ebbench.errors import UsageError
 from ebbench.hazard import analyse_lengths
 from ebbench.records.plan import Plan
-from ebbench.runs.prepare import device_of, plan_of
+from ebbench.runs.prepare import checked_server, device_of, each_once, parse_policies, plan_of
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec, simulated
+from ebbench.spec.run import OF_A_SERVER, OF_LABELS, OF_TRAFFIC, RunSpec, known_settings, simulated
+from ebbench.spec.server import EngineOptions, version_defaults
+from ebbench.workloads.options import is_recorded, recorded_file, scenario_meant
+from ebbench.workloads.trace import read_trace
 from vllm_eb.policy import parse_policy
+
+DEFAULT_PROMPTS, MOST_OF_A_LOG = 3000, 10_000
+"""Requests per run: of a workload, and most of a log, of whose further requests each seed takes another part."""
+TRIED = ("batchwait:iters=32,ratio=0.5", "cadence:every=16", "delayer", "eb", "ebplus", "marginal", "ppas")
+"""Policies that are tried beside v1: TensorRT-LLM's batch wait has no default, cadences of 8 to 32 differ little."""
+SMALLER_BUDGETS = (2048, 4096, 8192)
+"""Token budgets of v1: which is best moves with the load (P-PAS, arXiv 2608.15171)."""
+
+TRIED_BUDGETS = (8192, 2048, 4096, 16384)
+"""Token budgets to try; the first is the reference: that of vLLM's own on data-centre GPUs is 8,192 or 16,384."""
+
+
+def question_of(
+    workload: str,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    model: str,
+    cluster: Mapping[str, str],
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: Sequence[int] = (),
+    num_prompts: int | None = None,
+    goodput: Sequence[str] = (),
+    policies: Sequence[str] = (),
+    seeds: int = 5,
+) -> AdviceQuestion:
+    """The question, checked. ``settings``: of a run, by name: its traffic, the server and labels.
+
+    ``max_num_batched_tokens``: token budgets to try, that of the reference first. Raises UsageError.
+    """
+    rate = settings.get("request_rate")
+    check_counts(
+        seeds=seeds, num_prompts=num_prompts, max_concurrency=settings.get("max_concurrency"), request_rate=rate
+    )
+    slo = parse_slo(goodput)
+    each_once("--max-num-batched-tokens", max_num_batched_tokens)
+    chosen = batch_limits(find_profile(device), settings.get("vllm_version") or DEFAULT_VLLM)
+    seqs = chosen.max_num_seqs if max_num_seqs is None else max_num_seqs
+    budgets = tuple(max_num_batched_tokens or default_budgets(seqs, chosen.max_num_batched_tokens))
+    names = checked_server(model, settings)
+    question = AdviceQuestion(
+        workload,
+        device,
+        names["model"],
+        scenario_meant(workload, settings.get("scenario"), rate, None),
+        plan_arguments(workload, num_prompts, settings),
+        seqs,
+        budgets[0],
+        seeds,
+        slo,
+        tuple(spec.name for spec in parse_policies(policies)) if policies else default_policies(slo, budgets, seqs),
+        budgets=budgets[1:],
+        server={**cluster, **_of_server(settings, names["api_server"])},
+    )
+    return checked(question)
+
+
+def cluster_of(topology: str | None, tp: int, link: str | None) -> dict[str, str]:
+    """The topology, or what a number of GPUs means, and the link, if they are given. Raises UsageError."""
+    if topology is None:
+        check_tp(tp, link)
+        topology = f"tp={tp}" if tp > 1 else None
+    elif tp > 1:
+        raise UsageError(f"--topology has the GPUs of each engine: leave out --tp {tp}, and write tp= there")
+    return {name: value for name, value in (("topology", topology), ("link", link)) if value is not None}
+
+
+def _of_server(settings: Mapping[str, Any], api_server: str) -> dict[str, Any]:
+    """The server's other settings that differ from their defaults, and labels, by the names of ``RunSpec.changed``."""
+    own = version_defaults(settings.get("vllm_version")) | {"api_server": api_server}
+    own |= {name: settings[name] for name in (*OF_A_SERVER, *OF_LABELS) if name in settings and name != "api_server"}
+    left_out = ("assume_decoder", "max_model_len")  # in the model's name, and in the plan
+    known = known_settings()
+    return {name: value for name, value in own.items() if name not in left_out and value != known[name].default}
+
+
+def plan_arguments(workload: str, num_prompts: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of build_plan except workload, scenario and seed."""
+    given = {name: settings[name] for name in OF_TRAFFIC if name in settings and name != "scenario"}
+    longest = settings.get("max_model_len", EngineOptions.max_model_len)
+    given = {"source": "profile", **given, "max_model_len": longest}
+    if not is_recorded(workload):
+        return given | {"num_prompts": num_prompts or DEFAULT_PROMPTS}
+    asked = num_prompts or _most(workload, settings.get("columns"))
+    return given | {"num_prompts": asked, "source": "auto", "redraw": True}
+
+
+def _most(workload: str, columns: str | None) -> int:
+    """The sessions of a log, as far as a run takes them unless more are asked for."""
+    path = recorded_file(workload)
+    assert path is not None  # the caller asked for a log
+    return min(read_trace(path, columns).requests.sessions, MOST_OF_A_LOG)
+
+
+def default_budgets(max_num_seqs: int, chosen: int = TRIED_BUDGETS[0]) -> tuple[int, ...]:
+    """Token budgets to try with every policy, that of the reference first, which is ``chosen`` by vLLM on the device.
+
+    vLLM refuses a budget below its sequences.
+    """
+    fit = tuple(budget for budget in dict.fromkeys((chosen, *TRIED_BUDGETS)) if budget >= max_num_seqs)
+    return fit or (max_num_seqs,)
+
+
+def default_policies(slo: Slo, budgets: Sequence[int], max_num_seqs: int) -> tuple[str, ...]:
+    """The policies that are tried unless others are asked for; those that keep targets get the TTFT and TPOT targets.
+
+    Where only one token budget is tried, smaller budgets of v1 are candidates as far as they hold the sequences; of
+    several ones each is tried with every policy anyway.
+    """
+    targets_s = {name: limit / 1e3 for name, limit in slo.limits().items() if name in ("ttft", "tpot")}
+    most = budgets[0] if len(budgets) == 1 else 0
+    named = [*TRIED]
+    if targets_s:
+        named.insert(named.index("marginal") + 1, f"marginal:{','.join(f'{k}={v:g}' for k, v in targets_s.items())}")
+    if "tpot" in targets_s:
+        named.append(f"slochunk:tpot={targets_s['tpot']:g}")
+    named += [f"{BASELINE}:budget={budget}" for budget in SMALLER_BUDGETS if max_num_seqs <= budget < most]
+    return (BASELINE, *named)
 
 
 def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | None = None) -> RunSpec:
@@ -25,7 +152,7 @@ def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | No
     cell = simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
         question.max_num_batched_tokens if budget is None else budget, question.scenario, weight=2.0, seed=seed,
-        **question.plan,
+        front_end_ms=None, **question.plan,
     )  # fmt: skip
     return cell.changed(**question.server)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from msgspec import to_builtins
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +19,7 @@ from ebbench.analysis.cases import TIE
 from ebbench.config.declare import option_name
 from ebbench.engines.checks import rank_notes
 from ebbench.records.warnings import Texts
-from ebbench.render.numbers import DASH, change, count, duration_ms, listed, percent, rate, sentence
+from ebbench.render.numbers import DASH, change, count, duration_ms, finite, listed, percent, rate, sentence
 from ebbench.render.tables import framed
 from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.v1 import V1
@@ -25,6 +28,7 @@ from vllm_eb.policy import PolicySpec, parse_policy
 if TYPE_CHECKING:
     from ebbench.advice.choice import Advice, AdviceQuestion, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
+    from ebbench.render.documents import Console
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
 MOST = 0.5
@@ -420,3 +424,59 @@ def _crossing_text(probe: GainCurve, what: str, x_format: str) -> str:
         return f"no crossover in {what} in this range: {winner} is ahead throughout"
     where = ", ".join(x_format.format(value) for value in probe.crossings)
     return f"crossover in {what} at about {where} (interpolated between {count(len(probe.x))} points, one seed)"
+
+
+def print_advice(advice: Advice, console: Console) -> None:
+    """Print what to run, why, and where that changes."""
+    question = advice.question
+    on = f"{question.workload}, {question.model} on {question.device} {server_options(question)}"
+    console.print(on.rstrip(), style="bold", markup=False)
+    for index, line in enumerate(headline(advice)):
+        console.print(line, style="bold green" if not index else None, markup=False)
+
+    def section(title: str, lines: Sequence[str]) -> None:
+        console.print(f"\n{title}", style="bold", markup=False)
+        for line in lines:
+            console.print(Padding(Text(line), (0, 0, 0, 2)))
+
+    section("Parameters", parameters(advice))
+    how_many = f"means over {question.seeds} seeds" if question.seeds > 1 else "one seed"
+    section(f"Simulation, which decides ({how_many})", [])
+    console.print(candidates(advice))
+    for line in left_out(advice):
+        console.print(line, markup=False)
+    for table, crossing in probes(advice):
+        console.print()
+        console.print(table)
+        console.print(crossing, markup=False)
+    section("Theory", [*theory_lines(advice), *filter(None, [agreement(advice)])])
+    section("Keep in mind", limits_of_it(advice))
+
+
+def as_dict(advice: Advice) -> dict[str, Any]:
+    """One JSON object; infinite bounds are null."""
+    budget = budget_share(advice.scores)
+    theory = asdict(advice.theory) | {"exclusive": advice.theory.exclusive, "gain": advice.theory.gain}
+    return {
+        "policy": advice.chosen.policy,
+        "reason": to_builtins(advice.reason),
+        "equal_budgets": level_budgets(advice.chosen, advice.scores),
+        "objective": "goodput" if advice.question.slo else "total_token_throughput",
+        "slo_ms": advice.question.slo.limits() or None,
+        "load": asdict(advice.load),
+        "theory": theory,
+        "scores": [finite(asdict(score)) for score in advice.scores],
+        "concurrency": None if advice.concurrency is None else asdict(advice.concurrency),
+        "mix": None if advice.mix is None else asdict(advice.mix),
+        "tuned_budget": budget and {"max_num_batched_tokens": tuned_budget(budget[0]), "share_of_gain": budget[1]},
+        "tuning": None if advice.tuning is None else asdict(advice.tuning),
+        "server": dict(advice.question.server),
+        "max_num_seqs": advice.question.max_num_seqs,
+        "max_num_batched_tokens": advice.chosen.max_num_batched_tokens,
+        "compared_with": {"policy": BASELINE, "max_num_batched_tokens": advice.question.max_num_batched_tokens},
+        "dropped": [one._asdict() for one in advice.dropped],
+        "engines": advice.engines,
+        "seeds": advice.question.seeds,
+        "seeds_alike": advice.question.seeds_alike,
+        "notes": list(advice.notes),
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ebbench.advice.candidates import candidate, engines_of, figure, load_of
@@ -24,16 +25,18 @@ from ebbench.advice.choice import (
     sign_changes,
 )
 from ebbench.analysis.environment import time_note
-from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import by_policy, told_once
 from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
 from ebbench.records.warnings import RunWarning
-from ebbench.runs.conclude import left_out_of
+from ebbench.render.documents import Console
+from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out_of
+from ebbench.runs.execute import with_progress
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec, simulated
+from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads import load_scenario
 from vllm_eb.policy import least_seqs, parse_policy
 from vllm_eb.theory import NO_DRAFTS
@@ -58,11 +61,6 @@ FACTOR = 3
 """Ratio of seeds between rounds, and of the pairs before a round to those after it."""
 FEWEST = 8
 """So many pairs reach the last round; of so many policies or fewer, each keeps its best budget."""
-
-TRIED = ("batchwait:iters=32,ratio=0.5", "cadence:every=16", "delayer", "eb", "ebplus", "marginal", "ppas")
-"""Policies that are tried beside v1: TensorRT-LLM's batch wait has no default, cadences of 8 to 32 differ little."""
-SMALLER_BUDGETS = (2048, 4096, 8192)
-"""Token budgets of v1: which is best moves with the load (P-PAS, arXiv 2608.15171)."""
 
 Make = Callable[[str, Sequence[RunSpec]], None]
 """Carries out the runs of a round, named by a text."""
@@ -138,39 +136,11 @@ def _kept(question: AdviceQuestion, values: Mapping[BudgetedPolicy, float]) -> s
     return kept | set(always)
 
 
-TRIED_BUDGETS = (8192, 2048, 4096, 16384)
-"""Token budgets to try; the first is the reference: that of vLLM's own on data-centre GPUs is 8,192 or 16,384."""
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS, PROBE_TURNS = 1200, 8
 """Fewest requests of a point, and per open one. Filling and draining count against EB: at 256 open (ShareGPT, RTX PRO
 6000) it gains 3 % with three requests per open one, 9 with eight and 16 with forty."""
-
-
-def default_budgets(max_num_seqs: int, chosen: int = TRIED_BUDGETS[0]) -> tuple[int, ...]:
-    """Token budgets to try with every policy, that of the reference first, which is ``chosen`` by vLLM on the device.
-
-    vLLM refuses a budget below its sequences.
-    """
-    fit = tuple(budget for budget in dict.fromkeys((chosen, *TRIED_BUDGETS)) if budget >= max_num_seqs)
-    return fit or (max_num_seqs,)
-
-
-def default_policies(slo: Slo, budgets: Sequence[int], max_num_seqs: int) -> tuple[str, ...]:
-    """The policies that are tried unless others are asked for; those that keep targets get the TTFT and TPOT targets.
-
-    Where only one token budget is tried, smaller budgets of v1 are candidates as far as they hold the sequences; of
-    several ones each is tried with every policy anyway.
-    """
-    targets_s = {name: limit / 1e3 for name, limit in slo.limits().items() if name in ("ttft", "tpot")}
-    most = budgets[0] if len(budgets) == 1 else 0
-    named = [*TRIED]
-    if targets_s:
-        named.insert(named.index("marginal") + 1, f"marginal:{','.join(f'{k}={v:g}' for k, v in targets_s.items())}")
-    if "tpot" in targets_s:
-        named.append(f"slochunk:tpot={targets_s['tpot']:g}")
-    named += [f"{BASELINE}:budget={budget}" for budget in SMALLER_BUDGETS if max_num_seqs <= budget < most]
-    return (BASELINE, *named)
 
 
 def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[RunSpec, RunSpec]]:
@@ -202,7 +172,7 @@ def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, 
     }  # fmt: skip
     v1, eb = (
         simulated(workload, policy, question.device, question.model, question.max_num_seqs,
-                  question.max_num_batched_tokens, "saturated", **plan).changed(**question.server)
+                  question.max_num_batched_tokens, "saturated", front_end_ms=None, **plan).changed(**question.server)
         for policy in (BASELINE, "eb")
     )  # fmt: skip
     return v1, eb
@@ -242,6 +212,44 @@ def probe(pairs: Mapping[float, tuple[RunSpec, RunSpec]], store: RunStore, *, lo
     scale = [math.log(value) for value in x] if log else x
     crossings = tuple(math.exp(value) if log else value for value in sign_changes(scale, gains))
     return GainCurve(tuple(x), tuple(gains), crossings)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How the runs of an advice are made. ``served``: simulate the API server too if a candidate keeps it busy."""
+
+    served: bool = False
+    crossover: bool = True
+    tune: bool = False
+    workers: int | None = None
+    quiet: bool = False
+
+
+def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Advice:
+    """Search, probe the crossovers and tune, as far as that is asked for. Raises UsageError, RunError."""
+    carry_out = partial(with_progress, store=store, workers=effort.workers, quiet=effort.quiet)
+
+    def attempt(served: bool) -> tuple[AdviceQuestion, SearchResult]:
+        asked = replace(question, server={**question.server, "api_server": DEFAULT_CLASS}) if served else question
+        make = partial(carry_out, whole=bool(asked.slo))
+        searched = search(asked, make, lambda cell: objective(asked, store, cell))
+        busy = api_server_left_out(asked, store, searched.finalists)
+        if busy is not None and effort.served and not served:
+            raise ApiServerBusyError(busy)
+        return asked, searched
+
+    messages = Console(stderr=True, highlight=False)
+    question, searched = again_if_busy(attempt, partial(messages.say, quiet=effort.quiet))
+    if effort.crossover:
+        load = load_of(question, store)
+        pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
+        carry_out("crossovers", [cell for pair in pairs for cell in pair], whole=False)
+    advice = advise(question, store, searched, with_crossover=effort.crossover)
+    if not effort.tune:
+        return advice
+    policy, budget = advice.chosen.policy, advice.chosen.max_num_batched_tokens
+    carry_out("settings", tuning_cells(question, policy, budget), whole=bool(question.slo))
+    return replace(advice, tuning=tune(question, policy, store, budget))
 
 
 def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, with_crossover: bool) -> Advice:

@@ -486,21 +486,17 @@ def measure(
 
 
 def measure_classes(columns: RequestColumns, slo: Slo, duration_s: float | None) -> dict[str, Metrics]:
-    """Metrics of each class of requests by name, with rates over ``duration_s``; empty if no request has a class.
-
-    Raises UsageError if a class has limits and no request.
-    """
-    refuse_unknown_classes(slo, columns.classes)
+    """Metrics of each class of requests by name, with rates over ``duration_s``; empty if no request has a class."""
     return {
         name: measure(columns, rows=columns.request_class == name, slo=slo, duration_s=duration_s)
         for name in columns.classes
     }
 
 
-def refuse_unknown_classes(slo: Slo, classes: Iterable[str]) -> None:
-    """Raise UsageError for limits of a class that is not among the ``classes`` of a run."""
+def refuse_unknown_classes(limited: Iterable[str], classes: Iterable[str]) -> None:
+    """Raise UsageError for a class that has limits and is not among the ``classes`` of a run."""
     known = sorted(filter(None, classes))
-    if unknown := [name for name, _ in slo.classes if name not in known]:
+    if unknown := [name for name in limited if name not in known]:
         of = f"; its classes are {', '.join(known)}" if known else ""
         raise UsageError(f"--goodput limits class {unknown[0]!r}, and no request of the run has this class{of}")
 

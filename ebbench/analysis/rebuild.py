@@ -24,7 +24,7 @@ from ebbench.records.manifest import Manifest, decode_manifest
 from ebbench.records.plan import with_class
 from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, TAIL, Run, RunWriter, require_directory
 from ebbench.records.schema import PLAN, REQUESTS
-from ebbench.records.warnings import warning
+from ebbench.records.warnings import as_stored, warning
 
 NOT_RECORDED = "not_recorded"
 
@@ -59,6 +59,35 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
 
     Raises DataError if shards or plan are missing, and for a damaged shard unless ``skip_damaged``.
     """
+    damaged: list[Path] = []
+    manifest, shards, tables = _read(directory, damaged, skip=skip_damaged)
+    recorded = tables["requests"]
+    tables["requests"] = with_class(_complete(recorded, tables["plan"]), tables["plan"])
+    finished = RunWriter(directory).finish(_judged(manifest, tables, recorded.num_rows, damaged), tables)
+    for shard in (shard for paths in shards.values() for shard in paths if ".part-" in shard.name):
+        if shard not in damaged:
+            with suppress(OSError):
+                shard.unlink()
+    for leftover in (directory / PARTIAL, *directory.glob(f"*{TAIL}"), *directory.glob(".*.tmp")):
+        with suppress(OSError):
+            leftover.unlink()
+    return Rebuilt(finished, recorded.num_rows, tables["plan"].num_rows, tuple(damaged))
+
+
+def so_far(directory: Path) -> Run:
+    """A run that is going on: the requests that have ended. Nothing is written.
+
+    Raises DataError if there is none, or none that can be read at this moment.
+    """
+    manifest, _, tables = _read(directory, [], skip=True)
+    tables["requests"] = with_class(tables["requests"], tables["plan"])
+    return Run(directory, msgspec.structs.replace(manifest, valid=True, interrupted=False, reasons=()), tables)
+
+
+def _read(
+    directory: Path, damaged: list[Path], *, skip: bool
+) -> tuple[Manifest, dict[str, list[Path]], dict[str, pa.Table]]:
+    """The preliminary manifest, the shards, and what they hold; each request once."""
     path = directory / PARTIAL
     if not path.exists():
         raise DataError(f"{directory}: nothing to rebuild; {PARTIAL} is missing")
@@ -66,21 +95,11 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     shards = {name: sorted(directory.glob(f"{name}.part-*.parquet")) for name in SCHEMAS}
     if not shards["plan"] and (directory / "plan.parquet").exists():
         shards["plan"] = [directory / "plan.parquet"]  # the run was being stored: its plan is complete
-    damaged: list[Path] = []
-    tables = {name: _joined(name, paths, damaged, directory, skip=skip_damaged) for name, paths in shards.items()}
+    tables = {name: _joined(name, paths, damaged, directory, skip=skip) for name, paths in shards.items()}
     if not tables["plan"].num_rows:
         raise DataError(f"{directory}: nothing to rebuild; the plan was not stored")
-    recorded = _once(tables["requests"])
-    tables["requests"] = with_class(_complete(recorded, tables["plan"]), tables["plan"])
-    finished = RunWriter(directory).finish(_judged(manifest, tables, recorded.num_rows, damaged), tables)
-    for shard in (shard for paths in shards.values() for shard in paths if ".part-" in shard.name):
-        if shard not in damaged:
-            with suppress(OSError):
-                shard.unlink()
-    for leftover in (path, *directory.glob(f"*{TAIL}"), *directory.glob(".*.tmp")):
-        with suppress(OSError):
-            leftover.unlink()
-    return Rebuilt(finished, recorded.num_rows, tables["plan"].num_rows, tuple(damaged))
+    tables["requests"] = _once(tables["requests"])
+    return manifest, shards, tables
 
 
 def _joined(name: str, paths: Sequence[Path], damaged: list[Path], directory: Path, *, skip: bool) -> pa.Table:
@@ -138,11 +157,11 @@ def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, dama
     )
     planned = tables["plan"].num_rows
     rebuilt = warning("rebuilt", recorded=recorded, planned=planned, damaged_shards=len(damaged))
-    reasons = tuple(dict.fromkeys((*manifest.reasons, *found)))
+    reasons = tuple(dict.fromkeys((*manifest.reasons, *map(as_stored, found))))
     return msgspec.structs.replace(
         manifest,
         valid=False,
         interrupted=True,
-        reasons=reasons or ("cut off before its end",),
+        reasons=reasons or (warning("cut-off"),),
         warnings=(*manifest.warnings, rebuilt),
     )

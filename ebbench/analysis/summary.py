@@ -33,6 +33,7 @@ from ebbench.analysis.metrics import (
     economy_of,
     measure,
     measure_classes,
+    refuse_unknown_classes,
     slo_from_limits,
     steady_windows,
 )
@@ -155,7 +156,7 @@ class Summary:
     seed: int
     run_dir: str
     valid: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[RunWarning, ...]
     interrupted: bool
     warnings: tuple[RunWarning, ...]
     slo: Slo
@@ -206,7 +207,7 @@ class Summary:
         }
         verdict = {
             "valid": self.valid,
-            "reasons": list(self.reasons),
+            "reasons": [str(reason) for reason in self.reasons],
             "interrupted": self.interrupted,
             "warnings": [str(warning) for warning in self.warnings],
             "failures": [asdict(failure) for failure in self.failures],
@@ -249,7 +250,7 @@ class Summary:
     def classes_table(self) -> pa.Table:
         """As :meth:`to_table`, one row per class of requests; without a column of the run's own."""
         rows = [_one_row({"class": named(name), **self.of_class(name)._figures()}) for name in self.classes]
-        return pa.concat_tables(rows, promote_options="permissive")
+        return pa.concat_tables(rows or [pa.table({"class": pa.nulls(0, pa.string())})], promote_options="permissive")
 
 
 def named(name: str) -> str:
@@ -274,15 +275,15 @@ def _column_type(value: Any) -> pa.DataType:
 
 
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
-    """Summarise a whole run. ``slo`` None uses the limits of the run. Raises DataError for damaged files."""
+    """Summarise a whole run. ``slo`` None uses the limits of the run.
+
+    Raises DataError for damaged files, UsageError if ``slo`` limits a class that no request has.
+    """
     return _Summariser(run, slo).whole()
 
 
 def summary_of(run: Run, metrics: Metrics, slo: Slo, columns: RequestColumns) -> Summary:
-    """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``; ``columns``: of all requests.
-
-    Raises UsageError if ``slo`` limits a class that no request has.
-    """
+    """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``; ``columns``: of all requests."""
     classes = measure_classes(columns, slo, metrics.duration_s)
     return replace(_summary(run, metrics, slo), classes=classes, sessions=figures_by_class(sessions_table(columns)))
 
@@ -304,6 +305,8 @@ class _Summariser:
         self.run = run
         self.slo = slo_from_limits(run.manifest.slo) if slo is None else slo
         self.columns = RequestColumns.of(metric_columns(run))
+        if slo is not None:
+            refuse_unknown_classes([name for name, _ in slo.classes], self.columns.classes)
         self.windows = steady_windows(self.columns, run.manifest.phases)
 
     def whole(self) -> Summary:
@@ -339,7 +342,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         seed=manifest.seed,
         run_dir=str(run.path),
         valid=manifest.valid,
-        reasons=manifest.reasons,
+        reasons=tuple(manifest.reasons),
         interrupted=manifest.interrupted,
         warnings=manifest.warnings,
         slo=slo,

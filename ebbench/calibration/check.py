@@ -14,11 +14,12 @@ from ebbench.analysis.metrics import measure
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
 from ebbench.calibration.rounds import SteppedVllm, run_closed_loop
 from ebbench.devices.base import Device, start_up
-from ebbench.devices.capacity import reserve_bytes
+from ebbench.devices.capacity import kv_capacity_tokens, reserve_bytes
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
 from ebbench.devices.profiles import FORMAT, DeviceProfile, find_model, measured_name
 from ebbench.engines.base import Engine, EngineResult
+from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, UsageError
 from ebbench.records import files
@@ -130,6 +131,13 @@ def _tokens_per_s(result: EngineResult) -> float:
     if rate is None:
         raise DataError("no request of the check completed")
     return rate
+
+
+def machine_of(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
+    """A machine whose step times are known, with the KV cache that vLLM would make of its memory."""
+    profile = DeviceProfile(name, name, memory_bytes, 1.0, 1.0, "measured")
+    tokens = kv_capacity_tokens(profile, model, start_up(), max_num_seqs=_SEQS, max_num_batched_tokens=_TOKENS)
+    return replace(unknown_device(name, model.name), kv_capacity_tokens=tokens)
 
 
 def write_profile(measured: MeasuredCosts, device: Device, model: str, folder: Path) -> Path:

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.devices.base import Device
+from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import fixed_and_each
 from ebbench.engines.base import Engine, Observer
-from ebbench.errors import DataError, UsageError
+from ebbench.errors import DataError, InputFileError, UsageError
+from ebbench.foreign.documents import read_object
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 from ebbench.spec.server import EngineOptions
@@ -314,3 +318,62 @@ def r_squared(y: Any, fitted: Any) -> float:
     total = float(((values - values.mean()) ** 2).sum())
     left = float(((values - np.asarray(fitted, float)) ** 2).sum())
     return 1.0 - left / total if total > 0 else 1.0
+
+
+# --- steps that torch alone has timed ------------------------------------------------------------------------------
+
+
+class _Sizes(msgspec.Struct):
+    tokens: tuple[int, ...]
+    seqs: tuple[int, ...]
+    contexts: tuple[int, ...]
+    repeats: int
+
+
+class _Machine(msgspec.Struct):
+    gpu: str
+    memory_bytes: int
+    torch: str
+
+
+class _Timed(msgspec.Struct):
+    step: Key
+    times_s: list[float]
+
+
+class TorchSteps(msgspec.Struct):
+    """A file of ``borrowed.py steps`` (:mod:`ebbench.validation.borrowed`): the times of every step of a grid."""
+
+    attention: str
+    decoder: dict[str, int]
+    grid: _Sizes
+    manifest: _Machine
+    steps: list[_Timed]
+
+
+def read_steps(path: Path) -> TorchSteps:
+    """Raises InputFileError that names the field, also for a file whose grid is not complete."""
+    try:
+        found = msgspec.convert(read_object(path, MOST_STEPS_BYTES), TorchSteps)
+    except msgspec.ValidationError as error:
+        raise InputFileError(path, f"is no file of `borrowed.py steps`: {error}") from None
+    points = len(found.grid.tokens) + len(found.grid.seqs) * len(found.grid.contexts) * (1 + len(found.grid.tokens))
+    timed = sum(bool(one.times_s) for one in found.steps)
+    if timed < points:
+        raise InputFileError(path, f"has {timed} of {points} steps; the same command on its machine goes on with them")
+    return found
+
+
+def costs_of_steps(found: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
+    """The costs of the model by those steps. Raises UsageError for a model of other sizes."""
+    other = [name for name, size in found.decoder.items() if getattr(model, name, None) != size]
+    if other or not model.plain or model.experts:
+        sizes = ", ".join(f"{name} {found.decoder[name]:,}" for name in other) or "a dense decoder in 16 bits"
+        raise UsageError(f"the steps are of a decoder with {sizes}, unlike {model.name}: give its --model")
+    grid = ProbeGrid(found.grid.tokens, found.grid.seqs, found.grid.contexts, found.grid.repeats)
+    seconds = {one.step: float(np.median(one.times_s)) for one in found.steps}
+    source = f"borrowed.py steps, {model.name} on {found.manifest.gpu}, torch {found.manifest.torch}, {found.attention}"
+    return fit(cost_grid(grid, seconds), source, grid.points)
+
+
+MOST_STEPS_BYTES = 16 << 20

@@ -48,6 +48,9 @@ def calibrate(
     seqs: Seqs = None,
     contexts: Contexts = None,
     repeats: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds; each measures every point once.")] = 8,
+    steps: Annotated[
+        Path | None, typer.Option(help="Fit step times that `borrowed.py steps` measured, in place of measuring.")
+    ] = None,
     check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0: no check.")] = 64,
     output_dir: Annotated[Path, typer.Option(help="Directory for profile and calibration.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -62,7 +65,9 @@ def calibrate(
 
     grid = replace(grid_of(engine, tokens, seqs, contexts), repeats=repeats)
     _not_there(output_dir / "profile.toml")
-    if engine == "vllm":
+    if steps is not None:
+        measured, target, found = _of_steps(steps, model, device)
+    elif engine == "vllm":
         measured, target, found = _measure_vllm(device, model, grid, check, tuple(vllm_options or ()))
     else:
         _refuse_vllm_options(engine, vllm_options or ())
@@ -72,6 +77,17 @@ def calibrate(
         typer.echo(json.dumps(_document(measured, target, profile, found)))
     else:
         _print(measured, profile, found)
+
+
+def _of_steps(path: Path, model: str, device: str | None) -> tuple[MeasuredCosts, Device, Check | None]:
+    """What torch alone has measured, of a machine with the memory of that one."""
+    from ebbench.calibration.check import machine_of
+    from ebbench.calibration.measure import costs_of_steps, read_steps
+    from ebbench.devices.profiles import find_model
+
+    steps, geometry = read_steps(path), find_model(model)
+    measured = costs_of_steps(steps, geometry)
+    return measured, machine_of(device or steps.manifest.gpu, steps.manifest.memory_bytes, geometry), None
 
 
 def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:

@@ -8,58 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ebbench.cli import completion
 from ebbench.cli.options import grouped, opt
 from ebbench.cli.run_settings import (
-    OUTPUT,
-    Attainment,
-    Goodput,
     RunsCommand,
     RunSettings,
     VllmOptions,
     WorkloadArgument,
 )
-from ebbench.spec.run import DEFAULTS, SET_BY_SEARCH
-
-_SEARCH = "Search"
-
-
-@dataclass(frozen=True)
-class SearchFlags:
-    """Limits, and settings of the search."""
-
-    goodput: Goodput = None
-    attainment: Attainment = 0.95
-    by: Annotated[
-        str, opt("--by", help="rate (sessions/s, open loop) or concurrency (closed loop).", panel=_SEARCH)
-    ] = "rate"
-    scenario: Annotated[
-        str | None,
-        opt(
-            "--scenario",
-            "-s",
-            help="Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled.",
-            panel=_SEARCH,
-            complete=completion.scenarios,
-        ),
-    ] = None
-    precision: Annotated[
-        float, opt("--precision", help="Stop when half of the 95 % interval is at most this share.", panel=_SEARCH)
-    ] = 0.02
-    max_probes: Annotated[int, opt("--max-probes", help="Most runs per policy.", panel=_SEARCH)] = 40
-    max_time: Annotated[float | None, opt("--max-time", help="Most seconds for the whole command.", panel=_SEARCH)] = (
-        None
-    )
+from ebbench.config.declare import OUTPUT
+from ebbench.spec.run import DEFAULTS, SET_BY_SEARCH, SearchCommand
 
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Where results go, and in which form."""
+    """In which form results are shown."""
 
-    output_dir: Annotated[
-        Path | None,
-        opt("--output-dir", "-o", help="Directory of the probes; an existing search continues.", panel=OUTPUT),
-    ] = None
     plot: Annotated[
         Path | None, opt("--plot", help="Write the latency-load curves to this .svg, .png or .pdf.", panel=OUTPUT)
     ] = None
@@ -71,20 +34,23 @@ class OutputFlags:
 def capacity(
     context: typer.Context,
     workload: WorkloadArgument,
-    searching: SearchFlags,
-    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=SET_BY_SEARCH)],
+    settings: Annotated[dict[str, Any], RunSettings(DEFAULTS, but=SET_BY_SEARCH, also=SearchCommand)],
     output: OutputFlags,
     vllm_options: VllmOptions = None,
 ) -> None:
     """Find the highest load at which requests meet their latency limits, per policy, with a 95 % interval.
 
     Every probe is an ordinary run directory. A stopped search continues with the same --output-dir.
+
+    A TOML file with these settings may stand for the workload, as `ebbench init capacity` writes it.
     """
+    from ebbench.runs.file import SEARCH_FILE, asked_for
     from ebbench.sizing.command import CapacityOutput, capacity_search, search_all
 
-    settings |= {"workload": workload, "vllm_options": vllm_options}
-    search = capacity_search(settings, **{**vars(searching), "goodput": searching.goodput or ()})
-    search_all(search, CapacityOutput(output.output_dir, output.plot, output.as_json, output.quiet))
+    given = settings | ({"vllm_options": vllm_options} if vllm_options else {})
+    asked = asked_for(workload, given, SEARCH_FILE)
+    directory = None if asked.get("output_dir") is None else Path(asked["output_dir"])
+    search_all(capacity_search(asked), CapacityOutput(directory, output.plot, output.as_json, output.quiet))
 
 
 capacity.command_class = RunsCommand  # type: ignore[attr-defined]

@@ -28,17 +28,22 @@ def client_check(
     """
     from ebbench.client.check import LEVELS, measure_levels
     from ebbench.errors import UsageError
+    from ebbench.render.documents import Console
+    from ebbench.render.live import Work, shown
 
     if not (0 < rate < inf and 0 < seconds < inf and max_streams >= 1):
         raise UsageError("--rate, --seconds and --max-streams must be positive")
     streams = sorted({n for n in LEVELS if n < max_streams} | {max_streams})
     levels: list[LoadLevel] = []
     refused = ""
+    messages = Console(stderr=True)
     try:
-        for level in measure_levels(rate, seconds, workers, streams):
-            levels.append(level)
-            if not as_json:
-                typer.echo(_progress(level), err=True)
+        with shown(messages, Work("client-check", len(streams), "loads", at_most=True)) as work:
+            for level in measure_levels(rate, seconds, workers, streams):
+                levels.append(level)
+                work.done += 1
+                if not as_json:
+                    messages.say(_progress(level))
     except UsageError as error:  # more streams than this process may have open files
         if not levels:
             raise

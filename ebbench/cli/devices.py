@@ -10,7 +10,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import Command
-from ebbench.cli.run_settings import Tp, check_tp, setting
+from ebbench.cli.run_settings import Tp, setting
 from ebbench.config.declare import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def show(
         str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL,
     assume_decoder: Annotated[bool, setting("assume_decoder")] = False,
+    assume_kernels: Annotated[bool, setting("assume_kernels")] = False,
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
     context: Annotated[int, typer.Option(help="KV tokens per decode.")] = 512,
     max_num_seqs: Annotated[int | None, typer.Option(help="Affects the KV cache size.")] = None,
@@ -76,7 +77,7 @@ def show(
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
-    from ebbench.engines.checks import check_counts
+    from ebbench.engines.checks import check_counts, check_tp
     from ebbench.spec.server import speculative_of
 
     check_tp(tp, link)
@@ -94,6 +95,7 @@ def show(
         kv_cache_dtype=kv_cache_dtype,
         gpu_memory_utilization=gpu_memory_utilization,
         vllm_version=vllm_version,
+        assume_kernels=assume_kernels,
         speculative=None if speculative is None else speculative_of(speculative),
     )
     facts = describe(device, context)

@@ -12,8 +12,10 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,12 +83,14 @@ MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve
 
 COMMANDS: dict[str, CommandEntry] = {
     "run": CommandEntry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
+    "init": CommandEntry("ebbench.cli.init:init", MEASURE, "Write a commented file of settings, to edit and run."),
     "show": CommandEntry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
     "runs": CommandEntry("ebbench.cli.runs:app", MEASURE, "List stored runs; remove, move or export them."),
     "capacity": CommandEntry("ebbench.cli.capacity:capacity", MEASURE, "Find the highest load within latency limits."),
     "plan": CommandEntry("ebbench.cli.plan:plan", UNDERSTAND, "Find the cheapest GPUs for a request rate."),
     "sweep": CommandEntry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings; can be resumed."),
     "compare": CommandEntry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
+    "trend": CommandEntry("ebbench.cli.trend:trend", MEASURE, "Follow figures over commits; find changes."),
     "gate": CommandEntry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),
     "report": CommandEntry("ebbench.cli.report:report", MEASURE, "Write runs as one self-contained HTML file."),
     "query": CommandEntry("ebbench.cli.query:query", MEASURE, "Query stored runs in SQL."),
@@ -117,6 +121,9 @@ COMMANDS: dict[str, CommandEntry] = {
         "ebbench.cli.client_check:client_check", SERVE, "Measure how much load this client can generate."
     ),
 }
+
+_LONG_S = 10.0
+_ENDLESS = frozenset({"serve", "gateway", "fake-server", "--quiet", "-q", "--watch"})
 
 INTERRUPTED = 130
 _STDERR = 2
@@ -206,11 +213,37 @@ def run() -> None:
     try:
         if refused := refusal(sys.argv[1:]):
             sys.exit(_complain(refused, UsageError.exit_code))
-        app(prog_name="ebbench")
+        with _told_when_long(sys.argv[1:]):
+            app(prog_name="ebbench")
     except KeyboardInterrupt:  # before a command was found
         sys.exit(_complain("interrupted", INTERRUPTED))
     finally:
         finish()
+
+
+@contextmanager
+def _told_when_long(words: Sequence[str]) -> Iterator[None]:
+    """Say on stderr how long a command has worked, every 10 s in which it shows no progress itself.
+
+    Not for those that serve until they are stopped, nor with --quiet.
+    """
+    entry = COMMANDS.get(words[0]) if words else None
+    if entry is None or not _ENDLESS.isdisjoint(words):
+        yield
+        return
+    began_s, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        if not ended.wait(_LONG_S):
+            from ebbench.render.live import tell_elapsed
+
+            tell_elapsed(words[0], began_s, ended)
+
+    threading.Thread(target=tell, name="elapsed", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _open_standard_streams() -> None:

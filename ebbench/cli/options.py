@@ -8,16 +8,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
+from functools import partial
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
 from ebbench.errors import UnknownNameError, UsageError
-
-if TYPE_CHECKING:
-    pass
-
 
 # Refuses options that would have no effect.
 
@@ -65,6 +62,11 @@ def opt(*names: str, help: str, panel: str, complete: Callable[[str], Any] | Non
     """An option under a heading of ``--help``; ``complete`` returns the names that the shell offers for its value."""
     option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel, autocompletion=complete)
     return option
+
+
+def under(panel: str) -> Callable[..., typer.models.OptionInfo]:
+    """:func:`opt` under one heading; without a name the option is called as its parameter."""
+    return partial(opt, panel=panel)
 
 
 HELP_ALL = "--help-all"

@@ -12,14 +12,12 @@ import typer
 
 from ebbench.cli.options import GoodputCommand, grouped, opt
 from ebbench.cli.run_settings import (
-    LIMITS,
-    OUTPUT,
     Attainment,
     Goodput,
     RunSettings,
     WorkloadArgument,
 )
-from ebbench.config.declare import DEFAULT_MODEL
+from ebbench.config.declare import DEFAULT_MODEL, LIMITS, OUTPUT
 from ebbench.errors import UsageError
 from ebbench.spec.run import OF_A_PLAN
 

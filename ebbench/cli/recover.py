@@ -19,11 +19,15 @@ def recover(
     Requests without a record count as cancelled. Complete runs are not changed.
     """
     from ebbench.analysis.rebuild import cut_off_runs, rebuild
+    from ebbench.records.run import is_being_written
 
     found = cut_off_runs(runs)
     if not found:
         typer.echo("nothing to recover: no unfinished run here")
     for directory in found:
+        if is_being_written(directory):
+            typer.echo(f"{directory}: is being measured now, left alone")
+            continue
         done = rebuild(directory, skip_damaged=skip_damaged)
         typer.echo(f"{directory}: rebuilt, {done.recorded} of {done.planned} requests have a record")
         for path in done.damaged:

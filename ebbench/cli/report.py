@@ -27,6 +27,10 @@ def report(
         Path | None, typer.Option("--output", "-o", help="HTML file (default report.html) or directory of exports.")
     ] = None,
     all_percentiles: AllPercentiles = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page of a running measurement on this machine until it ends.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --watch; 0: a free one.")] = 0,
     title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "",
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
@@ -41,6 +45,11 @@ def report(
     from ebbench.report.page_tables import searches_of, shown_runs
 
     slo = parse_slo(goodput) if goodput else None
+    if watch:
+        if html or export or output:
+            raise UsageError("--watch writes nothing: give it without --html, --export and --output")
+        _watch(runs, port, title, slo, all_percentiles=all_percentiles)
+        return
     found = searches_of(runs)
     loaded = [Run.load(path) for given in runs for path in shown_runs(given) or find_runs([given])]
     if not loaded:
@@ -54,6 +63,27 @@ def report(
     if target.is_dir():
         raise UsageError(f"{target} is a directory; give a file, e.g. --output {target / 'report.html'}")
     _page(loaded, target, title, slo, all_percentiles=all_percentiles, searches=found)
+
+
+def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_percentiles: bool) -> None:
+    from ebbench.report import page
+    from ebbench.report.page_data import page_of
+    from ebbench.report.watch import Watched, Watcher
+
+    def rendered(now: Watched) -> str:
+        notes = [now.note] if now.going_on else []
+        found = page_of(now.runs, title=title, slo=slo, notes=notes, all_percentiles=all_percentiles)
+        return page.render(found)
+
+    shown = " ".join(map(str, runs))
+    try:
+        with Watcher(runs, rendered, port) as watcher:
+            typer.echo(f"watching {shown} at {watcher.url} (Ctrl-C stops it, not the measurement)", err=True)
+            watcher.until_the_end()
+    except KeyboardInterrupt:
+        typer.echo(f"stopped watching; `ebbench report {shown}` writes the page after the measurement", err=True)
+        return
+    typer.echo(f"the measurement has ended; `ebbench report {shown}` writes its page", err=True)
 
 
 def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool,

@@ -5,18 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import GoodputCommand, opt
-from ebbench.config.declare import CLUSTER, Declared
-from ebbench.engines.checks import check_counts
-from ebbench.errors import UsageError
+from ebbench.config.declare import CLUSTER, LIMITS, Declared, declared_in
 from ebbench.spec.run import known_settings
-
-LIMITS, OUTPUT = "Limits", "Output"
 
 WorkloadArgument = Annotated[
     str,
@@ -62,18 +59,20 @@ class RunSettings:
     """Marks a command's parameter that takes settings of a run: a dictionary of those that are given, by name.
 
     ``defaults``: shown where they are not those of a run. ``but``: settings that the command does not take, or takes in
-    another way; ``only``: all that it takes.
+    another way; ``only``: all that it takes. ``also``: a class that declares settings of the command itself.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     but: Collection[str] = ()
     only: Collection[str] = ()
+    also: type | None = None
 
     def declared(self) -> list[Declared]:
         """The settings that become options."""
         known = known_settings()
-        names = self.only or [name for name in known if name not in self.but]
-        return [known[name] for name in names if known[name].option is not None]
+        own = {} if self.also is None else declared_in(self.also)
+        names = self.only or [name for name in known if name not in (*self.but, *own)]
+        return [*(known[name] for name in names if known[name].option is not None), *own.values()]
 
     def parameters(self) -> list[inspect.Parameter]:
         """One parameter per option."""
@@ -88,6 +87,8 @@ class RunSettings:
                 continue
             if option.read is not None:
                 settings |= option.read(value)
+            elif isinstance(value, Path):
+                settings[one.name] = str(value)  # as a file has it
             else:
                 settings[one.name] = not value if option.turns_off else value
         return settings
@@ -106,21 +107,17 @@ def _parameter(one: Declared, default: Any) -> inspect.Parameter:
         kind, default = about.text | None, default if about.text is str and isinstance(default, str) else None
     elif about.turns_off:
         kind, default = bool, False
-    annotation: Any = Annotated[kind, setting(one.name)]
+    annotation: Any = Annotated[kind, _option(one)]
     return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
     """The option of a declared setting, for a command that takes it under its own name."""
-    one = known_settings()[name]
-    assert one.option is not None, f"{name} has no option"
+    return _option(known_settings()[name], panel)
+
+
+def _option(one: Declared, panel: str | None = None) -> typer.models.OptionInfo:
+    assert one.option is not None, f"{one.name} has no option"
     complete = getattr(completion, one.option.complete) if one.option.complete else None
-    return opt(*one.option_names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
-
-
-def check_tp(tp: int, link: str | None) -> None:
-    """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
-
-    check_counts(tp=tp)
-    if link is not None and tp == 1:
-        raise UsageError(f"--link {link} joins the GPUs of one server: give --tp too, for example --tp 2")
+    names = one.option.names or one.option_names
+    return opt(*names, help=one.about.help, panel=panel or one.option.panel, complete=complete)

@@ -11,6 +11,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import grouped, opt
+from ebbench.cli.run_settings import setting
 from ebbench.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class CostFlags:
     calibration: Annotated[
         Path | None, opt("--calibration", help="Measured costs, JSON (`ebbench calibrate`).", panel=_COSTS)
     ] = None
+    assume_kernels: Annotated[bool, setting("assume_kernels", panel=_COSTS)] = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,9 @@ def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags
             "after --, or give them to `ebbench run --engine emulated`"
         )
     spec, device_model = parse_policy(policy), costs.device_model or model
+    emulation = Emulation(
+        emulated.emulate or "", device_model, emulated.slow_motion, assume_kernels=costs.assume_kernels
+    )
     return Serving(
         model=model if Path(model).exists() else hub_name(model),
         policy=spec,
@@ -118,7 +123,8 @@ def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags
             device=costs.device or emulated.emulate,
             model=device_model,
             vllm_options=extra,
+            assume_kernels=costs.assume_kernels,
         ),
         extra=extra,
-        emulation=Emulation(emulated.emulate, device_model, emulated.slow_motion) if emulated.emulate else None,
+        emulation=None if emulated.emulate is None else emulation,
     )

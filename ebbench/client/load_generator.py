@@ -367,7 +367,8 @@ def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | 
 
 def _estimates(requests: pa.Table, counter: TokenizerCount | None) -> dict[str, Any]:
     """The fact that output tokens were counted by the client, with what and in how many answers."""
-    count = 0 if counter is None else pc.sum(requests["estimated_tokens"]).as_py() or 0
+    done = requests.filter(pc.equal(requests["status"], "ok"))
+    count = 0 if counter is None else pc.sum(done["estimated_tokens"]).as_py() or 0
     return {ESTIMATED: {"answers": count, "by": counter.description}} if counter is not None and count else {}
 
 

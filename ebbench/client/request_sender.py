@@ -100,16 +100,18 @@ class ConnectionPool:
         self._head = head.text
 
     async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> HttpExchange:
-        """Send one request; returns once the response headers are complete. Raises TransportError."""
+        """Send one request, without an id if that is empty; returns once the response headers are complete.
+
+        Raises TransportError.
+        """
         connection = self.connections.take()
         receiver.sent(time.monotonic_ns())
         receiver.first_on_connection = connection is None or not connection.answered
         if connection is None:
             connection = await self.connections.open_for_use()
         try:
-            data = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
-                self._head, request_id.encode(), len(body), body,
-            )  # fmt: skip
+            named = b"x-request-id: %b\r\n" % request_id.encode() if request_id else b""
+            data = b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (self._head, named, len(body), body)
             exchange = connection.begin(data, receiver)
             await exchange.headers_complete
         except BaseException:
@@ -391,6 +393,7 @@ class RequestSender:
 
         ``hang_up_ns``: close the connection so long after sending, if the response is not complete by then.
         """
+        request_id = request_id if self._options.request_ids else ""
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         request = _OpenRequest(streamed, task)
@@ -442,7 +445,7 @@ class RequestSender:
             _refused(streamed, exchange.status, rest, headers)
 
     async def _httpx(self, client: httpx.AsyncClient, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
-        headers = {"x-request-id": request_id}
+        headers = {"x-request-id": request_id} if request_id else {}
         request = client.build_request("POST", self._target, content=body, headers=headers)
         streamed.sent(time.monotonic_ns())
         response = await client.send(request, stream=True)

@@ -141,7 +141,7 @@ class StreamedResponse:
 
         ``count`` gives the tokens of each text; ``estimated`` tells that it was used. Needs ``keep_text``.
         """
-        if self.counts().completion is not None or self.odd_count or self.error_class or not self.letters:
+        if self.counts().completion is not None or self.odd_count or self.error_class:
             return
         answer, thinking = map(int, count([self.text or "", "".join(self._thoughts)]))
         self._counts = self.counts()._replace(completion=answer + thinking, reasoning=thinking or None)

@@ -96,6 +96,7 @@ DEFAULT_VLLM = "0.32"
 
 
 WORKLOAD, LOAD, SESSIONS, ENGINE = "Workload", "Load", "Sessions", "Engine"
+LIMITS, SEARCH, OUTPUT = "Limits", "Search", "Output"
 CLIENT, CLUSTER, LABELS = "Client (with a server's URL)", "Several instances", "Labels"
 
 
@@ -140,7 +141,7 @@ class Declared:
     def option_names(self) -> tuple[str, ...]:
         """How the option is written, as :class:`Option`'s ``names``."""
         if self.option is not None and self.option.names:
-            return self.option.names
+            return tuple(one for names in self.option.names for one in names.split("/"))
         return (option_name(self.name),)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import HostCosts, Speculative
+from ebbench.spec.server import HostCosts, Speculative, release_of
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -149,12 +148,6 @@ _INFERRED = Trial(45.0, 0.31e9, at_once=True)
 _OF_EB_VLLM = StartUp((0, 0), 0.90, _INFERRED, _INFERRED)
 
 
-def release_of(version: str) -> tuple[int, int] | None:
-    """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
-    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
 def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     """The rules of a version such as ``0.32`` or ``0.25.1``, or of ``eb-vllm``.
 
@@ -196,6 +189,7 @@ class DeviceRequest:
     kv_tokens: int | None = None
     vllm_version: str | None = None
     drafts: Speculative | None = None
+    assume_kernels: bool = False
 
     @property
     def vllm(self) -> str:

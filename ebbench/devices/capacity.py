@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, release_of, start_up
+from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
 from ebbench.devices.geometry import Mixer, ModelGeometry
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
+from ebbench.spec.server import release_of
 
 Ints = npt.NDArray[np.int64]
 BLOCK_TOKENS = 16

@@ -22,7 +22,6 @@ from ebbench.devices.base import (
     Parallel,
     StepShape,
     quantised,
-    release_of,
 )
 from ebbench.devices.capacity import requested_capacity, requested_layout
 from ebbench.devices.geometry import ModelGeometry
@@ -50,8 +49,8 @@ from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, caveat
-from ebbench.spec.server import OPTION, HostCosts, Speculative
+from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, caveat
+from ebbench.spec.server import OPTION, HostCosts, Speculative, release_of
 from vllm_eb.calibration import Calibration
 
 SLOWER = 1.02
@@ -100,20 +99,19 @@ def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
     eager = (caveat("eager-unknown"),) if request.eager and not isinstance(cost, TableCost) else ()
-    return eager + (_other_defaults(request) if isinstance(cost, TableCost) else ())
+    return eager + (_other_kernels(request) if isinstance(cost, TableCost) else ())
 
 
-_ASYNC_SINCE, _WHOLE_PROMPTS_SINCE = (0, 14), (0, 19)
-"""Versions of vLLM since which scheduling is asynchronous, and prompts are admitted as a whole, by default."""
+_TABLES_SINCE = (0, 19)
+"""The oldest vLLM under which kernels of the tables were measured; the newest is 0.24."""
 
 
-def _other_defaults(request: DeviceRequest) -> tuple[str, ...]:
-    """What an older vLLM had otherwise and ``--vllm-version``, which sizes the KV cache, does not set."""
+def _other_kernels(request: DeviceRequest) -> tuple[str, ...]:
+    """What of an older vLLM ``--vllm-version`` does not set."""
     version = release_of(request.vllm_version or "")
-    if version is None or version >= _WHOLE_PROMPTS_SINCE:
+    if version is None or version >= _TABLES_SINCE:
         return ()
-    too_async = request.async_scheduling and version < _ASYNC_SINCE
-    return (caveat("older-vllm", vllm_version=request.vllm_version, too_async=too_async),)
+    return (caveat("older-vllm", vllm_version=request.vllm_version),)
 
 
 def unfitted_host(request: DeviceRequest, host: HostCosts) -> tuple[str, ...]:
@@ -250,6 +248,7 @@ def load_device(
     kv_cache_dtype: str = "auto",
     kv_tokens: int | None = None,
     vllm_version: str | None = None,
+    assume_kernels: bool = False,
     speculative: Speculative | None = None,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
@@ -259,16 +258,17 @@ def load_device(
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
     ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. ``speculative``: the
-    server drafts tokens. The other settings only affect its size, too; None is the profile's value, of
-    ``gpu_memory_utilization`` the version's.
+    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat. The
+    other settings only affect the cache's size, too; None is the profile's value, of ``gpu_memory_utilization`` the
+    version's.
 
-    Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
-    the cost model does not exist for this pair.
+    Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit, the
+    cost model does not exist for this pair, or kernels were not measured and are not to be assumed.
     """
     return load(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
-            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative,
+            host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative, assume_kernels,
         )
     )  # fmt: skip
 
@@ -310,6 +310,7 @@ def load(request: DeviceRequest) -> Device:
         if measured is not None and request.cost == "auto"
         else _build(request, profile, geometry, published, constants)
     )
+    _refuse_unmeasured(request, built)
     calibration = measured or _calibration(built, published, profile.margin_s_per_token)
     if drafts is not None:
         plain, built = built, _drafting(built, drafts, geometry)
@@ -327,6 +328,34 @@ def load(request: DeviceRequest) -> Device:
         request=request,
         identity=(*identity_of(profile, named, cost=request.cost, host=request.host), *built.identity),
         kv_layout=requested_layout(profile, geometry, request),
+    )
+
+
+_ROOFLINE = "roofline"
+_UNMEASURED = (_ROOFLINE, "experts-roofline", "layers-estimated")
+"""Codes of the caveats that a roofline stands for kernels: off by a factor, where scaled ones are off by a fifth."""
+
+
+def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
+    """Raise UsageError for kernels that were not measured, unless the user has asked for a roofline of them.
+
+    A device file of the user's own asks for one by the rates that it states.
+    """
+    if request.assume_kernels or request.cost == _ROOFLINE:
+        return
+    codes = [code for code in _UNMEASURED if code != _ROOFLINE or not request.name.endswith(".toml")]
+    missing = [each for each in built.warnings if isinstance(each, Caveat) and each.code in codes]
+    if not missing:
+        return
+    what: str = missing[0]
+    if missing[0].code == _ROOFLINE:
+        what = (
+            f"kernels were not measured on {request.name}, and a roofline by its data sheet is right to a factor only"
+        )
+    hint = [f"{each}, or" for each in built.warnings if each in library.hint(find_profile(request.name))]
+    remedy = " ".join([*hint, "choose a GPU that has them (`ebbench devices list`), or accept the estimate"])
+    raise UsageError(
+        f"{what}; {remedy} with --assume-kernels (run, capacity, plan, advise, sweep, devices show, serve)"
     )
 
 

@@ -16,22 +16,50 @@ import msgspec
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
-from ebbench.spec.server import OFF, HostCosts
+from ebbench.spec.server import DEFAULT_CLASS, OFF, EngineOptions, HostCosts
+
+
+def _check_times(costs: msgspec.Struct) -> None:
+    for key in costs.__struct_fields__:
+        value = getattr(costs, key)
+        if key.endswith("_us") and not 0 <= value < math.inf:
+            raise ValueError(f"{key} must be 0 or more us, not {value:g}")
+
+
+class FrontEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request takes from the client to the engine, in us: ``latency_us`` of no core (network, HTTP, hand-over,
+    and the first token's way back), ``prompt_token_us`` of the tokenizer, which handles one prompt at a time."""
+
+    latency_us: float
+    prompt_token_us: float
+    source: str
+
+    def __post_init__(self) -> None:
+        _check_times(self)
 
 
 class ApiServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Time of one core, in us: per streamed token, per request, and per token of its prompt."""
+    """Time of one core, in us: per streamed token, per request, and per token of its prompt.
+
+    ``latency_us``: what every request takes besides, of no core. ``streams``: tokens wait for the core; otherwise they
+    leave with their step, and only requests do. ``front_end``: of servers on this class of machine.
+    """
 
     token_us: float
     request_us: float
     prompt_token_us: float
     source: str
+    latency_us: float = 0.0
+    streams: bool = True
+    front_end: FrontEnd | None = None
 
     def __post_init__(self) -> None:
-        for key in ("token_us", "request_us", "prompt_token_us"):
-            value = getattr(self, key)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{key} must be 0 or more us, not {value:g}")
+        _check_times(self)
+
+    @property
+    def latency_ns(self) -> int:
+        """Whole nanoseconds of a request that keep no core busy."""
+        return round(self.latency_us * 1e3)
 
     @property
     def token_ns(self) -> int:
@@ -56,6 +84,33 @@ def find_api_server(name: str) -> ApiServerCosts:
     if name not in list_api_servers():
         raise UnknownNameError("API server", name, (*list_api_servers(), OFF, "FILE.toml"))
     return load_toml(DATA / "api_servers" / f"{name}.toml", ApiServerCosts)
+
+
+def answering_costs(options: EngineOptions, profile: DeviceProfile | None) -> ApiServerCosts | None:
+    """Costs of what is between the clients and an engine with these options; None if nothing is simulated there.
+
+    The front end is that of the profile's class of machine, with the latency that the options give instead; without the
+    API server it is all there is. Raises UsageError as :func:`chosen_api_server`.
+    """
+    server = chosen_api_server(options.api_server, options.api_server_count)
+    front = _front_end(options.front_end_ms, "" if profile is None else profile.front_end)
+    if front is None:
+        return server
+    if server is None:
+        return ApiServerCosts(
+            token_us=0.0, request_us=0.0, prompt_token_us=front.prompt_token_us, source=front.source,
+            latency_us=front.latency_us, streams=False,
+        )  # fmt: skip
+    tokenizing_us = max(server.prompt_token_us, front.prompt_token_us)
+    return msgspec.structs.replace(server, prompt_token_us=tokenizing_us, latency_us=front.latency_us)
+
+
+def _front_end(latency_ms: float | None, machine: str) -> FrontEnd | None:
+    if latency_ms == 0 or (latency_ms is None and not machine):
+        return None
+    front = find_api_server(machine or DEFAULT_CLASS).front_end
+    assert front is not None  # every bundled class has one
+    return front if latency_ms is None else msgspec.structs.replace(front, latency_us=latency_ms * 1e3)
 
 
 def chosen_api_server(name: str, count: int | None) -> ApiServerCosts | None:
@@ -103,7 +158,7 @@ class DeviceProfile:
     ``collectives_from``: the device whose measured collectives over the link of the same name stand for its own.
     ``mixed_note``: what stands for the attention of mixed batches where it was not measured; ``mixed_fitted``: whether
     that was fitted on this device;
-    ``front_end_ms``: what requests of measured servers with this GPU took in front of the engine; not modelled.
+    ``front_end``: class of machine (:mod:`ebbench.devices.profiles`) whose front end its servers have; "": unknown.
     ``mxfp4_experts``: the type of the kernel tables that servers use for experts in MXFP4, where it is not w4a16_mxfp4.
     ``fp8_kv_as_16_bits``: decodes over a KV cache in FP8 are no faster than in 16 bits, as servers show.
     ``mixed_leaning``: which batches it makes look better than they may be, and by how much where that is known.
@@ -132,7 +187,7 @@ class DeviceProfile:
     short_name: str = ""
     fp8_kv_as_16_bits: bool = False
     mxfp4_experts: str = ""
-    front_end_ms: float = 0.0
+    front_end: str = ""
 
 
 def list_devices() -> tuple[str, ...]:

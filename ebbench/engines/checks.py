@@ -30,6 +30,13 @@ def check_counts(**counts: int | float | None) -> None:
             raise UsageError(f"{option} must be {least}, not {value}")
 
 
+def check_tp(tp: int, link: str | None) -> None:
+    """Raise UsageError for a number of GPUs below 1, and for a link of a single GPU."""
+    check_counts(tp=tp)
+    if link is not None and tp == 1:
+        raise UsageError(f"--link {link} joins the GPUs of one server: give --tp too, for example --tp 2")
+
+
 _MOST_WARMUP = 1_000_000
 
 
@@ -119,6 +126,11 @@ def refuse_simulated(options: EngineOptions, engine: str) -> None:
             f"--speculative is simulated by engines sim and emulated; engine {engine} drafts as its server does: leave "
             "it out (vLLM: -- --speculative-config)"
         )
+    if options.front_end_ms is not None:
+        raise UsageError(
+            f"--front-end-ms {options.front_end_ms:g} is simulated by engines sim and emulated; engine {engine} has a "
+            "real one: leave it out"
+        )
     if options.api_server != OFF:
         count = options.api_server_count
         given = f"--api-server {options.api_server}" if count is None else f"--api-server-count {count}"
@@ -139,7 +151,7 @@ def refuse_server_settings(server: str, names: Sequence[str], remedy: str = "lea
         )
 
 
-_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count", "vllm_version"})
+_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count", "front_end_ms", "vllm_version"})
 """Options that the load generator uses too, and those that :func:`refuse_simulated` refuses."""
 _STATED = ("max_num_seqs", "max_num_batched_tokens")
 """Settings that are taken for a running server too, and said to change nothing."""

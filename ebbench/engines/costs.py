@@ -38,10 +38,12 @@ def serving_costs(
     device: str | None,
     model: str,
     vllm_options: Sequence[str] = (),
+    assume_kernels: bool = False,
 ) -> Calibration | None:
     """Costs for a server on this machine: from the file, else from the profile that was named or fits the GPU.
 
     ``vllm_options``: arguments for ``vllm serve``, which say how many GPUs share the model and in which types.
+    ``assume_kernels``: as among the ``options``, where there are none.
     None if no policy uses costs. Raises UsageError that says what to do if a policy needs costs and there are none.
     """
     if calibration is not None:
@@ -60,7 +62,8 @@ def serving_costs(
             "calibration/calibration.json, or name a GPU like it with --device; v1, v0, deferred and a fixed k or "
             "theta need no costs"
         )
-    return load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options, vllm_options)).calibration
+    how = {"assume_kernels": assume_kernels} | _how(options, vllm_options)
+    return load_device(profile, model, parallel=parallel_of(vllm_options), **how).calibration
 
 
 def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str, Any]:
@@ -84,6 +87,7 @@ def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str
         "quantization": options.quantization,
         "kv_cache_dtype": options.kv_cache_dtype,
         "gpu_memory_utilization": options.gpu_memory_utilization,
+        "assume_kernels": options.assume_kernels,
         **types,
     }
 
@@ -127,7 +131,8 @@ def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Se
     from ebbench.devices.loader import load_device
 
     try:
-        found = load_device(profile, model, parallel=parallel_of(vllm_options), **_how(options, vllm_options))
+        how = _how(options, vllm_options) | {"assume_kernels": True}  # its step times are not used
+        found = load_device(profile, model, parallel=parallel_of(vllm_options), **how)
         return replace(found, kv_capacity_tokens=0)
     except UsageError:
         return None

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.devices.base import Device
-from ebbench.devices.profiles import chosen_api_server
+from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_unsimulated
 from ebbench.errors import RunError
@@ -330,7 +330,7 @@ class _EmulatedRun:
             controller.keep_records()
         begin = at_beginning(self._beginning, self._log, [] if controller is None else [controller])
         self._drafts = None if options.drafts is None else DraftCounts(options.drafts.tokens)
-        costs = chosen_api_server(options.api_server, options.api_server_count)
+        costs = answering_costs(options, device.profile)
         self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
         self._queue_limits = QueueLimits.of(self._state, options.max_num_queued_reqs, options.max_num_queued_tokens)
@@ -420,7 +420,7 @@ class _EmulatedRun:
             return False
         outputs, executed = core.step_fn()
         core.post_step(executed)
-        if self._api_servers is not None:
+        if self._api_servers is not None and self._api_servers.streams:
             self._stream(self._api_servers)
         if outputs:
             self._take(outputs)
@@ -497,7 +497,7 @@ class _EmulatedRun:
             going_on = tokens > 0  # the others had ended in the step before
             self._drafts.count(seen.verified.drafts[going_on], seen.verified.accepted[going_on])
         state.next_slot[sampled] += tokens
-        if self._api_servers is not None:
+        if self._api_servers is not None and self._api_servers.streams:
             self._on_the_device.append(_Tokens(end_ns, sampled, slots, tokens))
         step = Step(
             scheduled_ns, start_ns, end_ns, rows,

@@ -80,6 +80,7 @@ class EmulatedExecutor(StandInExecutor):
             kv_cache_dtype=str(settings.get("kv_cache_dtype", "auto")),
             gpu_memory_utilization=settings.get("gpu_memory_utilization"),
             vllm_version=settings.get("vllm_version"),
+            assume_kernels=emulation.assume_kernels,
         )
         self._cost, self._slow_motion = device.cost, emulation.slow_motion
         self._blocks = blocks or device.kv_capacity_tokens // self.cache_config.block_size
@@ -133,6 +134,7 @@ def read_settings(additional_config: object) -> tuple[Emulation, int | None]:
         "kv_cache_dtype",
         "gpu_memory_utilization",
         "vllm_version",
+        "assume_kernels",
     }
     unknown = set(settings) - known
     if unknown:
@@ -142,6 +144,7 @@ def read_settings(additional_config: object) -> tuple[Emulation, int | None]:
         str(settings["model"]),
         float(settings.get("slow_motion", 1.0)),
         str(settings.get("cost", "auto")),
+        bool(settings.get("assume_kernels", False)),
     )
     blocks = settings.get("kv_blocks")
     return emulation, int(blocks) if blocks else None

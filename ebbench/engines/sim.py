@@ -18,7 +18,7 @@ from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, Poo
 from ebbench.devices.base import Device
 from ebbench.devices.layers import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
-from ebbench.devices.profiles import chosen_api_server
+from ebbench.devices.profiles import answering_costs
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import (
@@ -402,7 +402,7 @@ class _Simulation:
             generates=generates,
             network_ns=self._network_ns,
             first_unit=len(self._kv_totals),
-            api_server=chosen_api_server(options.api_server, options.api_server_count),
+            api_server=answering_costs(options, device.profile),
             api_server_count=options.api_server_count,
             drafting=self._drafting,
         )

@@ -105,6 +105,7 @@ class Emulation:
     model: str
     slow_motion: float = 1.0
     cost: str = "auto"
+    assume_kernels: bool = False
 
     def __post_init__(self) -> None:
         if not self.slow_motion > 0:

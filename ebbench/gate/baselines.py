@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, remedy
 from ebbench.analysis.environment import LATER as LATER_CONDITIONS
-from ebbench.analysis.units import FIGURES, MEASURED, GateUnit
-from ebbench.errors import DataError
+from ebbench.analysis.units import FIGURES, MEASURED, GateUnit, load_units
+from ebbench.errors import DataError, UsageError
 from ebbench.records import files
 
 BASELINES = pa.schema(
@@ -35,6 +35,15 @@ BASELINES = pa.schema(
 )
 LATER = frozenset({"load", "until_clear", *MEASURED, *LATER_CONDITIONS}) - frozenset(FIGURES)
 """Columns that older files lack; their rows have no known load, ``until_clear`` or host, and none of these figures."""
+
+
+def save_runs(runs: Sequence[Path], path: Path) -> str:
+    """Store runs as a baseline; returns what was stored, in words. Raises UsageError without runs, DataError."""
+    if not runs:
+        raise UsageError("--save-baseline needs run directories")
+    units = load_units(runs)
+    rows = save_baseline(units, path)
+    return f"{path}: stored {len(units)} run(s) as baseline, {rows} row(s) in all"
 
 
 def save_baseline(units: Sequence[GateUnit], path: Path) -> int:

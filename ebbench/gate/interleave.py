@@ -8,15 +8,31 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ebbench.analysis.environment import check_allowed
+from ebbench.analysis.units import GateUnit, load_units, of_policy, require_separate_runs, valid_units
+from ebbench.analysis.verdict import (
+    MAX_PAIRS,
+    Rules,
+    Verdict,
+    judge,
+    left_out,
+    pair_units,
+    pairs_needed,
+    require_comparable,
+)
 from ebbench.errors import RunError, UsageError
+from ebbench.gate.baselines import stored_units
 from ebbench.process.child import run_supervised
 from ebbench.records import files
+from ebbench.records.files import sole_use
 from ebbench.records.manifest import Manifest
-from ebbench.records.run import MANIFEST, find_runs, read_manifest, unused
+from ebbench.records.run import MANIFEST, Run, find_runs, read_manifest, unused
+from ebbench.render.documents import Console
+from ebbench.render.live import Work, shown
 
 GRACE_S = 60.0
 """Time for an interrupted command to finish its requests and store its measurements."""
@@ -47,6 +63,122 @@ class Side:
         if not any("{out}" in word for word in words):
             raise UsageError(f"the command {self.command!r} needs {{out}}, the directory its run must be stored in")
         return [word.replace("{out}", str(out)).replace("{seed}", str(seed)) for word in words]
+
+
+@dataclass(frozen=True)
+class PairsWanted:
+    """Pairs to measure with the commands of both sides: exactly ``pairs``, or ``max_pairs`` at most until the verdict
+    is known. Raises UsageError for values that cannot be combined."""
+
+    pairs: int | None = None
+    max_pairs: int | None = None
+    baseline_command: str | None = None
+    candidate_command: str | None = None
+    first_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pairs is not None and self.max_pairs is not None:
+            raise UsageError("give --pairs (exactly so many) or --max-pairs (until the answer is known), not both")
+        for name, count in (("--pairs", self.pairs), ("--max-pairs", self.max_pairs)):
+            if count is not None and count < 1:
+                raise UsageError(f"{name} must be at least 1, not {count}")
+        if self.given and (self.baseline_command is None or self.candidate_command is None):
+            raise UsageError("measuring needs both --baseline-command and --candidate-command")
+
+    @property
+    def given(self) -> bool:
+        """Whether pairs are to be measured."""
+        return self.pairs is not None or bool(self.baseline_command or self.candidate_command)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether pairs are judged after each of them, which is the case unless their number is fixed."""
+        return self.max_pairs is not None or (self.given and self.pairs is None)
+
+
+def policies_of(names: Sequence[str]) -> tuple[str | None, str | None]:
+    """The baseline's and the candidate's policy; None: the only one there is. Raises UsageError for more than two."""
+    if len(names) > 2:
+        raise UsageError(f"--policy may be given twice, for the baseline and for the candidate, not {len(names)}x")
+    return (names[0], names[-1]) if names else (None, None)
+
+
+@dataclass(frozen=True)
+class GateSides:
+    """The two sides, what may differ between them, and the rules."""
+
+    baseline: Path
+    candidate: Path
+    rules: Rules
+    allow: tuple[str, ...] = ()
+    policies: tuple[str | None, str | None] = (None, None)
+
+    def judged(self, *, with_detectable: bool = True) -> Verdict:
+        """The verdict on the existing runs. Raises DataError, UsageError."""
+        allowed = check_allowed(self.allow)
+        ours, _ = self.policies
+        stored = self.baseline.is_file() or self.baseline.suffix == ".parquet"
+        after = load_units([self.candidate])
+        before, after = self._of_policies(
+            stored_units(self.baseline, after, allowed, ours) if stored else load_units([self.baseline]), after
+        )
+        pairs = pair_units(before, after, allowed)
+        require_separate_runs(before, after)
+        return judge(pairs, self.rules, with_detectable=with_detectable, further_notes=left_out(before, after))
+
+    def check_stored(self) -> None:
+        """Check the valid runs that both sides have so far. Raises DataError, UsageError if they are not comparable."""
+        allowed = check_allowed(self.allow)
+        stored = [find_runs([side]) if side.exists() else [] for side in (self.baseline, self.candidate)]
+        sides = [valid_units([Run.load(path) for path in runs if (path / MANIFEST).exists()])[0] for runs in stored]
+        if all(sides):
+            before, after = self._of_policies(*sides)
+            require_comparable(before, after, allowed)
+            require_separate_runs(before, after)
+
+    def _of_policies(self, before: list[GateUnit], after: list[GateUnit]) -> tuple[list[GateUnit], list[GateUnit]]:
+        """The units of both sides that have the policies asked for. Raises UnknownNameError if a side has none."""
+        ours, theirs = self.policies
+        return (
+            before if ours is None else of_policy(before, ours, "baseline"),
+            after if theirs is None else of_policy(after, theirs, "candidate"),
+        )
+
+
+def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:
+    """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed.
+
+    Raises UsageError, DataError, RunError.
+    """
+    rules = sides.rules
+    if sides.baseline.resolve() == sides.candidate.resolve():
+        raise UsageError(f"both sides would store their runs in {sides.baseline}; give each a directory of its own")
+    least = pairs_needed(rules, len(rules.gated))
+    most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
+    work = Work("gate", most, "pairs", at_most=rules.sequential)
+
+    def tell(line: str) -> None:
+        if not work.doing:
+            messages.say(f"measuring {'at most ' * rules.sequential}{most} pairs")
+        work.doing = line
+        messages.say(line)
+
+    def decided(pairs: int) -> bool:
+        work.done = pairs
+        if not rules.sequential or pairs < least:
+            return False
+        verdict = sides.judged(with_detectable=False)
+        cause = f": {verdict.cause}" if verdict.cause else ""
+        goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
+        messages.say(f"after {pairs} pairs: {verdict.outcome}{goes_on}")
+        return verdict.outcome != "inconclusive"
+
+    before = Side(sides.baseline, wanted.baseline_command or "")
+    after = Side(sides.candidate, wanted.candidate_command or "")
+    with sole_use(sides.baseline), sole_use(sides.candidate), shown(messages, work):
+        measure_pairs(
+            before, after, pairs=most, first_seed=wanted.first_seed, say=tell, check=sides.check_stored, decided=decided
+        )
 
 
 def abba(pairs: int) -> Iterator[tuple[int, int]]:
@@ -136,7 +268,7 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
             return
         if stored[-1].valid or stored[-1].interrupted:
             raise RunError(f"{shlex.join(argv)} ended with exit code {status}: {tail}")
-        reasons = "; ".join(stored[-1].reasons)
+        reasons = "; ".join(map(str, stored[-1].reasons))
         if trial < MOST_TRIES:
             say(f"{label}: INVALID run ({reasons}), measured again")
     raise RunError(f"{label}: {MOST_TRIES} INVALID runs, the last one since {reasons}; the same command tries again")

@@ -30,7 +30,9 @@ from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Ru
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
+from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
+from ebbench.runs.pool import pool_of, values
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -109,6 +111,20 @@ class SelfTest:
     slowed: tuple[TrialTally, ...]
     equal_sequential: tuple[TrialTally, ...] = ()
     slowed_sequential: tuple[TrialTally, ...] = ()
+
+
+def tried_in_parallel(trials: int, workers: int | None, rules: Rules, say: Callable[[str], None]) -> SelfTest:
+    """The self-test with so many trials per noise in worker processes. Raises UsageError."""
+    if trials < 20:
+        raise UsageError(f"--trials must be at least 20, not {trials}")
+    pool = pool_of(workers, trials)
+    return run_self_test(
+        trials=trials,
+        power_trials=trials // 5,
+        rules=rules,
+        tried=lambda tasks: values(pool, run_trial, tasks),
+        say=say,
+    )
 
 
 def run_self_test(

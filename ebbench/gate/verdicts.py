@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
@@ -18,9 +20,11 @@ from rich.text import Text
 from ebbench import __version__
 from ebbench.analysis.units import LABELS
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
+from ebbench.errors import EbbenchError
 from ebbench.foreign.documents import markdown
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import SelfTest, TrialTally
+from ebbench.records import files
 from ebbench.render import numbers
 
 
@@ -223,16 +227,10 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
              "candidate": pair.candidate.run}
             for pair in verdict.pairs
         ],
-        "figures": [_finite(asdict(entry)) for entry in verdict.judged],
+        "figures": [numbers.finite(asdict(entry)) for entry in verdict.judged],
         "skipped": dict(verdict.skipped),
         "notes": list(verdict.notes),
     }  # fmt: skip
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }
 
 
 def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
@@ -320,3 +318,31 @@ def _value(figure: str, value: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %" if math.isfinite(share) else ("∞" if share > 0 else "-∞")
+
+
+# Files that a CI service reads.
+
+
+@dataclass(frozen=True)
+class VerdictFiles:
+    """Where the verdict is written beside the console; ``summary`` None: to $GITHUB_STEP_SUMMARY, if that is set."""
+
+    junit: Path | None = None
+    summary: Path | None = None
+
+    def write(self, verdict: Verdict) -> None:
+        """Write a verdict."""
+        self._write(junit(verdict), summary(verdict))
+
+    def write_error(self, error: EbbenchError) -> None:
+        """Write the error that prevented a verdict."""
+        self._write(junit_of_error(str(error)), summary_of_error(str(error), error.exit_code))
+
+    def _write(self, xml: bytes, page: str) -> None:
+        if self.junit is not None:
+            files.write_text(xml.decode(), self.junit)
+        target = self.summary or (Path(given) if (given := os.environ.get("GITHUB_STEP_SUMMARY")) else None)
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("a", encoding="utf-8") as file:
+                file.write(page)

@@ -21,9 +21,16 @@ class _NoPandas:
 
 
 def process_of_ebbench() -> None:
-    """Say that this process is one of ebbench's own; called before pyarrow is imported."""
+    """Say that this process is one of ebbench's own; before or after pyarrow is imported."""
     global _of_ebbench
     _of_ebbench = True
+    if "pyarrow" in sys.modules:
+        skip_pandas()
+
+
+def is_process_of_ebbench() -> bool:
+    """Whether this process is one of ebbench's own; otherwise a program imports ebbench."""
+    return _of_ebbench
 
 
 def skip_pandas() -> None:

@@ -288,13 +288,16 @@ class RunWriter:
 
 
 class _Held:
-    """A directory that is kept open, so that no other one gets its identity when it is removed."""
+    """A directory that is kept open, so that no other one gets its identity when it is removed.
+
+    Locked meanwhile: :func:`is_being_written`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        weakref.finalize(self, os.close, self._descriptor)
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # `ebbench runs rm` leaves it alone
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def release(self) -> None:
         """Say that the run is finished."""
@@ -307,6 +310,23 @@ class _Held:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError:
             return False
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process writes a run, or a series of runs, into a directory now, or holds a lock file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _new_directory(path: Path) -> _Held:
@@ -337,10 +357,11 @@ def new_directory(path: Path) -> Iterator[None]:
 
     Raises UsageError if it exists, RunError if it cannot be created or used.
     """
-    _new_directory(path)
+    held = _new_directory(path)
     try:
         yield
     finally:
+        del held
         with suppress(OSError):  # not empty, or gone
             path.rmdir()
 

@@ -95,6 +95,13 @@ def caveat(code: str, **values: Any) -> Caveat:
     return said
 
 
+def as_stored(said: str, about: str = "") -> RunWarning:
+    """A sentence as it is stored; one without code and values, of a program of somebody else, as it is."""
+    if isinstance(said, Caveat):
+        return RunWarning(said.code, said.values, about)
+    return RunWarning(about, message=said)
+
+
 def warning(code: str, **values: Any) -> RunWarning:
     """The caveat of that code with its values."""
     return RunWarning(code, values)
@@ -232,15 +239,6 @@ def _other_model(answers: Mapping[str, int], asked: str, completed: int) -> str:
     )
 
 
-def _older_vllm(vllm_version: str, too_async: bool) -> str:
-    asynchronous = ", scheduling is asynchronous (by default only since 0.14: --no-async-scheduling)"
-    return (
-        f"--vllm-version {vllm_version} sizes the KV cache only: kernels are those of the tables"
-        f"{asynchronous if too_async else ''}, and prompts are admitted as a whole (since 0.19: "
-        "--no-scheduler-reserve-full-isl)"
-    )
-
-
 def _host_unfitted(
     device: str, step_s: float, sequence_s: float, change_low: float | None = None, change_high: float = 0.0
 ) -> str:
@@ -316,18 +314,26 @@ def _collectives(gpus: int, device: str, link: str, taken: str) -> str:
 
 
 def _collectives_lent(gpus: int, device: str, link: str, taken_from: str) -> str:
-    return _collectives(gpus, device, link, f"those of {taken_from} stand for them")
+    # IOG, throughput in the median: +48 % (two GPUs), +16 % (four); of eight -20 %.
+    size = "of two and four RTX 4090, whose links they are lent to, servers had 32 and 14 % less throughput than so"
+    return _collectives(gpus, device, link, f"those of {taken_from} stand for them; {size}")
 
 
 def _collectives_formula(gpus: int, device: str, link: str, bytes_per_s: float, latency_s: float, bounds: str) -> str:
     ring = f"their time is that of a ring at {bytes_per_s / 1e9:g} GB/s with {latency_s * 1e6:g} us of latency"
-    return _collectives(gpus, device, link, f"{ring}{bounds}")
+    # Against the tables, 16 KB to 32 MB: four and eight L40S and RTX PRO 6000 -23 to -91 %; NVLink -58 to +127 %.
+    size = (
+        "too short by a quarter to nine tenths over PCIe between four or more GPUs, half to twice as long over NVLink"
+    )
+    return _collectives(gpus, device, link, f"{ring}{bounds}; where it can be compared such a time is {size}")
 
 
 def _attention_scaled(wanted: Sequence[int], device: str, nearest: Sequence[int]) -> str:
     heads = "{} query and {} KV heads of {}"
     return (
-        f"attention of {heads.format(*wanted)} was not measured on {device}: that of {heads.format(*nearest)}, scaled"
+        f"attention of {heads.format(*wanted)} was not measured on {device}: that of {heads.format(*nearest)}, scaled; "
+        "measured ones are off by 2 % in the median for decodes (one in ten by 16) and by 20 % for prompts (one in ten "
+        "by 60) when scaled so from each other, in neither direction"
     )
 
 
@@ -341,7 +347,45 @@ def _source_too_short(source: str, sessions: int, asked: int, again: bool) -> st
     return f"{source} holds {sessions:,} sessions where the plan takes {asked:,}: {sent}"
 
 
+def _many_failed(failed: int, planned: int, after_failed_turns: int, limit: float) -> str:
+    ways = "failed, timed out or came after a turn that did" if after_failed_turns else "failed or timed out"
+    return f"{failed} of {planned} requests {ways}, more than {limit:.0%}"
+
+
+_LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms"
+_INVALID: Texts = {
+    "all-failed": "every request failed",
+    "client-late": (
+        f"the client fell behind its schedule: p99 lag {{p99_lag_ms:.1f}} ms, limit {{limit_ms:.4g}} ms; {_LAG_REMEDY}"
+    ),
+    "cut-off": "cut off before its end",
+    "decode-out-of-memory": (
+        "decode unit {unit} ran out of memory at {at_s:.2f} s: {held_gib:.1f} GiB of received KV held, "
+        "{size_gib:.2f} GiB more to come, room for {capacity_gib:.1f} GiB; lower the concurrency, add decode instances "
+        "or turn backpressure on"
+    ),
+    "event-loop-stalled": (
+        f"the client's event loop stalled: p99 lag {{p99_lag_ms:.1f}} ms, limit {{limit_ms:.4g}} ms; {_LAG_REMEDY}"
+    ),
+    "interrupted": "interrupted before the plan was complete",
+    "many-failed": _many_failed,
+    "not-stored": "not stored: {error}",
+    "nothing-planned": "no request was planned",
+    "server-died": "{error}",
+    "requests-missing": "{planned} requests planned but {recorded} accounted for",
+    "requests-repeated": "{requests} request ids accounted for more than once",
+    "requests-unplanned": "{requests} requests accounted for that were never planned",
+    "status-unknown": lambda statuses: f"unknown request status {', '.join(statuses)}",
+    "times-backwards": "{requests} completed requests have times that run backwards",
+    "times-missing": "{requests} completed requests lack a start, first-token or last-token time",
+    "tokens-missing": "{requests} completed requests have no output token",
+    "worker-died": "client worker {worker} died; its requests are lost",
+    "worker-failed": "client worker {worker} failed: {error}",
+}
+"""Why a run is INVALID."""
+
 TEXTS: Texts = {
+    **_INVALID,
     "api-server": (
         "These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
         "({token_us:g} us per token); vLLM starts {processes}. They are left out here: a real server answers later, or "
@@ -411,6 +455,13 @@ TEXTS: Texts = {
         "decode steps of mixtures of experts are 10 to 27 % too fast with few sequences, against measured servers with "
         "this GPU: router and choice of experts are not modelled"
     ),
+    # InferenceX: gpt-oss -11 (B200), -19, -25 % in the median (H100, H200; its servers forced Marlin kernels there, the
+    # tables have Triton's); MiniMax -13, -28 %, prompts of 922 tokens where no CUDA graph held them -27 to -75 %.
+    "experts-first-tokens": (
+        "times to first token of mixtures of experts are too short with few open requests: 11 to 28 % in the median "
+        "against measured servers with this GPU, 30 to 60 % for short prompts beyond the largest CUDA graph (512 "
+        "tokens, unless --max-cudagraph-capture-size says more), whose kernels the host launches one by one"
+    ),
     "fewer-bits": (
         "products with weights in {dtype} were not measured on {device}: those in 16 bits stand for their arithmetic, "
         "and for reading them the same share of the bandwidth; too fast with few tokens where unpacking takes time, "
@@ -425,9 +476,14 @@ TEXTS: Texts = {
         "{dtype} kernels were not measured on {device}: those of FP8 with one scale per tensor stand for them"
     ),
     "fp8-slower": _fp8_slower,
+    # Runs of earlier versions, which left the front end out.
     "front-end-unmodelled": lambda front_end_ms, share: (
         f"times to first token are too short: on measured servers with this GPU requests took about {front_end_ms:g} "
-        f"ms (8 to 20) in front of the engine, which is not modelled: {100 * share:.0f} % of this run's mean"
+        f"ms (8 to 20) in front of the engine, which was not modelled: {100 * share:.0f} % of this run's mean"
+    ),
+    "first-tokens-without-graphs": (
+        "times to first token of prompts of about 1,000 tokens are 30 to 60 % too short on {gpus} {device} against "
+        "measured servers that captured CUDA graphs of decodes only; of prompts of 7,000 tokens 9 to 15 %"
     ),
     HOST_DOUBTED: _host_doubted,
     HOST_UNFITTED: _host_unfitted,
@@ -467,7 +523,11 @@ TEXTS: Texts = {
         "experts in MXFP4 compute with activations in MXFP8 on {device}, as vLLM's recipe for gpt-oss sets it "
         "(VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1); without it steps of gpt-oss take 10 to 50 % longer"
     ),
-    "older-vllm": _older_vllm,
+    # InferenceX (0.10.2) and inference-perf (0.11), TPOT of dense models: -2.5 to -7.8 % in the median.
+    "older-vllm": (
+        "--vllm-version {vllm_version} sets defaults and KV cache of that version, not its kernels, CUDA graphs and "
+        "host: those of 0.19 to 0.24 are 2 to 8 % faster in the median than measured servers of 0.10 and 0.11"
+    ),
     "other-shape": lambda given, model, params: (
         f"{given} has the name of {model} and another shape ({params / 1e9:.2f}B parameters): what is published and "
         "fitted for that model is not used"
@@ -478,7 +538,7 @@ TEXTS: Texts = {
         "--num-prompts fills it."
     ),
     "priorities-unverified": (
-        "requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
+        "Requests carry priorities; vLLM schedules by them if it was started with --scheduling-policy priority, which "
         "it does not report"
     ),
     "published-lengths": (

@@ -19,6 +19,7 @@ from ebbench.render.documents import Console, ProgressEvent
 from ebbench.render.numbers import count, duration_ms, rate
 
 LINES_EVERY_S = 10.0
+_LOOK_S = 0.5
 _SETTLED_S = 2.0  # before that the time left is a guess
 MODES = {"eb": "exclusive", "mb": "mixed"}
 
@@ -86,30 +87,64 @@ def shown(console: Console, work: Work, *, quiet: bool = False) -> Iterator[Work
         with _bars(console, work.describe, lambda: (work.done, work.total), transient=True):
             yield work
     else:
-        with every(LINES_EVERY_S, lambda: say(console, work.describe())):
+        with in_lines(console, work.describe):
             yield work
 
 
+class _Lines:
+    """When the last line of progress was written, when the last display ended, and how many there are now."""
+
+    last_s = ended_s = time.monotonic()
+    showing = 0
+
+
 @contextmanager
-def every(seconds: float, tell: Callable[[], None]) -> Iterator[None]:
-    """Call ``tell`` at intervals while the block runs, in a thread of its own: the block may compute or wait."""
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(seconds):
-            tell()
-
-    thread = threading.Thread(target=repeat, name="progress", daemon=True)
-    thread.start()
+def _showing() -> Iterator[None]:
+    if not _Lines.showing and time.monotonic() - _Lines.ended_s > LINES_EVERY_S:
+        _Lines.last_s = time.monotonic()  # other work lay between
+    _Lines.showing += 1
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
+        _Lines.showing -= 1
+        _Lines.ended_s = time.monotonic()
+
+
+@contextmanager
+def in_lines(console: Console, describe: Callable[[], str]) -> Iterator[None]:
+    """Say a line while the block runs, in a thread of its own: the block may compute or wait.
+
+    A line is due LINES_EVERY_S after the one before it, whichever part of the command that was of: many short runs in a
+    row are told of, too.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(max(0.0, _Lines.last_s + LINES_EVERY_S - time.monotonic())):
+            say(console, describe())
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    with _showing():
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def tell_elapsed(command: str, began_s: float, ended: threading.Event) -> None:
+    """Until a command has ended, say how long it has worked, at intervals in which nothing else shows its progress."""
+    console = Console(stderr=True)
+    while not ended.wait(_LOOK_S):
+        told_s = max(_Lines.last_s, _Lines.ended_s)
+        if not _Lines.showing and time.monotonic() - told_s >= LINES_EVERY_S:
+            say(console, f"{command}: {in_words(time.monotonic() - began_s)} so far")
 
 
 def say(console: Console, line: str) -> None:
     """Print a line as it is, without wrapping."""
+    _Lines.last_s = time.monotonic()
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -120,7 +155,7 @@ def _bars(
     """A bar and a text, computed at every refresh so that the time advances between completions."""
     bars = Bars(_Bar(counts), _Described(describe), console=console, transient=transient, refresh_per_second=8)
     bars.add_task("", total=None)
-    with bars:
+    with _showing(), bars:
         yield
 
 
@@ -201,7 +236,7 @@ class _Shown:
         elif console.is_terminal:
             self._show = _bars(console, self._line, self._counts, transient=brief)
         else:
-            self._show = every(LINES_EVERY_S, lambda: say(console, self._line()))
+            self._show = in_lines(console, self._line)
 
     def update(self, progress: Progress) -> None:
         """Keep the snapshot. The time left counts from the first one that does not wait for a server."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 DASH = "–"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -12,6 +13,15 @@ _BARS = "▁▂▃▄▅▆▇█"
 def count(value: float | None) -> str:
     """An integer with thousands separators."""
     return DASH if value is None else f"{value:,.0f}"
+
+
+def finite(value: Any) -> Any:
+    """``value`` with NaN and infinite numbers replaced by None, also in dictionaries and lists: JSON has none."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rate(value: float | None) -> str:

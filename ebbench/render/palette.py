@@ -7,6 +7,7 @@ white.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
@@ -32,10 +33,20 @@ SIDES: Mapping[str, str] = {
     "cost of mixing (left side)": VERMILION,
     "saving of mixing + margin (right side)": BLUE,
 }
+OPEN: Mapping[str, str] = {"waiting for a first token": VERMILION, "being answered": BLUE}
+RATE: Mapping[str, str] = {"sent": BLUE, "completed": GREEN, "failed": VERMILION}
+TTFT: Mapping[str, str] = {"median": BLUE, "p90": VERMILION}
 THROUGHPUT, KV, BOUNDARY = BLUE, GREEN, GREY
 
 ON_DARK: Mapping[str, str] = {BLUE: "#4DA6E0", VERMILION: "#F08A4B", GREEN: "#3FC79A", BLACK: "#B0B8C0"}
 """Replacements for colours that are too dark on the dark page."""
+
+
+def ttft_colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Colours of the series in ``rows``: those of TTFT, and one for the median of each class."""
+    others = [name for name in dict.fromkeys(row["series"] for row in rows) if name not in TTFT]
+    free = [colour for colour in SERIES if colour not in TTFT.values()]
+    return {**TTFT, **{name: free[place % len(free)] for place, name in enumerate(others)}}
 
 
 def policy_colours(names: Sequence[str]) -> list[str]:

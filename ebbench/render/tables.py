@@ -59,6 +59,7 @@ class _Figure:
 _OUTPUT = _Figure("out tok/s\nwhole run", "output_throughput", output_throughput, numbers.rate)
 _STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throughput, numbers.rate)
 _REQUESTS = _Figure("req/s\nwhole run", "request_throughput", lambda m: m.request_throughput, numbers.rate)
+_PLANNED = _Figure("requests\nplanned", "planned", lambda m: m.planned, numbers.count)
 _INPUT = _Figure("in tok/s\nwhole run", "input_throughput", lambda m: m.input_throughput, numbers.rate)
 _USER = _Figure("tok/s\nper user", "tokens_per_s_per_user", lambda m: m.tokens_per_s_per_user, numbers.rate)
 _DRAFTED = _Figure("tokens\nper step", "mean_acceptance_length", lambda m: m.mean_acceptance_length, numbers.rate)
@@ -155,7 +156,7 @@ def classes(case: ComparisonCase) -> Section | None:
     ]
     limits = _LIMITS if any(one.slo for group in everything for one in group.summaries) else ()
     shown = [(named(name), groups) for name, groups in found]
-    return _by_part("class", case, shown, [*limits, *latencies, _median("e2el"), _REQUESTS])
+    return _by_part("class", case, shown, [_PLANNED, *limits, *latencies, _median("e2el"), _REQUESTS])
 
 
 def _by_part(

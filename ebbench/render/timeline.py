@@ -1,22 +1,26 @@
-"""The timeline of a run: mode, estimates, throughput, queue and KV memory on one time axis."""
+"""The timeline of a run: mode, estimates, throughput, queue and KV memory on one time axis.
+
+A server says nothing of its steps: of a run over HTTP it shows open requests, their rate and the time to first token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.columns import MISSING, RequestColumns
 from ebbench.analysis.phases import served_spans, token_times
+from ebbench.analysis.summary import metric_columns
 from ebbench.errors import DataError
 from ebbench.records.run import Run
 from ebbench.render import palette
 from ebbench.render.figures import altair, colour, dash, values
 
-BINS = 240
+BINS, _RATES = 240, 60
 WIDTH = 640
 _STEP_COLUMNS = (
     "start_ns", "end_ns", "phase", "mode", "kv_blocks_used", "kv_blocks_total", "waiting", "running", "k", "n_limit",
@@ -31,35 +35,99 @@ class Timeline:
     names."""
 
     title: str
-    modes: list[Row]
     phases: list[Row]
     throughput: list[Row]
-    sizes: list[Row]
-    sides: list[Row]
-    queue: list[Row]
-    kv: list[Row]
+    modes: list[Row] = field(default_factory=list)
+    sizes: list[Row] = field(default_factory=list)
+    sides: list[Row] = field(default_factory=list)
+    queue: list[Row] = field(default_factory=list)
+    kv: list[Row] = field(default_factory=list)
+    open: list[Row] = field(default_factory=list)
+    rate: list[Row] = field(default_factory=list)
+    ttft: list[Row] = field(default_factory=list)
 
 
 def timeline_of(run: Run) -> Timeline:
-    """The timeline of a run. Raises DataError if it recorded no steps, as runs against a server do not."""
+    """The timeline of a run. Raises DataError if nothing was sent."""
+    columns = RequestColumns.of(metric_columns(run))
+    spans, manifest = served_spans(columns), run.manifest
+    title = f"{manifest.policy}: {manifest.scenario or manifest.workload}, {manifest.model} on {manifest.device}"
+    phases = [{"t": start, "label": name} for name, start, _ in spans] if len(spans) > 1 else []
     steps = run.table("steps", _STEP_COLUMNS)
     if not steps.num_rows:
-        raise DataError(f"{run.path}: recorded no engine steps, so there is no timeline; use engine sim or emulated")
+        return _of_requests(run, columns, title, phases)
     held = {name: steps[name].to_numpy(zero_copy_only=False) for name in _STEP_COLUMNS}
-    columns = RequestColumns.of(run.table("requests", NEEDED))
     times = held["start_ns"] / 1e9
-    spans = served_spans(columns)
-    manifest = run.manifest
     return Timeline(
-        title=f"{manifest.policy}: {manifest.scenario or manifest.workload}, {manifest.model} on {manifest.device}",
+        title,
+        phases,
         modes=_mode_spans(times, held["end_ns"] / 1e9, held["mode"]),
-        phases=[{"t": start, "label": name} for name, start, _ in spans] if len(spans) > 1 else [],
         throughput=_throughput(columns),
         sizes=_sizes(run, times, held),
         sides=_sides(run),
         queue=_binned("waiting", times, held["waiting"]) + _binned("running", times, held["running"]),
         kv=_binned("KV", times, 100 * held["kv_blocks_used"] / np.maximum(held["kv_blocks_total"], 1)),
     )
+
+
+def _of_requests(run: Run, columns: RequestColumns, title: str, phases: list[Row]) -> Timeline:
+    """What the client saw. Raises DataError if no request was sent."""
+    sent = columns.sent != MISSING
+    if not sent.any():
+        raise DataError(f"{run.path}: no request was sent, so there is no timeline")
+    ended = np.where(columns.end != MISSING, columns.end, columns.sent)
+    begun = np.where(columns.first_token != MISSING, columns.first_token, ended)
+    sent_s, begun_s, ended_s = (np.sort(times[sent] / 1e9) for times in (columns.sent, begun, ended))
+    edges = np.linspace(0.0, max(float(ended_s[-1]), 1e-3), BINS + 1)
+    waiting = _until(sent_s, edges) - _until(begun_s, edges)
+    answered = _until(begun_s, edges) - _until(ended_s, edges)
+    wide = edges[:: BINS // _RATES]
+    failed = np.sort(ended[sent & (columns.status != "ok")] / 1e9)
+    rates = {"sent": sent_s, "completed": np.sort(ended[columns.ok] / 1e9), "failed": failed}
+    return Timeline(
+        title,
+        phases,
+        throughput=_throughput(columns),
+        open=[*_points("waiting for a first token", edges, waiting), *_points("being answered", edges, answered)],
+        rate=[
+            row
+            for name, times in rates.items()
+            if len(times)
+            for row in _points(name, _middles(wide), np.diff(_until(times, wide)) / np.diff(wide))
+        ],
+        ttft=_ttft(columns, wide),
+    )
+
+
+def _until(times: npt.NDArray[np.float64], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """How many of the sorted ``times`` lie at or before each edge."""
+    return np.searchsorted(times, edges, "right")
+
+
+def _middles(edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return (edges[:-1] + edges[1:]) / 2
+
+
+def _points(series: str, times: npt.NDArray[np.float64], values: npt.NDArray[Any]) -> list[Row]:
+    return [{"t": float(t), "series": series, "value": float(y)} for t, y in zip(times, values, strict=True)]
+
+
+def _ttft(columns: RequestColumns, edges: npt.NDArray[np.float64]) -> list[Row]:
+    """TTFT in ms of the requests intended in each part of the time; of several classes, the median of each."""
+    ok = columns.ok
+    place = np.searchsorted(edges, columns.intended[ok] / 1e9, "right") - 1
+    ttft_ms = (columns.first_token - columns.intended)[ok] / 1e6
+    classes, middles = columns.request_class[ok], _middles(edges)
+    found: dict[str, list[Row]] = {name: [] for name in (*palette.TTFT, *(f"median of {c}" for c in columns.classes))}
+    for part in np.unique(place[place < len(middles)]):
+        here, t = place == part, float(middles[part])
+        for name, share in zip(palette.TTFT, (0.5, 0.9), strict=True):
+            found[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[here], share))})
+        for name in columns.classes:
+            if (one := here & (classes == name)).any():
+                series = f"median of {name}"
+                found[series].append({"t": t, "series": series, "value": float(np.median(ttft_ms[one]))})
+    return [row for rows in found.values() for row in rows]
 
 
 def _mode_spans(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64], mode: npt.NDArray[Any]) -> list[Row]:
@@ -127,13 +195,20 @@ def _binned(series: str, times: npt.NDArray[np.float64], column: npt.NDArray[Any
 def timeline_chart(line: Timeline) -> Any:
     """The chart with its panels below each other."""
     alt = altair()
-    panels = [_mode_panel(line), _plain_panel(line, line.throughput, "tokens/s", palette.THROUGHPUT)]
-    if line.sizes:
-        panels.append(_series_panel(line, line.sizes, "sequences", palette.SIZES))
-    if line.sides:
-        panels.append(_series_panel(line, line.sides, "µs/token", palette.SIDES))
-    panels.append(_series_panel(line, line.queue, "requests", palette.QUEUE))
-    panels.append(_plain_panel(line, line.kv, "KV used, %", palette.KV, last=True, domain=(0, 100)))
+    panels = [_mode_panel(line)] if line.modes else []
+    panels.append(_plain_panel(line, line.throughput, "tokens/s", palette.THROUGHPUT))
+    for rows, what, colours in (
+        (line.sizes, "sequences", palette.SIZES),
+        (line.sides, "µs/token", palette.SIDES),
+        (line.queue, "requests", palette.QUEUE),
+        (line.open, "open requests", palette.OPEN),
+        (line.rate, "requests/s", palette.RATE),
+    ):
+        panels += [_series_panel(line, rows, what, colours)] if rows else []
+    if line.kv:
+        panels.append(_plain_panel(line, line.kv, "KV used, %", palette.KV, last=True, domain=(0, 100)))
+    if line.ttft:
+        panels.append(_series_panel(line, line.ttft, "TTFT, ms", palette.ttft_colours(line.ttft), last=True))
     return alt.vconcat(*panels, spacing=6, title=line.title).resolve_scale(
         color="independent", strokeDash="independent"
     )
@@ -141,7 +216,7 @@ def timeline_chart(line: Timeline) -> Any:
 
 def _x(line: Timeline, last: bool = False) -> Any:
     alt = altair()
-    end = max((row["t2"] for row in line.modes), default=1.0)
+    end = max((row.get("t2", row["t"]) for row in (*line.modes, *line.open)), default=1.0)
     axis = alt.Axis(labels=last, title="time, s" if last else None, ticks=last)
     return alt.X("t:Q", scale=alt.Scale(domain=[0, end], nice=False), axis=axis)
 
@@ -182,7 +257,9 @@ def _plain_panel(
     return alt.layer(area, *_boundaries(line)).properties(width=WIDTH, height=85)
 
 
-def _series_panel(line: Timeline, rows: list[Row], title: str, colours: Mapping[str, str]) -> Any:
+def _series_panel(
+    line: Timeline, rows: list[Row], title: str, colours: Mapping[str, str], *, last: bool = False
+) -> Any:
     alt = altair()
     present = [name for name in colours if any(row["series"] == name for row in rows)]
     shown = [colours[name] for name in present]
@@ -190,7 +267,7 @@ def _series_panel(line: Timeline, rows: list[Row], title: str, colours: Mapping[
         alt.Chart(values(rows))
         .mark_line(strokeWidth=1.6, interpolate="step-after")
         .encode(
-            x=_x(line),
+            x=_x(line, last),
             y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False)),
             color=colour(present, shown),
             strokeDash=dash(present),

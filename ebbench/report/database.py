@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
+from rich.markup import escape
 
 from ebbench.analysis.environment import flat_load, load_of_run, machine_of_run
 from ebbench.analysis.sessions import SESSIONS
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
+from ebbench.foreign.documents import csv_cell, visible
 from ebbench.installation import need
 from ebbench.process.termination import interruptible
+from ebbench.records import files
 from ebbench.records.run import MANIFEST, SCHEMAS, Run, find_runs
 from ebbench.records.schema import REQUEST_LATENCIES, REQUESTS, SERVER_METRICS
+from ebbench.render.documents import Console
+from ebbench.render.numbers import finite
+from ebbench.render.tables import framed
 
 T = TypeVar("T")
 _BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
@@ -168,3 +178,101 @@ def load(paths: Sequence[Path]) -> list[Run]:
     if not found:
         raise DataError(f"no run under {', '.join(map(str, paths))}; make a run, or give other directories with --runs")
     return [Run.load(path) for path in found]
+
+
+# The result of a query as text.
+
+
+def write(result: pa.Table, form: str, output: Path | None) -> None:
+    """Write a result as table, csv, json or parquet to a file, or to stdout; equal column names are told apart.
+
+    Raises RunError if the file cannot be written.
+    """
+    result = _apart(result)
+    if form == "parquet" and output is not None:
+        files.write_table(result, output)
+    elif output is not None:
+        files.write_bytes(_text_of(result, form).encode(), output)
+    elif form == "table":
+        _print(result)
+    else:
+        sys.stdout.write(_text_of(result, form))
+
+
+def _apart(result: pa.Table) -> pa.Table:
+    """The result with unique column names: ``a``, ``a_1``, ..."""
+    names: list[str] = []
+    taken = set(result.column_names)
+    for name in result.column_names:
+        names.append(_free(name, taken) if name in names else name)
+        taken.add(names[-1])
+    return result.rename_columns(names)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    number = 1
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"
+
+
+def _text_of(result: pa.Table, form: str) -> str:
+    return {"json": _json, "csv": _csv, "table": _table}[form](result)
+
+
+def _json(result: pa.Table) -> str:
+    return json.dumps(finite(result.to_pylist()), indent=2, default=_plain, allow_nan=False) + "\n"
+
+
+def _plain(value: object) -> object:
+    """A value for JSON: sums of integers are decimals; other types that JSON lacks become text."""
+    if isinstance(value, Decimal):
+        return int(value) if value == int(value) else float(value)
+    return str(value)
+
+
+def _csv(result: pa.Table) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(csv_cell, result.column_names))
+    for row in result.to_pylist():
+        writer.writerow(["" if value is None else csv_cell(value) for value in row.values()])
+    return text.getvalue()
+
+
+_FILE_WIDTH = 100_000  # a file has no width: no line is broken
+
+_LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one below the other
+
+
+def _table(result: pa.Table) -> str:
+    text = io.StringIO()
+    _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+def _print(result: pa.Table, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+    if result.num_columns * _LEAST_WIDTH > console.width:
+        _print_rows(result, console)
+        return
+    table = framed()
+    for field in result.schema:
+        numeric = str(field.type).startswith(("int", "uint", "float", "double", "decimal"))
+        table.add_column(escape(field.name), justify="right" if numeric else "left", overflow="fold")
+    for row in result.to_pylist():
+        table.add_row(*(escape(_text(value)) for value in row.values()))
+    console.print(table)
+
+
+def _print_rows(result: pa.Table, console: Console) -> None:
+    for number, row in enumerate(result.to_pylist(), start=1):
+        console.print(f"row {number}", style="bold")
+        for name, value in row.items():
+            console.print(f"  {escape(name)}: {escape(_text(value))}", soft_wrap=True)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.6g}" if isinstance(value, float) else visible(str(value))

@@ -33,6 +33,7 @@ def specs(policies: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     longest = max(map(len, policies), default=0)
     charts = {f"cdf_{name}": _cdf(name, title, longest) for name, title in LATENCIES.items()}
     charts |= {"timeline": _timeline(), "steps": _steps(), "surface": _surface()}
+    charts |= {"classes": _classes(), "sessions": _sessions()}
     return {name: chart.to_dict(validate=False) | {"background": None} for name, chart in charts.items()}
 
 
@@ -68,6 +69,9 @@ def _timeline() -> Any:
         _lines(alt, "queue", "requests", palette.QUEUE),
         _lines(alt, "sizes", "sequences: limit N*, k* idle slots at a refill, N_obs observed",
                palette.SIZES, step=True),
+        _lines(alt, "open", "open requests", palette.OPEN, step=True),
+        _lines(alt, "rate", "requests per second", palette.RATE),
+        _lines(alt, "ttft", "time to first token by start of the request, ms", None),
         _lines(alt, "kv", "KV blocks used, %", {"": palette.KV}),
         _lines(alt, "sides", "crossover, µs per token", palette.SIDES),
     ]  # fmt: skip
@@ -123,17 +127,19 @@ def _modes(alt: Any) -> Any:
     return _panel(alt, "mode of the scheduler", 36, spans.add_params(brush), window, names)
 
 
-def _lines(alt: Any, data: str, title: str, colours: Mapping[str, str], *, step: bool = False) -> Any:
-    single = len(colours) == 1
+def _lines(alt: Any, data: str, title: str, colours: Mapping[str, str] | None, *, step: bool = False) -> Any:
+    """``colours`` None: the page brings names and colours with the rows."""
+    single = colours is not None and len(colours) == 1
     tooltip = [alt.Tooltip("t:Q", title="s", format=",.2f"), alt.Tooltip("value:Q", format=",.4~r")]
     base = alt.Chart(alt.NamedData(data)).encode(
         x=_time(alt), y=alt.Y("value:Q", title=None, axis=alt.Axis(tickCount=4))
     )
     mark = {"strokeWidth": 1.3, "interpolate": "step-after"} if step else {"strokeWidth": 1.3}
-    if single:
+    if single and colours is not None:
         return _panel(alt, title, HEIGHT, base.mark_line(color=colours[""], **mark), _hover(base, tooltip))
     columns = 1 if data == "sides" else 3  # long names below each other, so that they fit on a phone
-    scale = alt.Scale(domain=list(colours), range=list(colours.values()))
+    known = {} if colours is None else {"domain": list(colours)}
+    scale = alt.Scale(range=list(colours.values() if colours is not None else palette.SERIES), **known)
     named = base.encode(color=alt.Color("series:N", title=None, scale=scale, legend=_legend(alt, columns=columns)))
     return _panel(alt, title, HEIGHT, named.mark_line(**mark), _hover(named, ["series:N", *tooltip]))
 
@@ -189,6 +195,51 @@ def _surface() -> Any:
     )  # fmt: skip
 
 
+def _classes() -> Any:
+    """TTFT and TPOT of each class of the chosen run."""
+    alt = altair()
+    base = (
+        alt.Chart(alt.NamedData("classes"))
+        .mark_line(clip=True, strokeWidth=1.6)
+        .encode(
+            x=alt.X("ms:Q", title=None, scale=alt.Scale(type="log", nice=False), axis=ms_axis()),
+            y=alt.Y("share:Q", title="share of requests", axis=alt.Axis(format="%")),
+            color=alt.Color(
+                "class:N",
+                title=None,
+                scale=alt.Scale(range=list(palette.SERIES)),
+                legend=alt.Legend(orient="top", symbolLimit=0, labelLimit=240),
+            ),
+            strokeDash=alt.StrokeDash("latency:N", title=None, legend=alt.Legend(orient="top")),
+            tooltip=["class:N", "latency:N", alt.Tooltip("ms:Q", format=",.4~r"), alt.Tooltip("share:Q", format=".1%")],
+        )
+    )
+    return base.properties(width="container", height=240)
+
+
+def _sessions() -> Any:
+    """One point per session of the chosen run: when it began, and how long it took."""
+    alt = altair()
+    return (
+        alt.Chart(alt.NamedData("sessions"))
+        .mark_point(filled=True, opacity=0.6)
+        .encode(
+            x=alt.X("t:Q", title="start, s", scale=alt.Scale(zero=True, nice=False)),
+            y=alt.Y("s:Q", title="time to complete, s"),
+            size=alt.Size("turns:Q", title="requests", legend=alt.Legend(orient="top"),
+                          scale=alt.Scale(range=[12, 160])),
+            color=alt.Color("model:Q", title="share of the time in the model",
+                            legend=alt.Legend(format="%", orient="top", titleLimit=0, gradientLength=140),
+                            scale=alt.Scale(scheme="viridis", domain=[0, 1])),
+            tooltip=["session:N", "class:N", alt.Tooltip("t:Q", title="start s", format=",.2f"),
+                     alt.Tooltip("s:Q", title="complete after s", format=",.2f"),
+                     alt.Tooltip("turns:Q", title="requests"),
+                     alt.Tooltip("model:Q", title="in the model", format=".0%")],
+        )
+        .properties(width="container", height=260)
+    )  # fmt: skip
+
+
 def _title(alt: Any, text: str) -> Any:
     return alt.TitleParams(text, anchor="start", frame="group", fontSize=11, fontWeight="normal", offset=2)
 
@@ -208,6 +259,7 @@ def render(page: Page) -> str:
     scripts = [library(), (_PARTS / "page.js").read_text(encoding="utf-8")]
     text: str = environment.get_template("page.html.j2").render(
         page=asdict(page),
+        present={name for name in ("classes", "sessions") if any(run[name] for run in page.runs)},
         charts=[f"cdf_{name}" for name in LATENCIES],
         data={
             "specs": specs(page.policies) | {f"search{i}": each.chart for i, each in enumerate(page.searches)},

@@ -14,7 +14,7 @@ from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.environment import UNKNOWN_DEVICE
 from ebbench.analysis.metrics import Slo, itl_ns, tpot_ns
 from ebbench.analysis.phases import latencies_ms, run_surfaces
-from ebbench.analysis.summary import Summary
+from ebbench.analysis.summary import Summary, metric_columns
 from ebbench.records.run import Run
 from ebbench.render import sentences
 from ebbench.render.report import load_and_limits, machine
@@ -33,7 +33,9 @@ MAX_STEPS = 20_000
 """Steps kept per run for the zoomed chart; of longer runs the first ones, which the page says."""
 _QUANTILES = np.unique(np.concatenate([np.linspace(0, 1, 161), 1 - np.geomspace(1e-4, 0.05, 40)]))
 _TARGETS = 14
-_PANELS = ("modes", "phases", "throughput", "sizes", "sides", "queue", "kv")
+_PANELS = ("modes", "phases", "throughput", "sizes", "sides", "queue", "kv", "open", "rate", "ttft")
+_MOST_SESSIONS = 3000
+"""Sessions drawn of a run, evenly chosen."""
 Row = dict[str, Any]
 Targets = tuple[list[float], list[float]]
 
@@ -174,12 +176,47 @@ def _cdf(label: str, case: int, policy: str, ns: npt.NDArray[Any]) -> list[Row]:
 
 def _run_data(run: Run, targets: Targets | None) -> dict[str, Any]:
     data: dict[str, Any] = {"surface": _surface(run, targets), "steps": {}, "steps_left_out": 0}
-    data |= {name: [] for name in _PANELS}
-    if run.table("steps", ["step_id"]).num_rows:
+    data |= {name: [] for name in _PANELS} | {"classes": _classes(run), "sessions": _sessions(run)}
+    stepped = run.table("steps", ["step_id"]).num_rows > 0
+    sent = run.table("requests", ["sent_ns"])["sent_ns"]
+    if sent.null_count < len(sent):
         line: Timeline = timeline_of(run)
         data |= {name: getattr(line, name) for name in _PANELS}
+    if stepped:
         data["steps"], data["steps_left_out"] = _steps(run)
     return data
+
+
+def _classes(run: Run) -> list[Row]:
+    """Points of the latency curves of each class; empty without classes."""
+    columns = RequestColumns.of(metric_columns(run))
+    found = []
+    for name in columns.classes:
+        rows = columns.ok & (columns.request_class == name)
+        latencies = {"TTFT": (columns.first_token - columns.intended)[rows], "TPOT": tpot_ns(columns, rows)}
+        for latency, ns in latencies.items():
+            found += [
+                {"class": name or "no class", "latency": latency, "ms": one["ms"], "share": one["share"]}
+                for one in _cdf("", 0, "", ns)
+            ]
+    return found
+
+
+def _sessions(run: Run) -> list[Row]:
+    """Start and duration of completed sessions; empty where each has one request."""
+    if "sessions" not in run.manifest.rows:
+        return []
+    table = run.table("sessions")
+    table = table.filter(table["completion_ms"].is_valid())
+    every = -(-table.num_rows // _MOST_SESSIONS) or 1
+    return [
+        {
+            "session": str(one["session"]), "class": one["class"] or "", "turns": one["turns"],
+            "t": _short(one["start_ns"] / 1e9), "s": _short(one["completion_ms"] / 1e3),
+            "model": _short(one["model_ms"] / one["completion_ms"]) if one["completion_ms"] else 0.0,
+        }
+        for one in table.to_pylist()[::every]
+    ]  # fmt: skip
 
 
 def _steps(run: Run) -> tuple[dict[str, list[Any]], int]:

@@ -40,7 +40,16 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan, with_class
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
-from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, RunWarning, caveat, warning
+from ebbench.records.warnings import (
+    HOST_DOUBTED,
+    HOST_UNFITTED,
+    MIXING_UNMEASURED,
+    Caveat,
+    RunWarning,
+    as_stored,
+    caveat,
+    warning,
+)
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
@@ -173,8 +182,8 @@ def _load(cell: RunSpec) -> RunSpec:
 
 MATTERS = 0.02
 """Smallest share of a run's time that a caveat must concern, or could change."""
-MATTERS_TO_FIRST_TOKENS = 0.1
-"""The same of its mean time to first token, which answers promise to within a quarter (docs/accuracy.md)."""
+FIRST_TOKENS_MS = 1000.0
+"""Mean time to first token from which on waiting for other requests decides it, not a prompt's own steps."""
 
 
 @dataclass(frozen=True)
@@ -251,22 +260,30 @@ def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
 
 def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
-    profile = device.profile
-    if profile is None or not profile.front_end_ms:
+    profile, model, request = device.profile, device.geometry, device.request
+    if profile is None or model is None or request is None or not profile.front_end:
         return []
     from ebbench.devices.table import TableCost
 
+    if not isinstance(device.cost, TableCost):
+        return []
+
     said: list[str] = []
-    share = profile.front_end_ms / max(batches.ttft_ms, profile.front_end_ms)
-    if share > MATTERS_TO_FIRST_TOKENS:
-        said.append(caveat("front-end-unmodelled", front_end_ms=profile.front_end_ms, share=share))
     spent, decodes = batches.steps.get("decode", (0.0, None))
-    mixture = device.geometry is not None and device.geometry.experts > 0 and isinstance(device.cost, TableCost)
+    mixture = model.experts > 0
+    if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
+        if mixture:
+            said.append(caveat("experts-first-tokens"))
+        elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
+            said.append(caveat("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
     if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
         said.append(caveat("experts-few-sequences"))
     return said
 
 
+_PROMPTS_WITHOUT_GRAPHS, FROM_GPUS = ("b200", "b300"), 4
+"""Where servers of dense models took longer for short prompts than their kernels do (InferenceX, Llama-3.3-70B, 0.10.2:
+B200, whose recipe captured CUDA graphs of decodes only), and from how many GPUs on."""
 FEW_SEQUENCES = 8
 """Sequences in a step up to which what is not modelled of a mixture of experts was seen (InferenceX: gpt-oss on eight
 GPUs, MiniMax)."""
@@ -425,7 +442,7 @@ class RunContext:
 def begin(writer: RunWriter, context: RunContext) -> None:
     """Store what is known before a run in real time, so that an interrupted run can be rebuilt."""
     nothing = EngineResult(REQUESTS.empty_table(), STEPS.empty_table(), DECISIONS.empty_table(), interrupted=True)
-    reasons = ("cut off before its end",)
+    reasons = (caveat("cut-off"),)
     writer.begin(_manifest(context, nothing, context.kind_of_time, reasons, ()), context.plan.table)
 
 
@@ -480,7 +497,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
     except NotStoredError:
         raise  # it holds the run, stored elsewhere
     except RunError as error:
-        lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
+        why = warning("not-stored", error=str(error))
+        lost = msgspec.structs.replace(manifest, valid=False, reasons=(*manifest.reasons, why))
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
         raise NotStoredError(str(error), Run(writer.path, lost, whole)) from error
     return run, replace(summary, run_dir=str(run.path), warnings=run.manifest.warnings)
@@ -539,7 +557,7 @@ def _manifest(
         slo=context.slo.limits(),
         warnings=warnings,
         valid=not reasons,
-        reasons=reasons,
+        reasons=tuple(_of("", reasons)),
         interrupted=result.interrupted,
     )
 
@@ -592,10 +610,7 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
 
 
 def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
-    return [
-        RunWarning(each.code, each.values, about) if isinstance(each, Caveat) else RunWarning(about, message=each)
-        for each in said
-    ]
+    return [as_stored(each, about) for each in said]
 
 
 _LONGER = 3.0
@@ -620,11 +635,14 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
 
 
 def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
-    """How many answers a limit on TPOT does not concern, where these are at least one in a hundred."""
-    single = int((columns.ok & (columns.sent_tokens < 2)).sum())
-    if slo.tpot is None or single < 0.01 * columns.ok.sum() or not single:
-        return []
-    return [warning("one-token-answers", single=single, answers=int(columns.ok.sum()), tpot_ms=slo.tpot)]
+    """How many answers a limit on TPOT does not concern, where these are at least one in a hundred of its class."""
+    limited = [(columns.ok & (columns.request_class == name), slo.of_class(name).tpot) for name in columns.classes]
+    found = []
+    for answers, tpot_ms in limited if slo.classes else [(columns.ok, slo.tpot)]:
+        of, single = int(answers.sum()), int((answers & (columns.sent_tokens < 2)).sum())
+        if tpot_ms is not None and single and single >= 0.01 * of:
+            found.append(warning("one-token-answers", single=single, answers=of, tpot_ms=tpot_ms))
+    return found
 
 
 def _sessions(plan: Plan) -> int:

@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from rich.markup import escape
 
 from ebbench.analysis.metrics import Slo, refuse_unknown_classes, slo_of
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
@@ -71,11 +69,8 @@ def with_progress(
 
 
 def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
-    """The plan of one seed, with a spinner while it is read. Raises UsageError for a request that does not fit."""
-    reading: AbstractContextManager[object] = nullcontext()
-    if messages.is_terminal and not quiet:
-        reading = messages.status(f"reading {escape(series.spec.plan.workload)}")  # a data set may take seconds
-    with reading:
+    """The plan of one seed; its reading is shown. Raises UsageError for a request that does not fit."""
+    with shown(messages, Work(f"reading {series.spec.plan.workload}"), quiet=quiet):
         return series.plan(seed, device)
 
 
@@ -245,7 +240,7 @@ def _limits(ready: Prepared) -> Slo:
     if slo.classes:
         table = ready.plan.table
         known = table["class"].unique().drop_null().to_pylist() if "class" in table.column_names else []
-        refuse_unknown_classes(slo, known)
+        refuse_unknown_classes([name for name, _ in slo.classes], known)
     return slo
 
 

@@ -1,28 +1,40 @@
-"""A run as a TOML file: read for ``ebbench run FILE.toml``, written by ``--dry-run``."""
+"""A run as a TOML file: read for ``ebbench run FILE.toml``, written by ``--dry-run`` and ``ebbench init``."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_VLLM, Declared
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_VLLM, Declared, declared_in
 from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
-from ebbench.spec.run import RunSpec, known_settings, settings_of, spec_of
-from ebbench.spec.server import VIRTUAL_TIME, is_server
+from ebbench.spec.run import (
+    DEFAULTS,
+    SET_BY_SEARCH,
+    RunCommand,
+    RunSpec,
+    SearchCommand,
+    known_settings,
+    named_as_keys,
+    settings_of,
+    spec_of,
+)
+from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
 
-_ANYWHERE = ("warmup", "max_model_len", "api_server", "api_server_count", "vllm_version")
+_SIMULATORS = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
+_ANYWHERE = ("warmup", "max_model_len", *_SIMULATORS)
 """Settings of the server that the load generator uses too, or that are refused with a reason of their own."""
-_STATED = ("max_num_seqs", "max_num_batched_tokens", "api_server", "api_server_count", "vllm_version")
+_STATED = ("max_num_seqs", "max_num_batched_tokens", *_SIMULATORS)
 """Settings that the command line accepts for a running server, with a note that they change nothing; a file refuses
 them."""
 
@@ -63,9 +75,10 @@ def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "max_num_seqs": seqs, "max_num_batched_tokens": tokens}
 
 
-def settings_table(name: str, **changed: Any) -> Any:
-    """A struct of any of a run's settings, as a table of a TOML file has them; ``changed``: other types, more keys."""
-    kinds = {one.name: one.kind for one in known_settings().values()} | changed
+def settings_table(name: str, *, but: Collection[str] = (), **changed: Any) -> Any:
+    """A struct of any of a run's settings ``but`` some, as a table of a TOML file has them; ``changed``: other types,
+    more keys."""
+    kinds = {one.name: one.kind for one in known_settings().values() if one.name not in but} | changed
     fields = [(key, kind | msgspec.UnsetType, msgspec.UNSET) for key, kind in kinds.items()]
     return msgspec.defstruct(name, fields, forbid_unknown_fields=True)
 
@@ -85,54 +98,61 @@ def plain_type(kind: Any) -> type:
     return next((one for one in (str, bool, float, int) if one in names), str)
 
 
-FURTHER: Mapping[str, Any] = {
-    "repeats": int | str, "max_repeats": int, "price_per_hour": float, "output_dir": str, "save_as_vllm": str,
-}  # fmt: skip
+FURTHER = declared_in(RunCommand)
 """Keys of a file besides the settings of a run: what ``ebbench run`` does with it."""
-_RunFile = settings_table("Run", policy=str | list[str], vllm_options=list[str], **FURTHER)
+
+
+def _file_of(command: type, *, but: Collection[str] = ()) -> Any:
+    """The file of a command: settings of a run ``but`` some, and what the command itself declares."""
+    own = {name: one.kind for name, one in declared_in(command).items()}
+    return settings_table(command.__name__, but=but, policy=str | list[str], vllm_options=list[str], **own)
+
+
+RUN_FILE, SEARCH_FILE = _file_of(RunCommand), _file_of(SearchCommand, but=SET_BY_SEARCH)
+"""What the files of ``ebbench run`` and ``ebbench capacity`` may say."""
 
 
 def is_run_file(name: str) -> bool:
-    """Whether the argument of ``ebbench run`` is a file that describes a run, not a workload: it names its workload."""
+    """Whether the argument of a command is a file of its settings, not a workload: it names its workload."""
     path = Path(name).expanduser()
     return name.endswith(".toml") and path.is_file() and "workload" in read_toml(path)
 
 
-def read_run_file(path: Path) -> dict[str, Any]:
+def read_run_file(path: Path, table: Any = RUN_FILE) -> dict[str, Any]:
     """What the file says, by key; paths in it are relative to the working directory, as on the command line.
 
     Raises InputFileError for an unknown key, naming the nearest one, and for a value of another type.
     """
-    file = load_toml(path, _RunFile)
-    given = {key: getattr(file, key) for key in _RunFile.__struct_fields__}
+    file = load_toml(path, table)
+    given = {key: getattr(file, key) for key in table.__struct_fields__}
     given = {key: value for key, value in given.items() if value is not msgspec.UNSET}
     if isinstance(given.get("policy"), str):
         given["policy"] = [given["policy"]]
     return given
 
 
-def asked_for(workload: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, and keys of FURTHER: what ``given`` says, else the file that stands for the workload."""
+def asked_for(workload: str, given: Mapping[str, Any], table: Any = RUN_FILE) -> dict[str, Any]:
+    """Settings of a run and of the command: what ``given`` says, else the file that stands for the workload."""
     asked: dict[str, Any] = (
-        read_run_file(Path(workload).expanduser()) if is_run_file(workload) else {"workload": workload}
+        read_run_file(Path(workload).expanduser(), table) if is_run_file(workload) else {"workload": workload}
     )
     return {**asked, **given}
 
 
-def of_keywords(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def of_keywords(given: Mapping[str, Any], known: Collection[str], table: Any = RUN_FILE) -> dict[str, Any]:
     """What keywords of Python say, checked and converted like a file's; None is a setting that is not given.
 
     ``known``: keywords of the function. Raises UnknownNameError, naming the nearest keyword, and UsageError for a key
     of a file that the function does not take, and for a value of another type.
     """
     for key in given:
-        if key not in known and key in _RunFile.__struct_fields__:
+        if key not in known and key in RUN_FILE.__struct_fields__:
             raise UsageError(f"{key} is not a setting of this function; leave it out")
         if key not in known:
             raise UnknownNameError("setting", key, known)
     asked = {key: _as_in_a_file(value) for key, value in given.items() if value is not None}
     try:
-        checked = msgspec.convert(asked, _RunFile)
+        checked = msgspec.convert(asked, table)
     except msgspec.ValidationError as error:
         what, _, where = str(error).replace("`", "").partition(" - at $.")
         raise UsageError(f"{where or 'settings'}: {what[:1].lower()}{what[1:]}") from None
@@ -154,25 +174,125 @@ def as_toml(spec: RunSpec, stated: Mapping[str, Any]) -> str:
     """
     lines = [f"workload = {_value(spec.plan.workload)}"]
     lines += [f"{key} = {_value(value)}" for key, value in stated.items()]
-    known, values = known_settings(), settings_of(spec)
+    known, values, others = known_settings(), settings_of(spec), version_defaults(spec.server.vllm_version)
     written = [one for name, one in known.items() if name not in ("workload", *stated)]
+
+    def line(one: Declared) -> str:
+        return _line(one, values[one.name], others.get(one.name, one.default))
+
+    return "\n".join([*lines, *_by_panel(written, line)]) + "\n"
+
+
+def _by_panel(written: Sequence[Declared], line: Callable[[Declared], str]) -> list[str]:
+    """A line per setting, under the headings of ``--help``."""
+    lines: list[str] = []
     for panel in dict.fromkeys(map(_panel, written)):
-        lines += ["", f"# {panel}"]
-        lines += [_line(one, values[one.name]) for one in written if _panel(one) == panel]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"# {panel}", *(line(one) for one in written if _panel(one) == panel)]
+    return lines
 
 
 def _panel(one: Declared) -> str:
     return one.option.panel if one.option is not None else "Without an option"
 
 
-def _line(one: Declared, value: Any) -> str:
-    if value is not None and value != one.default:
-        return f"{one.name} = {_value(value)}"
-    about = one.about.help.replace("\\[", "[")
+def _line(one: Declared, value: Any, default: Any) -> str:
+    return f"{one.name} = {_value(value)}" if value is not None and value != default else _comment(one, value)
+
+
+def _comment(one: Declared, value: Any) -> str:
+    return f"# {one.name} ={'' if value is None else f' {_value(value)}'}  # {_about(one)}"
+
+
+def _about(one: Declared) -> str:
+    """The help of a setting, with names of options as keys have them."""
+    about = named_as_keys(one.about.help.replace("\\[", "["))
     if one.option is not None and one.option.turns_off:
         about = f"false: {about[0].lower()}{about[1:]}"
-    return f"# {one.name} ={'' if value is None else f' {_value(value)}'}  # {about}"
+    return about
+
+
+# Files to begin with, by what is to be done: the settings that one chooses, and all others that matter as comments.
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file that ``ebbench init`` writes. ``command`` runs it; ``chosen``: what it says, by key; ``left_out``: parts
+    of a run whose settings mean nothing to it."""
+
+    about: str
+    command: str
+    chosen: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
+
+
+_SIMULATED = {"policy": ["v1", "ebplus"], "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL}
+_OF_A_CLIENT, _OF_SIMULATION = ("client",), ("server", "cluster")
+JOBS: Mapping[str, Job] = {
+    "simulation": Job(
+        "Policies compared on a simulated GPU, under one load.", "run",
+        {"workload": "sharegpt", **_SIMULATED, "engine": "sim", "num_prompts": 2000, "max_concurrency": 256,
+         "repeats": 1, "output_dir": "runs/simulation"},
+        _OF_A_CLIENT,
+    ),
+    "server": Job(
+        "A server that runs already, measured over HTTP.", "run",
+        {"workload": "sharegpt", "engine": "http://127.0.0.1:8000", "request_rate": 5.0, "num_prompts": 500,
+         "goodput": "ttft:500 tpot:50", "endpoint": "completions", "output_dir": "runs/server"},
+        _OF_SIMULATION,
+    ),
+    "vllm": Job(
+        "vLLM servers on this machine, started for the run, one per policy.", "run",
+        {"workload": "sharegpt", "engine": "vllm", "policy": ["v1", "ebplus"], "model": DEFAULT_MODEL,
+         "num_prompts": 500, "max_concurrency": 64, "max_num_seqs": 64, "vllm_options": [], "output_dir": "runs/vllm"},
+    ),
+    "log": Job(
+        "Your own traffic: the requests of a log at its own times, on a simulated GPU.", "run",
+        {"workload": "log:requests.jsonl", **_SIMULATED, "engine": "sim", "scenario": "trace", "speed": 1.0,
+         "goodput": "ttft:500 tpot:50", "output_dir": "runs/log"},
+        _OF_A_CLIENT,
+    ),
+    "capacity": Job(
+        "The highest load within latency limits.", "capacity",
+        {"workload": "sharegpt", "goodput": "ttft:500 tpot:50", "attainment": 0.95, "by": "rate", **_SIMULATED,
+         "engine": "sim", "output_dir": "runs/capacity"},
+        _OF_A_CLIENT,
+    ),
+    "sweep": Job(
+        "A grid of settings: every combination is run.", "sweep",
+        {"workload": "sharegpt", "device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, "engine": "sim",
+         "num_prompts": 1000, "max_concurrency": 256},
+        _OF_A_CLIENT,
+    ),
+}  # fmt: skip
+_GRID = {"policy": ["v1", "ebplus"], "max_num_batched_tokens": [2048, 8192], "max_num_seqs": [64, 256]}
+
+
+def job_file(name: str, path: str) -> str:
+    """The file for a job, with the command that runs it. Raises UnknownNameError."""
+    if name not in JOBS:
+        raise UnknownNameError("job", name, JOBS)
+    job = JOBS[name]
+    own = {"run": FURTHER, "capacity": declared_in(SearchCommand), "sweep": {}}[job.command]
+    hidden = {"run": (), "capacity": {*SET_BY_SEARCH} - {*own}, "sweep": _GRID}[job.command]
+    known = {key: one for key, one in {**known_settings(), **own}.items() if key not in hidden}
+    said = [f"{key} = {_value(value)}  # {_about(known[key])}" for key, value in job.chosen.items()]
+    others = [one for key, one in known.items() if key not in job.chosen and _matters(one, job)]
+    lines = [f"# {job.about}", f"# Run it: ebbench {job.command} {path}", ""]
+    if job.command == "sweep":
+        lines += ['name = "sweep"', "repeats = 1  # seeds seed, seed + 1, ...", "", "[grid]  # lists"]
+        lines += [f"{key} = {_value(values)}" for key, values in _GRID.items()]
+        lines += ["", "[common]  # the same for all cells"]
+    comments = _by_panel(others, lambda one: _comment(one, DEFAULTS.get(one.name, one.default)))
+    said += ["", "# What follows are defaults: remove the first # to change one."]
+    return "\n".join([*lines, *said, *comments]) + "\n"
+
+
+def _matters(one: Declared, job: Job) -> bool:
+    if one.part in job.left_out and one.name != "warmup":
+        return False
+    if one.name in ("calibration", "vllm_options"):
+        return job.chosen.get("engine") == "vllm"
+    return one.option is not None
 
 
 def _value(value: Any) -> str:

@@ -26,8 +26,7 @@ from ebbench.installation import bundled_dir
 from ebbench.records.run import slug
 from ebbench.spec.run import RunSpec, as_dict
 from ebbench.spec.server import VIRTUAL_TIME, is_server
-from ebbench.workloads.mixture import files_of_mixture
-from ebbench.workloads.options import RECORDED, is_recorded
+from ebbench.workloads.options import RECORDED, is_mixture, is_recorded
 
 # The fingerprint of the code and data that compute a result.
 #
@@ -312,7 +311,11 @@ def _named(spec: RunSpec) -> Mapping[str, str | None]:
 
 
 def _files(spec: RunSpec) -> dict[str, str]:
-    named = {**_named(spec), **files_of_mixture(spec.plan.workload)}
+    named = dict(_named(spec))
+    if is_mixture(spec.plan.workload):
+        from ebbench.workloads.mixture import files_of_mixture
+
+        named |= files_of_mixture(spec.plan.workload)
     found = {name: _digest(path) for name, value in named.items() if (path := _file(value)) is not None}
     if spec.model is not None and (folder := Path(spec.model).expanduser()).is_dir():
         found["model"] = _digest_of_files([path for name in MODEL_FILES if (path := folder / name).is_file()])

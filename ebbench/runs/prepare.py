@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.metrics import PRICE, parse_slo
+from ebbench.analysis.metrics import PRICE, parse_slo, refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.devices.base import SINGLE, Device, DeviceRequest
@@ -36,12 +36,12 @@ from ebbench.engines.setup import (
     with_ramp,
 )
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.process.interpreter import is_process_of_ebbench
 from ebbench.records.plan import Plan
 from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, spec_of
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
-from ebbench.workloads.mixture import has_priorities
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
@@ -157,6 +157,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
         vllm_version=options.vllm_version,
         drafts=options.drafts,
+        assume_kernels=options.assume_kernels,
     )
     key = replace(
         request, gpu_memory_utilization=None, max_num_seqs=None, max_num_batched_tokens=None, kv_tokens=None,
@@ -176,7 +177,8 @@ def _engine_name(engine: str) -> str:
 
 def _frozen(kept: T) -> T:
     """``kept``, excluded from garbage collections, which would otherwise visit it after every spec."""
-    gc.freeze()
+    if is_process_of_ebbench():  # a program's own objects would be excluded, too
+        gc.freeze()
     return kept
 
 
@@ -206,7 +208,10 @@ class Series:
     def check(self) -> None:
         """Raise UsageError for settings that contradict each other."""
         check_counts(price_per_hour=self.price_per_hour)
-        parse_slo([self.spec.goodput])
+        if classes := [name for name, _ in parse_slo([self.spec.goodput]).classes]:
+            from ebbench.workloads.mixture import classes_of
+
+            refuse_unknown_classes(classes, classes_of(self.spec.plan))
         check_options(self.spec.server, self.policies)
         if self.spec.cluster.topology is not None:
             refuse_queue_limits(self.spec.server, str(self.spec.cluster.topology))
@@ -221,9 +226,11 @@ class Series:
         plan = self.spec.plan
         if plan.keep_text and engine.name in VIRTUAL_TIME:
             raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
-        by_priority = any(word.endswith("priority") for word in self.spec.vllm_options)
-        if engine.name == "vllm" and has_priorities(plan) and not by_priority:
-            raise UsageError("priorities need a server that schedules by them: add -- --scheduling-policy priority")
+        if engine.name == "vllm" and not any(word.endswith("priority") for word in self.spec.vllm_options):
+            from ebbench.workloads.mixture import has_priorities
+
+            if has_priorities(plan):
+                raise UsageError("priorities need a server that schedules by them: add -- --scheduling-policy priority")
         if plan.cache_hit_rate is not None and not self.spec.server.enable_prefix_caching:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 
@@ -383,7 +390,7 @@ def _refuse_for_server(engine: str, settings: Mapping[str, Any]) -> None:
     if is_server(engine):
         known = known_settings()
         refuse_server_settings(engine, [known[name].option_names[0] for name in settings if starts_a_server(name)])
-        simulated = ("api_server", "api_server_count", "vllm_version")
+        simulated = ("api_server", "api_server_count", "front_end_ms", "vllm_version")
         refuse_simulated(EngineOptions(**{name: settings[name] for name in simulated if name in settings}), "endpoint")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ import pyarrow.compute as pc
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
 from ebbench.records.manifest import RunLabels, encode_manifest
-from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName
+from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName, is_being_written
 from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.records.warnings import warning
 
@@ -284,23 +283,7 @@ def in_use(directory: Path) -> bool:
             if time.time() - last_s < _JUST_WRITTEN_S:
                 return True
     places = [directory, *(path / files.LOCK for path in (directory, *directory.absolute().parents))]
-    return any(map(_locked, places))
-
-
-def _locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+    return any(map(is_being_written, places))
 
 
 def check_free(runs: Iterable[StoredRun]) -> None:

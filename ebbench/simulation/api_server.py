@@ -1,9 +1,9 @@
 """vLLM's API server between clients and one engine instance: a FIFO queue per process, and its queue limits.
 
-A request enters the engine when the process has handled its prompt; each output token leaves when the process has
-streamed it, after all earlier jobs. The engine does not wait for this. With one core per process, the departure of a
-job depends only on earlier jobs: ``departure = max(arrival, departure of the previous job) + service``. It is computed
-when the job arrives and needs no event queue, provided that jobs arrive in order of time.
+A request enters the engine when the process has handled its prompt and its latency is over; each output token leaves
+when the process has streamed it, after all earlier jobs. The engine does not wait for this. With one core per process,
+the departure of a job depends only on earlier jobs: ``departure = max(arrival, departure of the previous job) +
+service``. It is computed when the job arrives and needs no event queue, provided that jobs arrive in order of time.
 
 ``token_ns``, the end of a token's step, is the engine's time; ``client_ns``, its departure here, the client's.
 """
@@ -103,11 +103,13 @@ class ApiServers:
     """The API server processes of one engine instance; requests go to them in turn."""
 
     def __init__(self, costs: ApiServerCosts, count: int, state: RequestState) -> None:
-        """``count``: processes. The times at which tokens leave are written to ``state.client_ns``."""
+        """``count``: processes. The times at which tokens leave are written to ``state.client_ns``, if they wait for
+        a process: else they leave when their step ends."""
         self._state, self._costs, self._token_ns = state, costs, costs.token_ns
-        if state.client_ns is None:
+        self.streams = costs.streams
+        if self.streams and state.client_ns is None:
             state.client_ns = np.full(len(state.token_ns), UNSET, np.int64)
-        self._client_ns = state.client_ns
+        self._client_ns = state.token_ns if state.client_ns is None else state.client_ns
         self._free_ns = [0] * count
         self._next = 0
         self._process_of: Ints = np.zeros(state.count, np.int64)
@@ -120,7 +122,7 @@ class ApiServers:
         self._process_of[row] = process
         service_ns = self._costs.request_ns(int(self._state.prompt[row]))
         self._free_ns[process] = departure_ns = max(self._free_ns[process], now_ns) + service_ns
-        return departure_ns
+        return departure_ns + self._costs.latency_ns
 
     def departed_ns(self, row: int) -> int:
         """When the last token of an ended request left."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ebbench.analysis.metrics import refuse_unknown_classes
 from ebbench.config.declare import DEFAULT_MODEL, DEFAULT_VLLM
 from ebbench.config.topology import parse_topology
 from ebbench.devices.capacity import batch_limits
@@ -31,7 +32,7 @@ from ebbench.sizing.prices import check_prices, sources
 from ebbench.spec.run import spec_of
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.log_report import poisson_instead
-from ebbench.workloads.mixture import brought_limits
+from ebbench.workloads.mixture import brought_limits, classes_of
 from ebbench.workloads.options import is_recorded
 
 DEFAULT_TP = (1, 2, 4, 8)
@@ -84,6 +85,8 @@ def plan_tasks(
     of_workload = {"scenario": scenario or "poisson"}
     of_workload |= {"source": "auto"} if is_recorded(settings["workload"]) else {}
     spec = spec_of({**settings, **of_workload, **checked_server(model, settings)}).changed(redraw=True)
+    if limits.named:
+        refuse_unknown_classes(limits.named, classes_of(spec.plan))
     return with_candidates(
         PlanTask(spec, limits, request_rate, SESSIONS, headroom, spare),
         device or measured_devices(),

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbench.analysis.metrics import refuse_unknown_classes
+from ebbench.config.declare import declared_in
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import check_counts, refuse_undecided
-from ebbench.engines.setup import make_engine
+from ebbench.engines.setup import make_engine, refuse_limits_on_tokens
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
@@ -24,9 +26,9 @@ from ebbench.runs.prepare import Series, device_of, series_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
-from ebbench.spec.run import stored_form
+from ebbench.spec.run import SearchCommand, stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
-from ebbench.workloads.mixture import brought_limits, check_workload
+from ebbench.workloads.mixture import brought_limits, check_workload, classes_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -80,6 +82,8 @@ class CapacitySearch:
         if self.max_time_s is not None and not self.max_time_s > 0:
             raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
         check_workload(self.series.spec.plan.workload)
+        if self.limits.named:
+            refuse_unknown_classes(self.limits.named, classes_of(self.series.spec.plan))
         self.series.check()
 
 
@@ -121,14 +125,15 @@ class Searched:
             store(self.rows, self.folder)
 
 
-def capacity_search(
-    settings: Mapping[str, Any], goodput: Sequence[str], *, attainment: float = 0.95, by: str = "rate",
-    scenario: str | None = None, precision: float = 0.02, max_probes: int = 40, max_time: float | None = None,
-) -> CapacitySearch:  # fmt: skip
-    """The search with these settings of a run, by name. Raises UsageError."""
+def capacity_search(asked: Mapping[str, Any]) -> CapacitySearch:
+    """The search with these settings of a run and of :class:`SearchCommand`, by name. Raises UsageError."""
+    own = {name: asked.get(name, one.default) for name, one in declared_in(SearchCommand).items()}
+    settings = {name: value for name, value in asked.items() if name not in own}
+    by, scenario = own["by"], own["scenario"]
     if by not in ("rate", "concurrency"):
         raise UsageError(f"--by is rate or concurrency, not {by!r}")
-    limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], attainment)
+    goodput = [own["goodput"]] if own["goodput"] else []
+    limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], own["attainment"])
     arrivals = scenario or ("gamma" if "burstiness" in settings else "poisson")
     series = series_of({**settings, "scenario": arrivals})
     limits_ms = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
@@ -136,9 +141,9 @@ def capacity_search(
         replace(series, spec=series.spec.changed(redraw=True, goodput=limits_ms)),
         limits,
         by_concurrency=by == "concurrency",
-        precision=precision,
-        max_probes=max_probes,
-        max_time_s=max_time,
+        precision=own["precision"],
+        max_probes=own["max_probes"],
+        max_time_s=own["max_time"],
         arrivals_given=scenario is not None or "burstiness" in settings,
     )
 
@@ -224,6 +229,8 @@ class _System:
 
 def _system(search: CapacitySearch) -> _System:
     engine, sentence = make_engine(search.series.spec)
+    named = (name for requirement in search.limits.requirements() for name in requirement.name.split())
+    refuse_limits_on_tokens(search.series.spec.client, named)
     refuse_undecided(getattr(engine, "topology", None), search.series.policies)
     search.series.check_prompts(engine)
     device = device_of(search.series.spec, search.series.policies)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ebbench.analysis.columns import Mask, RequestColumns
-from ebbench.analysis.metrics import METRICS, Slo, pairs_by_class, parse_slo, refuse_unknown_classes, slo_from_limits
+from ebbench.analysis.metrics import METRICS, Slo, pairs_by_class, parse_slo, slo_from_limits
 from ebbench.config.declare import Setting, named_settings, value_of
 from ebbench.errors import UsageError
 from ebbench.sizing.estimate import Requirement
@@ -58,6 +58,11 @@ class LatencyLimits:
         """The classes that have joint limits of their own."""
         return tuple(name for name, _ in self.slo.classes)
 
+    @property
+    def named(self) -> list[str]:
+        """The classes that any limit names."""
+        return [*dict.fromkeys([*self.classes, *(tail.of_class for tail in self.tails if tail.of_class)])]
+
     def requirements(self) -> tuple[Requirement, ...]:
         """The requirements of the search, in the order of :meth:`slos`: joint ones per class, then percentiles."""
         others = replace(self.slo, classes=()).limits()
@@ -74,11 +79,9 @@ class LatencyLimits:
         return (*joint, *map(self.slo.of_class, self.classes), *(tail.slo for tail in self.tails))
 
     def masks(self, columns: RequestColumns) -> list[Mask]:
-        """Which requests each requirement is of. Raises UsageError for a class that no request has."""
-        named = {*self.classes, *(tail.of_class for tail in self.tails)} - {""}
-        refuse_unknown_classes(slo_from_limits({f"{name}:ttft": 1.0 for name in named}), columns.classes)
+        """Which requests each requirement is of."""
         every = np.ones(len(columns.status), np.bool_)
-        some: dict[str | None, Mask] = {name: columns.request_class == name for name in named}
+        some: dict[str | None, Mask] = {name: columns.request_class == name for name in self.named}
         some |= {None: every, OTHERS: ~np.isin(columns.request_class, self.classes)}
         return [some[each.of_class] for each in self.requirements()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -369,10 +368,6 @@ def as_dict(
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _with_headroom(stress: Stress, task: PlanTask) -> dict[str, Any]:
     return vars(stress.with_headroom) | {"headroom": _headroom(task)}
 
@@ -387,8 +382,8 @@ def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> di
         "cost_per_hour": each.cost if prices else None,
         "cost_per_million_output_tokens": _per_million(each, prices),
         "cost_per_1000_requests": _per_thousand(each, task) if prices else None,
-        "median_ttft_ms": _finite(each.ttft_ms),
-        "median_tpot_ms": _finite(each.tpot_ms),
+        "median_ttft_ms": numbers.finite(each.ttft_ms),
+        "median_tpot_ms": numbers.finite(each.tpot_ms),
         "tokens_per_s_per_user": each.tokens_per_s_per_user or None,
         "tokens_per_s_per_gpu": each.tokens_per_s_per_gpu,
         "attainment": reading.attainment if reading else None,

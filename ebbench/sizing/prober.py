@@ -76,7 +76,8 @@ class RunProber:
         series = replace(self.series, spec=self.series.spec.changed(scenario=scenario, **settings))
         plan = planned(series, seed, self.device, self.messages, quiet=self.quiet)
         ready = series.prepared(self.spec, plan, self.device, self.engine)
-        label = f"{self.spec.name}, {load}"
+        number = 1 + sum(1 for _ in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"))
+        label = f"{self.spec.name}, probe {number}, {load}"
         run = measured(ready, where, label, self.messages, quiet=self.quiet, brief=True).run
         if run.manifest.interrupted:
             raise KeyboardInterrupt

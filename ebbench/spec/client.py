@@ -19,7 +19,6 @@ from vllm_eb.settings import Setting
 
 LAG_FLOOR_MS = 10.0
 LAG_SHARE_OF_TTFT = 0.05
-LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms"
 
 
 def lag_limit_ms(requests: pa.Table, asked_ms: float | None = None) -> float:
@@ -133,6 +132,10 @@ class ClientOptions:
     headers: Mapping[str, str] = declare(
         default_factory=dict, help="KEY=VALUE, sent with every request; may be repeated.", panel=CLIENT,
         names=("--header",), text=list[str], read=read_headers,
+    )  # fmt: skip
+    request_ids: bool = declare(
+        True, "Send each request's id as x-request-id; some servers (llama-cpp-python) refuse ids that are no UUID.",
+        CLIENT, names=("--request-ids/--no-request-ids",),
     )  # fmt: skip
     vocab_size: int = declare(30_000, "Upper bound of synthetic token ids.", CLIENT, at_least=1)
     reset_prefix_cache: bool = declare(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +18,11 @@ from ebbench.config.declare import (
     DEFAULT_MODEL,
     ENGINE,
     LABELS,
+    LIMITS,
+    LOAD,
     MOST_SECONDS,
+    OUTPUT,
+    SEARCH,
     Declared,
     declare,
     declared_in,
@@ -25,7 +30,7 @@ from ebbench.config.declare import (
 from ebbench.config.topology import TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server
+from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server, version_defaults
 from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
 
 MOST_LETTERS = 200
@@ -148,6 +153,11 @@ class ClusterOptions:
         return replace(self, topology=topology.label) if isinstance(topology, TopologySpec) else self
 
 
+def read_goodput(texts: Sequence[str]) -> dict[str, str]:
+    """``--goodput``, once or repeated."""
+    return {"goodput": " ".join(texts)}
+
+
 @dataclass(frozen=True)
 class RunSpec:
     """Everything that determines the result of one run."""
@@ -177,7 +187,7 @@ class RunSpec:
     ramp_up_s: float | None = declare(
         None, "Seconds over which the load grows to its full size.", CLIENT, at_most=MOST_SECONDS
     )
-    goodput: str = declare("", "Limits in ms: ttft:500 tpot:50.")
+    goodput: str = declare("", "Limits in ms: ttft:500 tpot:50 e2el:5000.", OUTPUT, text=list[str], read=read_goodput)
     vllm_options: tuple[str, ...] = declare((), "Arguments for `vllm serve`.")
     host: HostCosts | None = None
     """Replaces the device's host constants."""
@@ -236,6 +246,24 @@ def known_settings() -> Mapping[str, Declared]:
     return {name: found[name] for name in (*_FIRST, *(name for name in found if name not in _FIRST))}
 
 
+_OPTION = re.compile(r"`ebbench [^`]*`|(?<![\w-])--([a-z][a-z-]*)")
+"""An option; or a command, whose options stay what they are."""
+
+
+def named_as_keys(text: str) -> str:
+    """A text whose options are named as keys of files: ``max_num_seqs`` for ``--max-num-seqs``."""
+    return _OPTION.sub(_key, text)
+
+
+def _key(option: re.Match[str]) -> str:
+    if option[1] is None:
+        return option[0]
+    for name, one in known_settings().items():
+        if option[0] in one.option_names:
+            return f"{name}=False" if one.option is not None and one.option.turns_off else name
+    return option[1].replace("-", "_")
+
+
 def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> RunSpec:
     """The run with these settings by name; others have their defaults. Raises UsageError for an invalid value.
 
@@ -252,6 +280,7 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
     )
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
+        server = version_defaults(server.get("vllm_version")) | server
     limit = server.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     plan["with_text"] = engine not in VIRTUAL_TIME if with_text is None else with_text
@@ -282,11 +311,13 @@ def simulated(
     dispatch: str | None = None,
     decode_dispatch: str | None = None,
     vllm_version: str | None = None,
+    front_end_ms: float | None = 0.0,
     **plan: Any,
 ) -> RunSpec:
     """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
 
-    ``max_model_len`` among them is also the server's limit.
+    ``max_model_len`` among them is also the server's limit. Without a front end unless one is given: published runs are
+    repeated on devices whose constants were fitted on times of the engine.
     """
     given = {name: value for name, value in plan.items() if value is not None}
     source = "auto" if is_recorded(workload) else given.pop("source", "profile")
@@ -297,6 +328,7 @@ def simulated(
         async_scheduling=async_scheduling,
         warmup=warmup,
         vllm_version=vllm_version,
+        front_end_ms=front_end_ms,
     )
     return RunSpec(
         PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),
@@ -315,10 +347,15 @@ DEFAULTS: Mapping[str, Any] = {"engine": "auto", "api_server": "auto"}
 
 
 OF_A_SERVER = (
-    "assume_decoder", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization", "kv_cache_dtype",
-    "api_server", "api_server_count", "speculative",
+    "assume_decoder", "assume_kernels", "max_model_len", "gpu_memory_utilization", "vllm_version", "quantization",
+    "kv_cache_dtype", "api_server", "api_server_count", "front_end_ms", "speculative",
 )  # fmt: skip
 """Settings of a simulated server besides its device, model and the limits of its scheduler."""
+OF_TRAFFIC = (
+    "scenario", "max_concurrency", "request_rate", "saturation_rate", "speed", "time_unit", "source", "columns",
+    "input_len", "output_len", "length_distribution", "drop_too_long",
+)  # fmt: skip
+"""Settings that say which requests are sent, and when, as `ebbench advise` takes them."""
 OF_A_PLAN = (
     "seed", "source", "tokenizer", "columns", "keep_text", "prefix_share", "prefix_groups", "cache_hit_rate",
     "input_len", "output_len", "length_distribution", "drop_too_long", *OF_A_SERVER,
@@ -329,6 +366,51 @@ SET_BY_SEARCH = (
     "think_time", "tool_time", "tool_share", "sub_agents", "abandon_after", "thinking_len", "lora_assignment", "images",
 )  # fmt: skip
 """Settings that a search of `ebbench capacity` does not take: it sets the load."""
+
+
+# Settings of commands besides those of a run, declared alike: options, keys of their files, keywords in Python.
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """What ``ebbench run`` does with a run: how often it runs each policy, and where results go."""
+
+    repeats: int | str = declare(
+        "1", "Runs per policy, seeds S, S+1, ...; auto: until one policy is clearly better, at most --max-repeats.",
+        LOAD, text=str,
+    )  # fmt: skip
+    max_repeats: int = declare(30, "Most repeats with --repeats auto.", LOAD)
+    price_per_hour: float | None = declare(
+        None, "Price of everything that serves; gives cost per million tokens.", OUTPUT
+    )
+    output_dir: str | None = declare(
+        None, "Directory to create for the results.", OUTPUT, names=("--output-dir", "-o"), text=Path
+    )
+    save_as_vllm: str | None = declare(
+        None, "Write the result also as `vllm bench serve` does (JSON).", OUTPUT, text=Path
+    )
+
+
+@dataclass(frozen=True)
+class SearchCommand:
+    """What ``ebbench capacity`` searches for, and how."""
+
+    goodput: str = declare(
+        "", "Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000.", LIMITS,
+        text=list[str], read=read_goodput,
+    )  # fmt: skip
+    attainment: float = declare(0.95, "Share of the requests that must meet the limits.", LIMITS)
+    by: str = declare("rate", "rate (sessions/s, open loop) or concurrency (closed loop).", SEARCH)
+    scenario: str | None = declare(
+        None, "Arrivals: poisson (default), gamma, constant, or trace: a log's or fitted workload's own, scaled.",
+        SEARCH, names=("--scenario", "-s"), complete="scenarios",
+    )  # fmt: skip
+    precision: float = declare(0.02, "Stop when half of the 95 % interval is at most this share.", SEARCH)
+    max_probes: int = declare(40, "Most runs per policy.", SEARCH)
+    max_time: float | None = declare(None, "Most seconds for the whole command.", SEARCH, infinite=True)
+    output_dir: str | None = declare(
+        None, "Directory of the probes; an existing search continues.", OUTPUT, names=("--output-dir", "-o"), text=Path
+    )
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:

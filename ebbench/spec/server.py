@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -232,6 +233,22 @@ class HostCosts:
         )
 
 
+def release_of(version: str) -> tuple[int, int] | None:
+    """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
+    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+_SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}
+"""Versions of vLLM since which a setting that is on by default has been so."""
+
+
+def version_defaults(version: str | None) -> dict[str, bool]:
+    """Settings that are off by default in this version of vLLM, unlike here; {} for None and for other texts."""
+    release = release_of(version or "")
+    return {} if release is None else {name: False for name, since in _SINCE.items() if release < since}
+
+
 OFF = "off"
 """No API server is simulated."""
 AUTO = "auto"
@@ -293,8 +310,10 @@ class EngineOptions:
         shown="adaptive",
     )
     scheduler_reserve_full_isl: bool = declare(
-        True, "Admit a prompt as soon as its first chunk fits.", ENGINE, names=("--no-scheduler-reserve-full-isl",),
-        turns_off=True, shown="admits by the first chunk")  # fmt: skip
+        True, "Admit a prompt as soon as its first chunk fits.", ENGINE,
+        names=("--no-scheduler-reserve-full-isl/--scheduler-reserve-full-isl",), turns_off=True,
+        shown="admits by the first chunk",
+    )  # fmt: skip
     max_model_len: int = declare(
         40960, "Longest prompt plus output in tokens.", ENGINE, at_least=1, shown="at most {:,} tokens per request"
     )
@@ -307,9 +326,9 @@ class EngineOptions:
     )
     vllm_version: str | None = declare(
         None,
-        f"Version by whose rules a simulated server sizes its KV cache. Default: {DEFAULT_VLLM}.",
+        f"Version whose defaults and KV cache a simulated server has. Default: {DEFAULT_VLLM}.",
         ENGINE,
-        shown="KV cache of vLLM {}",
+        shown="defaults and KV cache of vLLM {}",
     )
     enable_prefix_caching: bool = declare(
         True,
@@ -320,8 +339,9 @@ class EngineOptions:
         shown="no prefix caching",
     )
     async_scheduling: bool = declare(
-        True, "Schedule a step only when the previous one has ended.", ENGINE, names=("--no-async-scheduling",),
-        turns_off=True, shown="no asynchronous scheduling")  # fmt: skip
+        True, "Schedule a step only when the previous one has ended.", ENGINE,
+        names=("--no-async-scheduling/--async-scheduling",), turns_off=True, shown="no asynchronous scheduling",
+    )  # fmt: skip
     enforce_eager: bool = declare(
         False,
         "Do not use CUDA graphs: the host launches every layer.",
@@ -339,6 +359,14 @@ class EngineOptions:
     api_server_count: int | None = declare(
         None, "Its processes per engine; default: one per data-parallel unit.", ENGINE, shown=""
     )
+    assume_kernels: bool = declare(
+        False, "Estimate kernels that were not measured on the GPU by a roofline; results say so.", ENGINE,
+        names=("--assume-kernels",), shown="kernels that were not measured assumed",
+    )  # fmt: skip
+    front_end_ms: float | None = declare(
+        None, "Time per request in front of the engine, simulated; default: as servers with the GPU have it.", ENGINE,
+        at_least=0, shown="{:g} ms in front of the engine",
+    )  # fmt: skip
     speculative: str | None = declare(
         None,
         "Speculative decoding, simulated: key=value pairs of method, tokens and acceptance.",

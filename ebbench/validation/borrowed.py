@@ -5,6 +5,9 @@ out what a Llama or Qwen decoder on a Hopper GPU does not load, and cuts its arc
 ``python3 PARCELS/borrowed.py measure``, on the machine, takes the parcels over as they arrive; with the last one it
 unpacks them and runs ``ebbench validate`` until the time is up. It needs the standard library alone: ebbench is inside
 the parcels.
+
+``python3 borrowed.py steps`` needs no parcels: it builds a decoder with random weights from torch alone and measures
+its prefill, decode and mixed steps, from which ``ebbench calibrate --steps`` makes a calibration.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 CONTENTS = "parcels.json"
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -332,6 +337,271 @@ def collect(folder: Path, output: Path) -> None:
         archive.add(folder, folder.name)
 
 
+# --- step times with torch alone ---------------------------------------------------------------------------------
+
+Point = tuple[int, int, int]
+"""A step: tokens of one prompt, decoding sequences, tokens of each decode's context. 0: none."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a dense decoder; the default is Qwen3-8B's and nearly every other 8B decoder's."""
+
+    layers: int = 36
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    intermediate: int = 12_288
+    vocab: int = 151_936
+
+    @staticmethod
+    def of(path: Path) -> Decoder:
+        """The decoder of a config.json. Raises BorrowedError where it lacks a size."""
+        config = json.loads(path.read_bytes())
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                 "intermediate_size", "vocab_size")  # fmt: skip
+        config.setdefault("head_dim", config.get("hidden_size", 0) // max(config.get("num_attention_heads", 1), 1))
+        if missing := [name for name in names if not isinstance(config.get(name), int)]:
+            raise BorrowedError(f"{path} has no {missing[0]}: give the config.json of a dense decoder")
+        return Decoder(*(config[name] for name in names))
+
+
+@dataclass(frozen=True)
+class StepGrid:
+    """Sizes of the steps: every prompt, every batch of decodes, and every prompt with every batch."""
+
+    tokens: tuple[int, ...] = (16, 64, 256, 1024, 4096)
+    seqs: tuple[int, ...] = (16, 64, 256)
+    contexts: tuple[int, ...] = (256, 1024)
+    repeats: int = 12
+
+    def points(self) -> list[Point]:
+        """All steps, prompts and decodes alone first."""
+        decodes = [(0, n, c) for n in self.seqs for c in self.contexts]
+        return [(x, 0, 0) for x in self.tokens] + decodes + [(x, n, c) for x in self.tokens for _, n, c in decodes]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV cache that the largest step needs."""
+        return self.seqs[-1] * self.contexts[-1] + self.tokens[-1]
+
+
+class TorchSteps:
+    """A decoder of random weights whose steps are timed: replays of CUDA graphs on a GPU, calls on a CPU.
+
+    ``attention``: ``varlen`` computes prompt and decodes in one call of FlashAttention, ``parts`` in two.
+    """
+
+    def __init__(self, decoder: Decoder, grid: StepGrid, device: str) -> None:
+        import torch
+
+        self.torch: Any = torch
+        self._decoder, self._grid, self._device = decoder, grid, device
+        self._dtype = torch.bfloat16
+        kv, wide = decoder.kv_heads * decoder.head_dim, decoder.heads * decoder.head_dim
+        sizes = ((decoder.hidden, wide + 2 * kv), (wide, decoder.hidden),
+                 (decoder.hidden, 2 * decoder.intermediate), (decoder.intermediate, decoder.hidden))  # fmt: skip
+        self._weights = [[self._random(*size) for size in sizes] for _ in range(decoder.layers)]
+        self._head = self._random(decoder.hidden, decoder.vocab)
+        cache = (grid.kv_tokens, decoder.kv_heads, decoder.head_dim)
+        self._cache = [(self._random(*cache), self._random(*cache)) for _ in range(decoder.layers)]
+
+    def _random(self, *size: int) -> Any:
+        return self.torch.randn(size, device=self._device, dtype=self._dtype) * size[0] ** -0.5
+
+    def seconds(self, point: Point, attention: str) -> list[float]:
+        """Times (s) of ``repeats`` steps, after two that do not count."""
+        step = self._step(point, attention)
+        with self.torch.inference_mode():
+            return self._on_gpu(step) if self._device == "cuda" else self._on_cpu(step)
+
+    def _on_cpu(self, step: Callable[[], Any]) -> list[float]:
+        found = []
+        for _ in range(2 + self._grid.repeats):
+            begun = time.perf_counter()
+            step()
+            found.append(time.perf_counter() - begun)
+        return found[2:]
+
+    def _on_gpu(self, step: Callable[[], Any]) -> list[float]:
+        cuda = self.torch.cuda
+        aside = cuda.Stream()
+        with cuda.stream(aside):  # what a first call allocates and chooses must not be captured
+            step()
+        cuda.current_stream().wait_stream(aside)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
+            step()
+        graph.replay()
+        events = [cuda.Event(enable_timing=True) for _ in range(self._grid.repeats + 1)]
+        for event in events:
+            event.record()
+            if event is not events[-1]:
+                graph.replay()
+        cuda.synchronize()
+        return [one.elapsed_time(two) / 1e3 for one, two in pairwise(events)]
+
+    def _step(self, point: Point, attention: str) -> Callable[[], Any]:
+        torch, decoder = self.torch, self._decoder
+        prompt, seqs, context = point
+        hidden = self._random(seqs + prompt, decoder.hidden)
+        angles = torch.randn((seqs + prompt, 1, decoder.head_dim // 2), device=self._device).to(self._dtype)
+        cos, sin = angles.cos(), angles.sin()
+        ends = [context * (number + 1) - 1 for number in range(seqs)]
+        slots = torch.tensor([*ends, *range(seqs * context, seqs * context + prompt)], device=self._device)
+        attend = self._attend(point, attention)
+        last = list(range(seqs)) + ([seqs + prompt - 1] if prompt else [])
+        sampled = torch.tensor(last, device=self._device)
+        heads, kv = decoder.heads, decoder.kv_heads
+
+        def normed(x: Any) -> Any:
+            return torch.nn.functional.rms_norm(x, (decoder.hidden,))
+
+        def rotated(x: Any) -> Any:
+            one, two = x.chunk(2, -1)
+            return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+        def step() -> Any:
+            x = hidden
+            for (qkv, out, up, down), (keys, values) in zip(self._weights, self._cache, strict=True):
+                each = (normed(x) @ qkv).view(-1, heads + 2 * kv, decoder.head_dim)
+                q, k, v = each.split((heads, kv, kv), 1)
+                keys.index_copy_(0, slots, rotated(k))
+                values.index_copy_(0, slots, v)
+                x = x + attend(rotated(q), keys, values).reshape(len(hidden), -1) @ out
+                gate, inner = (normed(x) @ up).chunk(2, -1)
+                x = x + (torch.nn.functional.silu(gate) * inner) @ down
+            return (normed(x.index_select(0, sampled)) @ self._head).argmax(-1)
+
+        return step
+
+    def _attend(self, point: Point, attention: str) -> Callable[[Any, Any, Any], Any]:
+        torch = self.torch
+        prompt, seqs, context = point
+        decoded = seqs * context
+        each = self._decoder.kv_heads, self._decoder.head_dim
+        if attention == "varlen":
+            queries = [*range(seqs + 1), *([seqs + prompt] if prompt else [])]
+            cached = [context * number for number in range(seqs + 1)] + ([decoded + prompt] if prompt else [])
+            of_q, of_k = (torch.tensor(ends, device=self._device, dtype=torch.int32) for ends in (queries, cached))
+            longest = max(prompt, 1), max(prompt, context)
+
+            def together(q: Any, k: Any, v: Any) -> Any:
+                k, v = k[: decoded + prompt], v[: decoded + prompt]
+                return torch.ops.aten._flash_attention_forward(q, k, v, of_q, of_k, *longest, 0.0, True, False)[0]
+
+            return together
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def apart(q: Any, k: Any, v: Any) -> Any:
+            found = []
+            if seqs:
+                past = (one[:decoded].view(seqs, context, *each).transpose(1, 2) for one in (k, v))
+                found.append(attend(q[:seqs].unsqueeze(2), *past, enable_gqa=True).squeeze(2))
+            if prompt:
+                own = (one[decoded : decoded + prompt].transpose(0, 1).unsqueeze(0) for one in (k, v))
+                whole = attend(q[seqs:].transpose(0, 1).unsqueeze(0), *own, is_causal=True, enable_gqa=True)
+                found.append(whole.squeeze(0).transpose(0, 1))
+            return torch.cat(found)
+
+        return apart
+
+
+def steps(decoder: Decoder, grid: StepGrid, output: Path, clock: Clock) -> int:
+    """Measure the steps of the grid for the time that is left, those of an earlier call not again.
+
+    Writes ``steps-ATTENTION.json`` after every step. Returns the exit code: 0 if a file is complete, else 1.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    clock.say(f"building {decoder.layers} layers of {decoder.hidden} on {_device_facts(torch)['gpu']}")
+    measured: TorchSteps | None = None
+    complete = False
+    for attention in ("varlen", "parts") if device == "cuda" else ("parts",):
+        path = output / f"steps-{attention}.json"
+        times = _measured_before(path, decoder, grid)
+        longest_s = 1.0
+        for point in [point for point in grid.points() if point not in times]:
+            if clock.left_s < STEPS_RESERVE_S + 2 * longest_s:
+                clock.say(f"{attention}: {len(times)} of {len(grid.points())} steps measured; the time is up, the same "
+                          "command goes on")  # fmt: skip
+                return 0 if complete else 1
+            begun = time.monotonic()
+            try:
+                measured = measured or TorchSteps(decoder, grid, device)
+                found = measured.seconds(point, attention)
+            except RuntimeError as error:  # out of memory, or no such kernel in this build of torch
+                clock.say(
+                    f"{attention}: a step of {point} failed: {str(error).splitlines()[0]} (for less memory: smaller "
+                    "--seqs or --contexts)"
+                )
+                break
+            longest_s = max(longest_s, time.monotonic() - begun)
+            times[point] = found
+            _write_steps(path, decoder, grid, attention, times, _device_facts(torch))
+        else:
+            complete = True
+            clock.say(f"{attention}: all {len(times)} steps are in {path}")
+            _show_steps(grid, times)
+    return 0 if complete else 1
+
+
+STEPS_RESERVE_S = 5.0
+"""Kept for storing and for the process to end."""
+
+
+def _device_facts(torch: Any) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"gpu": "CPU", "memory_bytes": memory, "torch": torch.__version__}
+    about = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": about.name, "memory_bytes": about.total_memory, "torch": torch.__version__, "cuda": torch.version.cuda,
+    }  # fmt: skip
+
+
+def _measured_before(path: Path, decoder: Decoder, grid: StepGrid) -> dict[Point, list[float]]:
+    """The steps of an earlier call. Raises BorrowedError where that measured another decoder or grid."""
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_bytes())
+    if stored["decoder"] != asdict(decoder) or stored["grid"] != json.loads(json.dumps(asdict(grid))):
+        raise BorrowedError(f"{path} is of another decoder or grid: give another --output")
+    return {tuple(one["step"]): one["times_s"] for one in stored["steps"]}
+
+
+def _write_steps(
+    path: Path, decoder: Decoder, grid: StepGrid, attention: str, times: dict[Point, list[float]], facts: dict[str, Any]
+) -> None:
+    written = {
+        "format": 1, "attention": attention, "decoder": asdict(decoder), "grid": asdict(grid),
+        "manifest": {
+            **facts, "host": os.uname().nodename, "python": sys.version.split()[0], "command": sys.argv,
+            "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+            "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        },
+        "steps": [{"step": list(point), "times_s": found} for point, found in times.items()],
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(written, indent=1) + "\n")
+    partial.rename(path)
+
+
+def _show_steps(grid: StepGrid, times: dict[Point, list[float]]) -> None:
+    """Print mixed steps beside the sum of their parts, by the share r of decodes among their tokens."""
+    ms = {point: 1e3 * statistics.median(found) for point, found in times.items()}
+    print("   r  prompt  decodes  context   mixed ms  its parts ms  mixed us per token")
+    for point in sorted(grid.points(), key=lambda point: point[1] / max(point[0] + point[1], 1)):
+        prompt, seqs, context = point
+        if prompt and seqs:
+            parts = ms[prompt, 0, 0] + ms[0, seqs, context]
+            print(f"{seqs / (prompt + seqs):4.2f} {prompt:7,} {seqs:8,} {context:8,} {ms[point]:10.3f} {parts:13.3f} "
+                  f"{1e3 * ms[point] / (prompt + seqs):19.2f}")  # fmt: skip
+
+
 # --- the commands ------------------------------------------------------------------------------------------------
 
 
@@ -351,15 +621,29 @@ def _parser() -> argparse.ArgumentParser:
         help="take parcels over; with all of them, unpack and measure",
         epilog=f"Options of ebbench validate go after --; without any: {' '.join(MEASUREMENT)}",
     )
-    two.add_argument("--output", type=Path, default=Path("measured"), help="folder of the results (measured)")
-    two.add_argument("--seconds", type=float, default=560.0, help="time of this call (560)")
+    three = commands.add_parser("steps", help="measure step times with torch alone, without parcels")
+    three.add_argument("--model", type=Path, help="a config.json of a dense decoder (Qwen3-8B's sizes)")
+    for name in ("tokens", "seqs", "contexts"):
+        sizes = ",".join(map(str, getattr(StepGrid, name)))
+        three.add_argument(f"--{name}", type=_sizes, default=sizes, help=f"increasing sizes ({sizes})")
+    for one in (two, three):
+        one.add_argument("--output", type=Path, default=Path("measured"), help="folder of the results (measured)")
+        one.add_argument("--seconds", type=float, default=560.0, help="time of this call (560)")
     store = Path(tempfile.gettempdir()) / "ebbench-borrowed"
     two.add_argument("--store", type=Path, default=store, help=f"where parcels and runs are kept ({store})")
     return parser
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    """At least two increasing sizes, separated by commas. Raises ValueError."""
+    sizes = tuple(int(one) for one in text.split(","))
+    if len(sizes) < 2 or sizes[0] < 1 or any(two <= one for one, two in pairwise(sizes)):
+        raise ValueError
+    return sizes
+
+
 def main(words: Sequence[str]) -> int:
-    """Run ``pack`` or ``measure``; returns the exit code."""
+    """Run ``pack``, ``measure`` or ``steps``; returns the exit code."""
     end = words.index("--") if "--" in words else len(words)
     given, options = _parser().parse_args(words[:end]), words[end + 1 :]
     try:
@@ -367,6 +651,11 @@ def main(words: Sequence[str]) -> int:
             here = Path(__file__).resolve().parent
             clock = Clock(given.seconds)
             return measure(here, given.store.resolve(), given.output, clock, options or MEASUREMENT)
+        if given.command == "steps":
+            decoder = Decoder() if given.model is None else Decoder.of(given.model)
+            return steps(
+                decoder, StepGrid(given.tokens, given.seqs, given.contexts), given.output, Clock(given.seconds)
+            )
         contents = pack(given.dest, given.vllm, given.python, given.model, given.parcel_mib, given.without)
         sizes = [(given.dest / name).stat().st_size / MIB for name in contents.pieces]
         print(f"{len(sizes)} parcels, {sum(sizes):.0f} MiB, in {given.dest}, with {CONTENTS} and borrowed.py")

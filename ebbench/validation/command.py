@@ -16,6 +16,7 @@ from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.manifest import wall_clock_ns
+from ebbench.render.numbers import finite
 from ebbench.spec.server import OFF
 from ebbench.validation.drive import Outcomes, validate
 from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict, judge
@@ -47,9 +48,9 @@ def as_dict(
         "verdict": judged.verdict.word,
         "sentence": judged.verdict.sentence,
         "directions": {"right": judged.verdict.directions_right, "clear": judged.verdict.directions_clear},
-        "metrics": [_finite(asdict(one)) for one in judged.verdict.metrics],
-        "errors": [_finite(asdict(error)) for error in judged.errors],
-        "gains": [_finite(asdict(gain)) for gain in judged.gains],
+        "metrics": [finite(asdict(one)) for one in judged.verdict.metrics],
+        "errors": [finite(asdict(error)) for error in judged.errors],
+        "gains": [finite(asdict(gain)) for gain in judged.gains],
         "runs": {
             "planned": outcomes.planned,
             "measured": len(outcomes.observations),
@@ -61,13 +62,6 @@ def as_dict(
         "step_times": steps,
         "observations": [asdict(one) for one in outcomes.observations],
         "machine": dict(machine),
-    }
-
-
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """The values with infinity (unknown noise) as None, since JSON has no infinity."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
     }
 
 

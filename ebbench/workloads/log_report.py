@@ -12,8 +12,7 @@ from ebbench.records.plan import CHUNK_TOKENS
 from ebbench.traffic.arrivals import dispersion
 from ebbench.traffic.spec import Load, make_schedule
 from ebbench.workloads.log_columns import keeps_failed
-from ebbench.workloads.mixture import mixture_of
-from ebbench.workloads.options import recorded_file
+from ebbench.workloads.options import is_mixture, recorded_file
 from ebbench.workloads.requests import Floats, Requests
 from ebbench.workloads.shared_prefix import repeats_in
 from ebbench.workloads.spec import load_workload
@@ -72,7 +71,7 @@ def _own_starts(workload: str, settings: Mapping[str, Any]) -> Floats | None:
             return trace.timed(settings.get("time_unit")).arrival_s
         except UsageError:  # the unit of its times is not known, and not needed
             return None
-    if mixture_of(workload) is not None:
+    if is_mixture(workload):
         return None
     spec = load_workload(workload)
     own = None if spec.fitted is None else spec.fitted.scenario()

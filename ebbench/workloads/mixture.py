@@ -18,11 +18,11 @@ import pyarrow as pa
 
 from ebbench.config.declare import LOAD, SESSIONS, WORKLOAD, declared_in, split_pairs
 from ebbench.errors import UsageError
-from ebbench.foreign.documents import load_toml, read_toml
+from ebbench.foreign.documents import load_toml
 from ebbench.records.manifest import LIMITS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.spec import apportion
-from ebbench.workloads.options import PlanOptions, is_recorded, mixture_parts, recorded_file
+from ebbench.workloads.options import PlanOptions, is_mixture, is_recorded, mixture_parts, recorded_file
 from ebbench.workloads.requests import Int64s, Requests, int_lists_of
 from ebbench.workloads.spec import load_workload
 
@@ -115,12 +115,11 @@ def mixture_of(workload: str) -> Mixture | None:
 
     Raises UsageError, InputFileError.
     """
+    if not is_mixture(workload):
+        return None
     if parts := mixture_parts(workload):
         return Mixture(tuple(RequestClass(*part) for part in parts))
-    path = Path(workload).expanduser()
-    if not workload.endswith(".toml") or not path.is_file() or "classes" not in read_toml(path):
-        return None
-    file: Any = load_toml(path, _FILE)
+    file: Any = load_toml(Path(workload).expanduser(), _FILE)
     classes = []
     for name, one in file.classes.items():
         given = {key: getattr(one, key) for key in _OF_A_CLASS if getattr(one, key) is not msgspec.UNSET}
@@ -136,6 +135,19 @@ def check_workload(workload: str) -> None:
             load_workload(name)
         elif (path := recorded_file(name)) is None or not path.exists():
             raise UsageError(f"{name}: no such file")
+
+
+def classes_of(options: PlanOptions) -> set[str]:
+    """Names of the classes that the requests of a workload have. Raises UsageError, InputFileError."""
+    if (mixture := mixture_of(options.workload)) is not None:
+        return {one.name for one in mixture.classes}
+    path = recorded_file(options.workload)
+    if path is None:
+        return set()
+    from ebbench.workloads.trace import read_trace
+
+    trace = read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text)
+    return {name for name in trace.requests.classes or () if name is not None}
 
 
 def brought_limits(workload: str, goodput: Sequence[str]) -> list[str]:
@@ -172,11 +184,17 @@ def options_of(one: RequestClass, options: PlanOptions) -> PlanOptions:
     return replace(options, **{**without, **others, "workload": one.workload, "seed": seed, **one.settings})
 
 
-def mixed(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Requests:
+def mixed(mixture: Mixture, parts: Sequence[Requests], seed: int, priorities: str | None) -> Requests:
     """The requests of all classes, their sessions in an order that the seed draws; ``parts``: those of each class.
 
-    Classes share no prefix with each other. Raises UsageError if their hash ids are of blocks of different sizes.
+    ``priorities`` (as ``--priorities``) replace those of the classes. Classes share no prefix with each other. Raises
+    UsageError if their hash ids are of blocks of different sizes.
     """
+    given = {one.name: one.priority for one in mixture.classes if one.priority is not None}
+    return with_priorities(_joined(mixture, parts, seed), given | parse_priorities(priorities or ""))
+
+
+def _joined(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Requests:
     counts = [part.sessions for part in parts]
     class_of = substream(seed, "class/order").permutation(np.repeat(np.arange(len(parts)), counts))
     session = np.concatenate([np.flatnonzero(class_of == at)[part.session] for at, part in enumerate(parts)])

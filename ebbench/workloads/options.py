@@ -61,6 +61,18 @@ def mixture_parts(workload: str) -> list[tuple[str, str, float]]:
     return [(one["name"] or _short_name(one["workload"]), one["workload"], float(one["share"])) for one in found if one]
 
 
+def is_mixture(workload: str) -> bool:
+    """Whether a workload is several with shares, or a file of :mod:`ebbench.workloads.mixture`. Raises UsageError."""
+    if mixture_parts(workload):
+        return True
+    path = Path(workload).expanduser()
+    if not workload.endswith(".toml") or not path.is_file():
+        return False
+    from ebbench.foreign.documents import read_toml
+
+    return "classes" in read_toml(path)
+
+
 def _short_name(workload: str) -> str:
     return Path(workload.partition(":")[2] or workload).stem
 
@@ -72,7 +84,7 @@ class PlanOptions:
     Raises UsageError for an invalid value.
     """
 
-    workload: str = declare()
+    workload: str = declare(help="A workload (`ebbench workloads list`), log:FILE, or several with shares.")
     """A bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a published
     run), the path of a TOML file, or several of them with shares (:mod:`ebbench.workloads.mixture`)."""
     scenario: str | None = declare(

@@ -19,8 +19,7 @@ from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import length_spec
 from ebbench.traffic.spec import Replay, ScenarioSpec, Schedule, closed_phases, load_scenario, make_schedule, phase_rate
-from ebbench.workloads.mixture import Mixture, mixed, mixture_of, options_of, parse_priorities, with_priorities
-from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
+from ebbench.workloads.options import PlanOptions, is_mixture, is_recorded, recorded_file
 from ebbench.workloads.requests import (
     Floats,
     ImageSettings,
@@ -292,15 +291,7 @@ def _arrival_statistics(plan: Plan) -> Mapping[str, float]:
 
 def make_plan(options: PlanOptions) -> Plan:
     """Build the plan. Raises UsageError, InputFileError, RunError."""
-    mixture = mixture_of(options.workload)
-    if mixture is not None:
-        scenario = load_scenario(options.scenario or "saturated")
-        requests, schedule = _from_mixture(options, scenario, mixture)
-        priorities = {one.name: one.priority for one in mixture.classes if one.priority is not None}
-    else:
-        requests, schedule, scenario = _single(options)
-        priorities = {}
-    requests = with_priorities(requests, priorities | parse_priorities(options.priorities or ""))
+    requests, schedule, scenario = (_mixed if is_mixture(options.workload) else _single)(options)
     if options.session_start is not None:
         requests = begun_before(requests, parse_start(options.session_start), schedule.concurrency, options.seed)
     cap = options.max_concurrency or scenario.max_concurrency
@@ -310,8 +301,12 @@ def make_plan(options: PlanOptions) -> Plan:
     return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
 
 
-def _from_mixture(options: PlanOptions, scenario: ScenarioSpec, mixture: Mixture) -> tuple[Requests, Schedule]:
-    """The requests of all classes, each from its own workload with its own options."""
+def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
+    """The requests of all classes, each from its own workload with its own options, as of :func:`_single`."""
+    from ebbench.workloads.mixture import mixed, mixture_of, options_of
+
+    mixture, scenario = mixture_of(options.workload), load_scenario(options.scenario or "saturated")
+    assert mixture is not None  # the caller checked
     if scenario.loop == "trace" or scenario.own_lengths:
         own = "replays recorded times" if scenario.loop == "trace" else "brings its own lengths"
         raise UsageError(f"scenario {scenario.name!r} {own}; several workloads take --request-rate, -c or both")
@@ -329,7 +324,7 @@ def _from_mixture(options: PlanOptions, scenario: ScenarioSpec, mixture: Mixture
     if have != counts:  # a data set has texts for no more
         schedule = make_schedule(scenario, options.load, mixture.most(have), default, options.seed)
         parts = [part_of(one, count) for one, count in zip(parts, mixture.counts(schedule.sessions), strict=True)]
-    return mixed(mixture, parts, options.seed), schedule
+    return mixed(mixture, parts, options.seed, options.priorities), schedule, scenario
 
 
 def _held(options: PlanOptions) -> int:
@@ -361,6 +356,10 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
         requests = with_images(requests, parse_images(options.images))
     if options.lora_assignment is not None:
         requests = with_adapters(requests, parse_adapters(options.lora_assignment), options.seed)
+    if options.priorities is not None:
+        from ebbench.workloads.mixture import parse_priorities, with_priorities
+
+        requests = with_priorities(requests, parse_priorities(options.priorities))
     return requests, schedule, scenario
 
 

@@ -14,11 +14,10 @@ from msgspec import convert
 from typer.testing import CliRunner, Result
 
 from ebbench.advice import sentences
-from ebbench.advice.candidates import alike
+from ebbench.advice.candidates import alike, default_budgets, default_policies, plan_arguments
 from ebbench.advice.choice import AdviceQuestion, ExpectedLoad, own_budget
-from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
+from ebbench.advice.simulate import concurrency_cells, tuning_cells
 from ebbench.analysis.metrics import Slo
-from ebbench.cli.advise import plan_arguments
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
@@ -251,7 +250,7 @@ def test_all_rows_of_a_log_are_used_up_to_a_limit_that_is_said(
     assert plan_arguments(trace, None, {})["num_prompts"] == 40
     assert not any("sessions are taken" in note for note in whole["notes"])
     assert whole["seeds"] == 1
-    monkeypatch.setattr("ebbench.cli.advise.MOST_OF_A_LOG", 20)
+    monkeypatch.setattr("ebbench.advice.candidates.MOST_OF_A_LOG", 20)
     part = quick(runs, trace, *options)
     assert "20 of the log's 40 sessions are taken, from a place that the seed draws" in part["notes"]
     assert part["seeds"] == 2

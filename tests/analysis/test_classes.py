@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import Slo, measure, measure_classes, meets, parse_slo, slo_from_limits
+from ebbench.analysis.metrics import (
+    Slo,
+    measure,
+    measure_classes,
+    meets,
+    parse_slo,
+    refuse_unknown_classes,
+    slo_from_limits,
+)
 from ebbench.analysis.sessions import SessionFigures, figures_by_class, sessions_table
 from ebbench.errors import UsageError
 from ebbench.records.schema import REQUESTS_EXTRAS
@@ -161,7 +169,11 @@ def test_a_wrong_limit_of_a_class_is_refused(text: str, message: str) -> None:
 
 
 def test_a_limit_of_a_class_without_requests_is_refused() -> None:
-    columns = columns_of([request(0), request(1)], ["chat", "rag"])
     with pytest.raises(UsageError, match=r"'code'.*chat, rag"):
-        measure_classes(columns, parse_slo(["code:ttft:5"]), 1.0)
+        refuse_unknown_classes(["chat", "code"], ["rag", "chat", ""])
+
+
+def test_a_class_that_was_not_reached_in_time_has_no_figures() -> None:
+    columns = columns_of([request(0), request(1)], ["chat", "rag"])
+    assert set(measure_classes(columns, parse_slo(["code:ttft:5"]), 1.0)) == {"chat", "rag"}
     assert np.array_equal(columns.request_class, ["chat", "rag"])

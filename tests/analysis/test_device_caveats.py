@@ -30,10 +30,18 @@ def test_mixed_attention_matters_only_where_batches_are_mixed(tmp_path: Path) ->
     assert "mixed batches" not in said(tmp_path / "one", "--device", "l40s", "-c", "1")
 
 
-def test_what_times_to_first_token_lack_is_said_where_it_is_much(tmp_path: Path) -> None:
-    words = "took about 15 ms (8 to 20) in front of the engine"
-    assert words in said(tmp_path / "idle", "--device", "h200", "-c", "2")
-    assert words not in said(tmp_path / "queued", "--device", "h200", "-c", "60", "--max-num-seqs", "4")
+def test_what_first_tokens_of_mixtures_lack_is_said_unless_queues_decide(tmp_path: Path) -> None:
+    words = "times to first token of mixtures of experts are too short"
+    load = ("--device", "h200", "--model", "qwen3-30b-a3b")
+    assert words in said(tmp_path / "idle", *load, "-c", "2")
+    assert words not in said(tmp_path / "queued", *load, "-c", "60", "--max-num-seqs", "4")
+    assert words not in said(tmp_path / "dense", "--device", "h200", "-c", "2")
+
+
+@pytest.mark.parametrize(("topology", "short"), [("tp=2", False), ("tp=4", True)])
+def test_prompts_without_graphs_on_several_b200_are_said(tmp_path: Path, topology: str, short: bool) -> None:
+    load = ("--device", "b200", "--model", "llama-3.1-70b", "--topology", topology, "-c", "2")
+    assert ("captured CUDA graphs of decodes only" in said(tmp_path, *load)) is short
 
 
 def test_mixtures_of_experts_with_few_sequences_say_what_they_lack(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import ebbench as eb
 from ebbench import api
 from ebbench.cli import main
 from ebbench.fakeserver.process import FakeServerProcess
+from ebbench.spec.run import named_as_keys
 
 SMALL: dict[str, Any] = {
     "source": "profile",
@@ -84,6 +85,17 @@ def test_tables_have_a_row_per_run_and_per_request(runs: eb.Runs) -> None:
     assert runs.to_pandas()["policy"].tolist() == POLICIES
 
 
+def test_tables_have_a_row_per_session_and_per_class(runs: eb.Runs) -> None:
+    assert runs.sessions().num_rows == runs.classes().num_rows == 0
+    given = {**SMALL, "num_prompts": 12, "goodput": "chat:ttft:9000"}
+    mixed = eb.run("chat=sharegpt:0.5 talk=wildchat:0.5", policies=["v1"], **given)
+    sessions, classes = mixed.sessions(), mixed.classes()
+    assert sessions.num_rows == 12
+    assert classes["class"].to_pylist() == ["chat", "talk"]
+    assert sum(classes["planned"].to_pylist()) == mixed.requests().num_rows == sum(sessions["turns"].to_pylist())
+    assert sessions.column_names[:2] == classes.column_names[:2] == ["policy", "seed"]
+
+
 def test_they_show_themselves_as_text_and_html(runs: eb.Runs) -> None:
     assert "qwen3-8b on h200" in str(runs)
     assert repr(runs) == "<Runs: 2 of sharegpt, v1, ebplus>"
@@ -98,6 +110,11 @@ def test_remedies_name_keywords_not_options() -> None:
     assert "--num-prompts" not in html
     with pytest.raises(eb.UsageError, match=r"^max_num_seqs must be at least 1, not 0$"):
         eb.run("sharegpt", **{**SMALL, "max_num_seqs": 0})
+
+
+def test_commands_in_remedies_keep_their_options() -> None:
+    said = named_as_keys("give --max-num-seqs, or run `ebbench calibrate --model m` with --no-prefix-caching")
+    assert said == "give max_num_seqs, or run `ebbench calibrate --model m` with enable_prefix_caching=False"
 
 
 def test_output_dir_keeps_the_runs(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Case:
 
     def run(self) -> EngineResult:
         """Simulate it."""
-        options = EngineOptions(**self.options)
+        options = EngineOptions(**{"front_end_ms": 0.0, **self.options})
         arguments = dict(self.plan)
         workload = arguments.pop("workload").replace("DATA", str(DATA))
         source = "auto" if workload.startswith("trace:") else "profile"
@@ -132,7 +132,7 @@ class Case:
 
 def cases() -> list[Case]:
     """All runs, in a fixed order; each once."""
-    found = [*_single_instances(), *_clusters()]
+    found = [*_single_instances(), *_clusters(), *_front_ends()]
     return list({case.name: case for case in found}.values())
 
 
@@ -155,6 +155,16 @@ def _clusters() -> Iterator[Case]:
         device = ("h200", "qwen3-30b-a3b") if "ep=" in topology else ("h200", "qwen3-8b")
         plan = _plan(dice, number)
         yield Case(policy, device, plan, _options(dice, plan, warmup=False), topology, dispatch)
+
+
+def _front_ends() -> Iterator[Case]:
+    """Requests that enter later than they are sent; all other cases have none."""
+    for number, topology in enumerate((None, None, None, "dp=2", "1p1d", "tp=1,dp=2,ep=2")):
+        dice = random.Random(f"front end {number}")
+        plan = _plan(dice, number)
+        options = _options(dice, plan, warmup=topology is None) | {"front_end_ms": 13.0}
+        device = ("h200", "qwen3-30b-a3b" if topology and "ep=" in topology else "qwen3-8b")
+        yield Case("v1", device, plan, options, topology, DISPATCH[1] if topology else "")
 
 
 def _plan(dice: random.Random, number: int) -> dict[str, Any]:

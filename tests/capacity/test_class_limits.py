@@ -70,11 +70,19 @@ def test_the_class_that_misses_its_limit_is_what_limits() -> None:
     assert SearchSettings((Requirement("chat:tpot", 0.9, "chat"),), 1.0).waiting_counts is False
 
 
-def test_a_class_without_requests_is_refused_and_one_unseen_decides_nothing() -> None:
-    with pytest.raises(UsageError, match="'code'"):
-        reading(["code:ttft:100"])
-    assert reading(["ttft:900 chat:ttft:100"], rag=False).short is False
-    assert replace(reading(TEXT), short=True).decides is False
+def test_a_probe_without_a_request_of_a_limited_class_decides_nothing() -> None:
+    assert reading(TEXT).decides
+    assert not reading(TEXT, rag=False).decides
+    assert reading(["ttft:900 chat:ttft:100"], rag=False).decides
+
+
+@pytest.mark.parametrize("limit", ["code:ttft:100", "code:ttft:p99:100"])
+def test_limits_of_an_unknown_class_are_refused_before_a_probe(limit: str, tmp_path: Path) -> None:
+    mixture = "chat=balanced:1 rag=prefill-heavy:1"
+    for command in (["capacity", mixture], ["plan", mixture, "--request-rate", "1", "--device", "h200"]):
+        done = CliRunner().invoke(app, [*command, "--policy", "v1", "--goodput", limit])
+        assert done.exit_code == 2
+        assert "its classes are chat, rag" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ def test_a_number_of_processes_simulates_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["http://127.0.0.1:9", "vllm"])
-@pytest.mark.parametrize("option", [("--api-server", "datacenter"), ("--api-server-count", "2")])
+@pytest.mark.parametrize(
+    "option", [("--api-server", "datacenter"), ("--api-server-count", "2"), ("--front-end-ms", "5")]
+)
 def test_engines_with_a_real_one_refuse(engine: str, option: tuple[str, str], tmp_path: Path) -> None:
     arguments = [*SMALL, "--engine", engine, "--output-dir", str(tmp_path / "run"), *option]
     result = CliRunner().invoke(app, arguments, standalone_mode=False)

@@ -14,6 +14,8 @@ from ebbench.engines.vllm_command import EMULATED_KEY, Emulation, Serving, serve
 from ebbench.errors import UsageError
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
+from ebbench.runs.file import read_run_file
+from ebbench.spec.run import known_settings, spec_of
 from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy
 
@@ -86,3 +88,29 @@ def test_a_share_is_refused_where_it_has_no_effect() -> None:
     )
     assert "must be above 0 and at most 1, not 1.5" in refused("--engine", "sim", "--gpu-memory-utilization", "1.5")
     assert "is not known here, 0.8 to 0.33 are" in refused("--engine", "sim", "--vllm-version", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "asynchronous", "whole_prompts"),
+    [
+        (("--vllm-version", "0.11"), False, False),
+        (("--vllm-version", "0.15.1"), True, False),
+        (("--vllm-version", "0.22"), True, True),
+        (("--vllm-version", "0.11", "--async-scheduling", "--scheduler-reserve-full-isl"), True, True),
+        (("--no-async-scheduling",), False, True),
+    ],
+)
+def test_a_version_brings_its_own_defaults(
+    words: tuple[str, ...], asynchronous: bool, whole_prompts: bool, tmp_path: Path
+) -> None:
+    """And the file that --dry-run prints makes the same run."""
+    options = manifest(tmp_path / "run", *words).options
+    found = (options["async_scheduling"], options["scheduler_reserve_full_isl"])
+    assert found == (asynchronous, whole_prompts)
+    printed = CliRunner().invoke(
+        app, [*[word for word in RUN if word != "--json"], "--device", "h100", "--engine", "sim", *words, "--dry-run"]
+    )
+    (tmp_path / "run.toml").write_text(printed.stdout.replace('policy = ["v1"]', ""))
+    settings = read_run_file(tmp_path / "run.toml")
+    again = spec_of({name: settings[name] for name in settings if name in known_settings()}).server
+    assert (again.async_scheduling, again.scheduler_reserve_full_isl) == found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-import ebbench.engines
+import ebbench.engines.setup
 from ebbench.analysis.certainty import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NoisyEngine:
         return replace(plan, facts={**plan.facts, "seed": asked.seed})
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ebbench.engines, "select_engine", lambda *_, **__: (made, "engine: made up"))
+    monkeypatch.setattr(ebbench.engines.setup, "select_engine", lambda *_, **__: (made, "engine: made up"))
     # Not build_plan: a module that is first imported in one of these tests would keep the replacement.
     monkeypatch.setattr(planner, "make_plan", build)
     monkeypatch.setattr(prepare, "device_of", lambda *_: device_of())

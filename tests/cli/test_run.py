@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import ebbench.engines
+import ebbench.engines.setup
 from ebbench.cli.main import app
 from ebbench.errors import RunError
 from ebbench.records.plan import ClosedPhase, Plan
@@ -33,7 +33,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeEngine:
     """A made-up engine, device and workload; the working directory is empty."""
     made = MadeEngine()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ebbench.engines, "select_engine", lambda name: (made, f"engine: made up, asked for {name}"))
+    sentence = "engine: made up, asked for {}"
+    monkeypatch.setattr(ebbench.engines.setup, "select_engine", lambda name: (made, sentence.format(name)))
     of_cell = prepare.device_of
     monkeypatch.setattr(prepare, "device_of", lambda cell, *_: of_cell(cell) if is_server(cell.engine) else device_of())
 

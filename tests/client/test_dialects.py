@@ -27,6 +27,7 @@ from ebbench.workloads.planner import make_plan
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said, whole
 from tests.client.test_stream_dialects import ODD_VALUES
+from tests.gate.gate_data import invoke
 
 LINES = EVENTS.replace(b"text/event-stream", b"application/x-ndjson")
 
@@ -415,6 +416,28 @@ def test_counts_of_the_server_come_before_the_tokenizer(tmp_path: Path) -> None:
     assert "estimated_tokens" not in done.facts
 
 
+def test_only_complete_answers_count_as_estimated(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        text = "" if asked.number else "one two"
+        await asked.send(EVENTS + chunk(event(said(text, "stop"))) + END)
+
+    with raw_server(answer) as server:
+        done = run(server.url, plan_of(2, concurrency=1), tokenizer=str(tokenizer_file(tmp_path)))
+    assert column(done, "error_class") == [None, "empty_output"]
+    assert done.facts["estimated_tokens"]["answers"] == 1
+
+
+@pytest.mark.parametrize("transport", ["direct", "httpx"])
+def test_ids_are_left_out_for_servers_that_refuse_them(transport: str) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(SGLANG) + END)
+
+    with raw_server(answer) as server:
+        run(server.url, plan_of(1, output_tokens=3), endpoint="sglang", transport=transport)
+        run(server.url, plan_of(1, output_tokens=3), endpoint="sglang", transport=transport, request_ids=False)
+        assert ["x-request-id" in asked.headers for asked in server.asked] == [True, False]
+
+
 def test_an_absent_tokenizer_is_said() -> None:
     async def answer(asked: Asked) -> None:
         await asked.send(EVENTS + chunk(event(said("one", "stop"))) + END)
@@ -462,7 +485,7 @@ def test_whatever_a_server_sends_by_any_api_is_classified(
 
 def test_limits_on_tokens_are_refused_where_there_are_none() -> None:
     settings: dict[str, Any] = {"workload": "balanced", "engine": "http://127.0.0.1:9", "endpoint": "embeddings"}
-    with pytest.raises(UsageError, match="--goodput ttft:50: answers of --endpoint embeddings have no tokens"):
+    with pytest.raises(UsageError, match="ttft:50: answers of --endpoint embeddings have no tokens"):
         make_engine(spec_of(settings | {"goodput": "e2el:90 ttft:50"}))
     make_engine(spec_of(settings | {"goodput": "e2el:90"}))
 
@@ -489,3 +512,23 @@ def test_a_tokenizer_without_texts_is_for_servers_only() -> None:
     for engine in ("sim", "vllm"):
         with pytest.raises(UsageError, match="--tokenizer counts the tokens of texts"):
             make_plan(spec_of(settings | {"engine": engine}).plan)
+
+
+def test_an_estimate_is_marked_wherever_a_run_is_shown(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(event(said("one")) + event(said(" two", "stop"))) + END)
+
+    options = ("-n", 3, "--source", "profile", "--no-power", "--lag-limit-ms", 60000, "-q", "-o", tmp_path / "run")
+    with raw_server(answer) as server:
+        file = tokenizer_file(tmp_path)
+        done = invoke("run", "balanced", "--engine", server.url, "--tokenizer", file, "--json", *options)
+    (document,) = json.loads(done.stdout)
+    assert document["estimated_answers"] == 3
+    shown = " ".join(invoke("show", tmp_path / "run").stdout.split())
+    assert "v1 (estimated tokens)" in shown
+    assert "over the whole run (an estimate)" in shown
+    assert "their output tokens are an estimate" in shown
+    for kind in ("vllm", "llm-d"):
+        invoke("report", tmp_path / "run", "--export", kind, "-o", tmp_path / kind)
+        (exported,) = (tmp_path / kind).iterdir()
+        assert "estimated tokens" in exported.read_text()

@@ -10,6 +10,7 @@ import pytest
 
 from ebbench.devices.base import EB_VLLM, Parallel, StepShape
 from ebbench.devices.capacity import batch_limits
+from ebbench.devices.describe import device_rows
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
@@ -301,3 +302,18 @@ def test_the_kv_cache_of_an_l40s_is_sized_with_its_own_limits() -> None:
     own = load_device("l40s", "qwen3-8b", vllm_version="0.12")
     other = load_device("l40s", "qwen3-8b", vllm_version="0.12", max_num_seqs=1024, max_num_batched_tokens=8192)
     assert own.kv_capacity_tokens > other.kv_capacity_tokens
+
+
+def test_a_gpu_without_kernels_is_refused_unless_they_are_assumed() -> None:
+    with pytest.raises(UsageError, match=r"not measured on l4, .*roofline.*`ebbench devices list`.*--assume-kernels"):
+        load_device("l4", "qwen3-8b")
+    assert next(row for row in device_rows() if row["name"] == "l4")["mixed_attention"] == "no kernels"
+    assumed = load_device("l4", "qwen3-8b", assume_kernels=True)
+    assert "roofline" in assumed.warnings[0]
+    assert load_device("l4", "qwen3-8b", cost="roofline").cost == assumed.cost
+
+
+def test_a_device_file_asks_for_a_roofline_by_the_rates_it_states(tmp_path: Path) -> None:
+    text = (DATA / "profiles" / "l4.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace('name = "l4"', 'name = "mine"'))
+    assert "roofline" in load_device(str(tmp_path / "mine.toml"), "qwen3-8b").warnings[0]

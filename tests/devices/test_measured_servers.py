@@ -128,23 +128,24 @@ def test_runs_on_rtx_pro_6000_stay_as_near_as_they_were(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "options", "words"),
+    ("device", "model", "start", "most"),
     [
-        ("0.11", {}, ("--no-async-scheduling", "--no-scheduler-reserve-full-isl")),
-        ("0.11", {"async_scheduling": False}, ("--no-scheduler-reserve-full-isl",)),
-        ("0.15.1", {}, ("--no-scheduler-reserve-full-isl",)),
-        ("0.22", {}, ()),
-        (None, {}, ()),
+        ("h200", "llama-3.1-70b", "tp=4, 922 in, 922 out, c=16", 0.05),
+        ("b200", "gpt-oss-120b", "tp=1, 922 in, 922 out, c=16", 0.20),
+        ("b200", "minimax-m2.5", "tp=4, 922 in, 922 out, c=32", 0.10),
+        ("h100", "llama-3.1-8b", "tp=1, 203 in, 64 out, 61.79/s", 0.25),
     ],
 )
-def test_what_a_version_does_not_set_is_said(
-    version: str | None, options: dict[str, bool], words: Sequence[str]
-) -> None:
-    warnings = load_device("h100", "qwen3-8b", vllm_version=version, **options).warnings  # type: ignore[arg-type]
-    said = " ".join(text for text in warnings if "--vllm-version" in text)
-    assert bool(said) is bool(words)
-    assert all(word in said for word in words)
-    assert ("--no-async-scheduling" in said) is ("--no-async-scheduling" in words)
+def test_the_time_to_first_token_of_measured_servers(device: str, model: str, start: str, most: float) -> None:
+    (case,) = (c for c in measured_servers() if (c.device, c.model) == (device, model) and c.name.startswith(start))
+    (cell,) = (c for c in run_cases([case], 0, lambda _: None) if c.metric == "ttft_mean_s")
+    assert abs(cell.error) < most
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.11", True), ("0.18.2", True), ("0.22", False), (None, False)])
+def test_what_a_version_does_not_set_is_said(version: str | None, said: bool) -> None:
+    warnings = load_device("h100", "qwen3-8b", vllm_version=version).warnings
+    assert any("not its kernels, CUDA graphs and host" in text for text in warnings) is said
 
 
 @pytest.mark.parametrize(("device", "said"), [("b200", True), ("h200", False)])

@@ -250,7 +250,9 @@ def test_kinds_without_tables_are_estimated_and_said(tmp_path: Path) -> None:
     path = write(
         tmp_path, {**DEEPSEEK, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     )
-    device = load_device("h200", str(path), parallel=Parallel(tp=8))
+    with pytest.raises(UsageError, match=r"latent .* was not measured on h200.*--assume-kernels"):
+        load_device("h200", str(path), parallel=Parallel(tp=8))
+    device = load_device("h200", str(path), parallel=Parallel(tp=8), assume_kernels=True)
     (said,) = (text for text in device.warnings if "latent (MLA) attention" in text)
     assert "too fast rather than too slow" in said
     assert device.kv_capacity_tokens > 500_000

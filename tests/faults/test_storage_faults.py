@@ -370,6 +370,7 @@ def test_15_a_damaged_shard_is_named_or_left_out_on_request(
     begin(writer, context)
     for start in range(0, REQUESTS, 20):
         writer.append("requests", result.requests.slice(start, 20))
+    del writer  # a run that is being written is left alone
     (tmp_path / "run" / "requests.part-0001.parquet").write_bytes(b"PAR1 and no more")
     done = invoke("recover", tmp_path / "run")
     assert done.exit_code == 3

@@ -8,6 +8,7 @@ from typing import Any
 
 import altair as alt
 import numpy as np
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -82,10 +83,32 @@ def test_unknown_formats_are_refused(tmp_path: Path) -> None:
         save(alt.Chart().mark_point(), tmp_path / "t", ["jpg"])
 
 
-def test_a_run_without_steps_has_no_timeline(run: Run) -> None:
-    tables = {"steps": run.steps.slice(0, 0)}
-    with pytest.raises(DataError, match="no engine steps"):
-        timeline_of(Run(run.path, run.manifest, tables))
+def of_a_server(run: Run) -> Run:
+    """The same run as if a server had carried it out, which reports no steps."""
+    return Run(run.path, run.manifest, {"steps": run.steps.slice(0, 0), "requests": run.requests})
+
+
+def test_without_steps_the_timeline_is_that_of_the_requests(run: Run, tmp_path: Path) -> None:
+    line = timeline_of(of_a_server(run))
+    assert [*line.modes, *line.queue, *line.kv] == []
+    assert len(line.phases) == 5
+    open_at = {name: {r["t"]: r["value"] for r in line.open if r["series"] == name} for name in palette.OPEN}
+    sent, first, end = (np.array(run.requests[f"{name}_ns"]) / 1e9 for name in ("sent", "first_token", "end"))
+    for t in list(open_at["being answered"])[::40]:
+        assert open_at["waiting for a first token"][t] == ((sent <= t) & (first > t)).sum()
+        assert open_at["being answered"][t] == ((first <= t) & (end > t)).sum()
+    rows = [row for row in line.rate if row["series"] == "completed"]
+    assert sum(row["value"] for row in rows) * (rows[1]["t"] - rows[0]["t"]) == pytest.approx(run.requests.num_rows)
+    assert {row["series"] for row in line.ttft} == {"median", "p90"}
+    (path,) = save(timeline_chart(line), tmp_path / "t", ["svg"], legend="top")
+    assert b"open requests" in path.read_bytes()
+
+
+def test_a_run_that_sent_nothing_has_no_timeline(run: Run) -> None:
+    requests, nothing = run.requests, pa.nulls(run.requests.num_rows, pa.int64())
+    unsent = requests.set_column(requests.schema.get_field_index("sent_ns"), "sent_ns", nothing)
+    with pytest.raises(DataError, match="no request was sent"):
+        timeline_of(Run(run.path, run.manifest, {"steps": run.steps.slice(0, 0), "requests": unsent}))
 
 
 def test_attainment_is_drawn_for_every_phase(run: Run) -> None:
@@ -111,7 +134,8 @@ def meanings(spec: Any) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     if isinstance(spec, dict):
         scale = spec.get("scale")
-        if isinstance(scale, dict) and str(scale.get("range", [""])[0]).startswith("#"):
+        named = isinstance(scale, dict) and "domain" in scale  # names of classes come with the data
+        if named and str(scale.get("range", [""])[0]).startswith("#"):
             for name, colour in zip(scale["domain"], scale["range"], strict=True):
                 found.setdefault(name, set()).add(colour)
         spec = list(spec.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -147,3 +148,36 @@ def test_progress_on_a_terminal_is_one_live_line_and_none_with_quiet() -> None:
     with live.reporter(silent, "eb", 4000, quiet=True) as reporter:
         reporter.update(SNAPSHOT)
     assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_many_short_runs_have_a_line_once_one_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "LINES_EVERY_S", 0.3)
+    console = off_terminal()
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 60 and len(written(console)) < 2:
+        with reporter(console, "v1, probe 3, 12/s", 40, brief=True) as observer:
+            observer.update(SNAPSHOT)
+            time.sleep(0.05)  # each is shorter than the interval
+    assert all(line.startswith("v1, probe 3, 12/s: ") for line in written(console))
+    assert time.monotonic() - began_s > 0.5, "not a line for each"
+
+
+def test_a_command_that_shows_nothing_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "LINES_EVERY_S", 0.05)
+    monkeypatch.setattr(live, "_LOOK_S", 0.01)
+    ended = threading.Event()
+    thread = threading.Thread(target=live.tell_elapsed, args=("theory", time.monotonic(), ended))
+    with shown(off_terminal(), Work("table 3", 40)):  # its own line is enough
+        thread.start()
+        time.sleep(0.3)
+        assert capsys.readouterr().err == ""
+    said = ""
+    deadline = time.monotonic() + 60
+    while "theory: " not in said and time.monotonic() < deadline:
+        time.sleep(0.02)
+        said += capsys.readouterr().err
+    ended.set()
+    thread.join()
+    assert re.search(r"theory: \d+ s so far", said)

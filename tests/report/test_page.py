@@ -14,6 +14,7 @@ import pytest
 from ebbench.analysis.cases import cases_of
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
+from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.render import numbers
 from ebbench.render.timeline import timeline_of
@@ -22,6 +23,8 @@ from ebbench.report.page import specs
 from ebbench.report.page_tables import comparison_tables
 from tests.report.report_data import INK, BrowserPage, invoke, rewrite
 
+ONLY_WITH = {"classes", "sessions"}
+"""Charts of runs that have these."""
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'{{7*7}}&amp;`$"
 
 
@@ -31,11 +34,49 @@ def test_every_chart_is_drawn_without_requests_or_console_errors(browser_page: B
         assert [line for line in page.heard if not line.startswith("request: file:")] == []
         assert len([line for line in page.heard if line.startswith("request:")]) == 1
         charts = page.query_selector_all(".chart")
-        assert {chart.get_attribute("data-chart") for chart in charts} == set(specs())
+        assert {chart.get_attribute("data-chart") for chart in charts} == set(specs()) - ONLY_WITH
         for chart in charts:
             assert chart.get_attribute("data-state") == "drawn"
             assert int(chart.get_attribute("data-rows")) > 50
             assert 0.001 < chart.evaluate(INK) < 1
+
+
+def test_classes_and_sessions_of_a_log_are_drawn(browser_page: BrowserPage, tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": n / 10 + turn, "session_id": f"s{n}", "turn": turn, "input_length": 40 + n, "output_length": 20,
+         "class": "chat" if n % 3 else "batch"}
+        for n in range(60) for turn in range(1 + n % 3)
+    ]  # fmt: skip
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = invoke("run", f"log:{log}", "-p", "v1", "-q", "-o", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert invoke("report", tmp_path / "run", "-o", tmp_path / "page.html").exit_code == 0
+    with browser_page(tmp_path / "page.html") as page:
+        for name in ONLY_WITH:
+            assert page.query_selector(f'[data-chart="{name}"]').get_attribute("data-state") == "drawn"
+        data = json.loads(page.inner_text("#data"))["runs"][0]
+        assert {row["class"] for row in data["classes"]} == {"chat", "batch"}
+        assert {row["turns"] for row in data["sessions"]} == {1, 2, 3}
+        assert all(0 < row["model"] <= 1 for row in data["sessions"])
+
+
+def test_of_a_run_over_http_open_requests_rate_and_ttft_are_drawn(browser_page: BrowserPage, tmp_path: Path) -> None:
+    load = ("-n", "60", "--scenario", "poisson", "--request-rate", "60", "--input-len", "16", "--output-len", "8")
+    with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=2)) as server:
+        done = invoke("run", "balanced", "--engine", server.url, *load, "--lag-limit-ms", "60000", "-q",
+                      "-o", tmp_path / "run")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert invoke("report", tmp_path / "run", "-o", tmp_path / "page.html").exit_code == 0
+    with browser_page(tmp_path / "page.html") as page:
+        timeline = page.query_selector('[data-chart="timeline"]')
+        assert timeline.get_attribute("data-state") == "drawn"
+        assert page.evaluate("document.documentElement.dataset.ready") == "yes"
+        assert not [line for line in page.heard if "error" in line.lower()]
+        assert page.query_selector("#about-drag").is_hidden()
+        data = json.loads(page.inner_text("#data"))["runs"][0]
+        assert all(data[name] for name in ("open", "rate", "ttft"))
+        assert data["modes"] == []
 
 
 def test_the_numbers_are_those_of_the_runs(browser_page: BrowserPage, page_file: Path, runs: Path) -> None:
@@ -266,7 +307,7 @@ def test_the_file_refers_to_nothing_outside(page_file: Path) -> None:
 
 
 def test_a_run_without_steps_still_has_a_page(browser_page: BrowserPage, runs: Path, tmp_path: Path) -> None:
-    """A server without the scheduler plugin records no steps."""
+    """A server without the scheduler plugin records no steps: its page shows requests over time."""
     import pyarrow.parquet as pq
 
     shutil.copytree(runs / "v1", tmp_path / "v1")
@@ -278,7 +319,7 @@ def test_a_run_without_steps_still_has_a_page(browser_page: BrowserPage, runs: P
     done = invoke("report", tmp_path / "v1", "-o", tmp_path / "report.html")
     assert done.exit_code == 0, done.output
     with browser_page(tmp_path / "report.html") as page:
-        assert page.get_attribute("[data-chart=timeline]", "data-state") == "empty"
+        assert page.get_attribute("[data-chart=timeline]", "data-state") == "drawn"
         assert page.get_attribute("[data-chart=cdf_ttft]", "data-state") == "drawn"
         assert [line for line in page.heard if "error" in line] == []
 

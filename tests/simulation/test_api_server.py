@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.config.topology import TopologySpec, parse_topology
-from ebbench.devices.profiles import ApiServerCosts, chosen_api_server, find_api_server, list_api_servers
+from ebbench.devices.profiles import (
+    ApiServerCosts,
+    FrontEnd,
+    answering_costs,
+    chosen_api_server,
+    find_api_server,
+    find_profile,
+    list_api_servers,
+)
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
@@ -33,6 +41,12 @@ OPTIONS = EngineOptions(max_num_seqs=16, max_num_batched_tokens=512, num_kv_bloc
 
 def costs(token_us: float, request_us: float = 0.0, prompt_token_us: float = 0.0) -> ApiServerCosts:
     return ApiServerCosts(token_us=token_us, request_us=request_us, prompt_token_us=prompt_token_us, source="test")
+
+
+def front_end_of(name: str) -> FrontEnd:
+    found = find_api_server(name).front_end
+    assert found is not None
+    return found
 
 
 def in_a_file(folder: Path, token_us: float, request_us: float, prompt_token_us: float) -> str:
@@ -157,11 +171,13 @@ def test_an_api_server_that_takes_no_time_changes_nothing(world: World, free_of_
     assert free.decisions.equals(off.decisions)
 
 
-@given(world=worlds(), seed=st.integers(0, 5))
+@given(world=worlds(), seed=st.integers(0, 5), api_server=st.sampled_from(["off", DATACENTER]))
 @settings(max_examples=60, deadline=None)
-def test_decodes_made_in_a_row_and_one_by_one_are_the_same(world: World, seed: int) -> None:
-    """Departures of earlier tokens lie between the steps and release new requests."""
-    options = replace(world.options, api_server=DATACENTER, enable_prefix_caching=False, warmup=seed)
+def test_decodes_made_in_a_row_and_one_by_one_are_the_same(world: World, seed: int, api_server: str) -> None:
+    """Departures of earlier tokens lie between the steps and release new requests, which enter later."""
+    options = replace(
+        world.options, api_server=api_server, front_end_ms=float(seed), enable_prefix_caching=False, warmup=seed
+    )
     coasting = replace(world, options=options).run()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Coasting, "make_steps", lambda *_: False)
@@ -178,6 +194,47 @@ def test_a_lone_request_waits_for_its_prompt_and_its_tokens() -> None:
     assert on["scheduled_ns"] == off["scheduled_ns"] + found.request_ns(100)
     assert on["first_token_ns"] == off["first_token_ns"] + found.request_ns(100) + found.token_ns
     assert on["itl_ns"] == off["itl_ns"]
+
+
+def test_a_front_end_delays_a_request_and_none_of_its_tokens() -> None:
+    world = World(plan([(100, 3)], concurrency=1), "v1", OPTIONS)
+    off = world.run().requests.to_pylist()[0]
+    on = replace(world, options=replace(world.options, front_end_ms=5.0)).run().requests.to_pylist()[0]
+    tokenizing_ns = round(100 * 1e3 * front_end_of("datacenter").prompt_token_us)
+    assert on["scheduled_ns"] == off["scheduled_ns"] + 5_000_000 + tokenizing_ns
+    assert on["first_token_ns"] == off["first_token_ns"] + 5_000_000 + tokenizing_ns
+    assert on["itl_ns"] == off["itl_ns"]
+    assert on["end_ns"] - on["first_token_ns"] == off["end_ns"] - off["first_token_ns"]
+
+
+def test_prompts_are_tokenized_one_by_one_and_otherwise_wait_together() -> None:
+    costs = answering_costs(replace(OPTIONS, front_end_ms=5.0), None)
+    assert costs is not None
+    servers = ApiServers(costs, 1, RequestState(plan([(1000, 2), (2000, 2)], concurrency=2)))
+    each = round(1e6 * costs.prompt_token_us)
+    assert [servers.enter(row, 0) for row in (0, 1)] == [5_000_000 + each, 5_000_000 + 3 * each]
+
+
+@pytest.mark.parametrize(
+    ("device", "given_ms", "latency_ms"),
+    [("h200", None, 13.0), ("h200", 4.0, 4.0), ("h200", 0.0, None), ("rtx-pro-6000", None, None),
+     ("rtx-pro-6000", 4.0, 4.0)],
+)  # fmt: skip
+def test_the_front_end_is_that_of_the_machine_unless_given(
+    device: str, given_ms: float | None, latency_ms: float | None
+) -> None:
+    found = answering_costs(replace(OPTIONS, front_end_ms=given_ms), find_profile(device))
+    assert (None if found is None else found.latency_us / 1e3) == latency_ms
+    assert found is None or not found.streams
+
+
+def test_an_api_server_has_the_front_end_of_its_machine() -> None:
+    alone = find_api_server(DATACENTER)
+    found = answering_costs(replace(OPTIONS, api_server=DATACENTER), find_profile("h100"))
+    assert found is not None
+    assert found.token_us == alone.token_us
+    assert found.request_ns(100) > alone.request_ns(100)
+    assert found.latency_ns == 13_000_000
 
 
 def test_two_processes_pass_on_what_one_is_too_slow_for(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_an_exception_in_an_engine_fails_only_its_cell(monkeypatch: pytest.Monke
     def broken(name: str) -> object:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(ebbench.engines, "select_engine", broken)
+    monkeypatch.setattr(ebbench.engines.setup, "select_engine", broken)
     outcome = attempt(make, Task(spec_of_file({"workload": "balanced", "source": "profile", "num_prompts": 5})))
     assert outcome.value is None
     assert str(outcome.error).startswith("ZeroDivisionError: a bug (test_sweep_runs.py:")

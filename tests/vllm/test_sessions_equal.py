@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from ebbench.spec.server import EngineOptions
+from ebbench.workloads.options import PlanOptions
+from ebbench.workloads.planner import make_plan
 from tests.vllm.emulation import DEVICE, as_agents, differences, random_case, run_emulated, run_sim
 
 pytestmark = pytest.mark.vllm
@@ -21,6 +24,21 @@ def test_equal_with_agents_and_hang_ups(seed: int) -> None:
         options = replace(options, api_server="datacenter", api_server_count=1 + seed % 3)
     plan = as_agents(plan, seed)
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+
+
+@pytest.mark.parametrize("seed", range(240, 250))
+def test_equal_where_sessions_begin_in_their_middle(seed: int) -> None:
+    _, policy, options = random_case(seed)
+    policy = "v1" if policy.startswith("eb:k=") else policy
+    start = PlanOptions(
+        "wildchat", num_prompts=10, seed=seed, source="profile", max_concurrency=4, with_text=False, think_time="1",
+        session_start="0-1", max_model_len=3000, drop_too_long=True,
+    )  # fmt: skip
+    options = replace(EngineOptions(), max_model_len=3000, warmup=seed % 2, max_num_seqs=max(4, options.max_num_seqs))
+    plan = make_plan(start)
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert sum(sim.requests["cached_tokens"].to_pylist()) > 0
     assert differences(sim, emulated) == []
 
 

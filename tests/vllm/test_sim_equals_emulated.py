@@ -192,6 +192,16 @@ def test_equal_under_random_further_limits(seed: int) -> None:
     assert differences(sim, emulated) == []
 
 
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_equal_behind_a_front_end(seed: int) -> None:
+    plan, policy, options = random_case(seed)
+    options = replace(options, front_end_ms=1.0 + seed % 7, warmup=seed % 5, long_prefill_token_threshold=0)
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+    off = run_sim(plan, policy, DEVICE, replace(options, front_end_ms=0.0))
+    assert sim.requests["first_token_ns"].to_pylist() != off.requests["first_token_ns"].to_pylist()
+
+
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_equal_behind_an_api_server(seed: int) -> None:
     """Requests enter late and clients see their tokens late; both engines must agree on every one of these times."""

@@ -84,3 +84,15 @@ def test_other_limits_are_taken_per_class_when_a_run_is_shown(tmp_path: Path) ->
     refused = invoke("show", str(tmp_path / "run"), "--goodput", "code:ttft:9")
     assert refused.exit_code == 2
     assert "its classes are chat, rag" in refused.output
+
+
+def test_answers_of_one_token_are_counted_in_the_class_with_the_limit(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": n + 0.5, "input_tokens": 50, "output_tokens": n % 2 * 9 + 1, "class": "ab"[n % 2]}
+        for n in range(4)
+    ]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    for limit, warned in (("a:tpot:10", True), ("b:tpot:10", False)):
+        done = invoke("run", f"log:{path}", "--policy", "v1", "-q", "--goodput", limit, "-o", str(tmp_path / limit[0]))
+        assert ("2 of 2 answers have one token" in " ".join(done.output.split())) is warned

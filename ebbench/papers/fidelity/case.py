@@ -37,8 +37,8 @@ class Case:
     """One run to repeat, with its published results.
 
     ``quantization`` as named by vLLM; ``kv_cache_dtype``, ``async_scheduling``, ``scheduler_reserve_full_isl``,
-    ``vllm_version``, ``api_server`` and ``gpu_memory_utilization`` as in EngineOptions. ``refused``: why no simulated
-    server can make the run; it then has no figures of ours.
+    ``vllm_version``, ``api_server``, ``front_end_ms`` and ``gpu_memory_utilization`` as in EngineOptions. ``refused``:
+    why no simulated server can make the run; it then has no figures of ours.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Case:
     scheduler_reserve_full_isl: bool = True
     vllm_version: str = VLLM
     api_server: str = OFF
+    front_end_ms: float | None = 0.0
     gpu_memory_utilization: float | None = None
     refused: str = ""
 

@@ -53,7 +53,7 @@ def measured_servers() -> Iterator[Case]:
             tuple(_server_figures(row)), group=GROUP,
             quantization="fp8" if row["precision"] == "fp8" else None, kv_cache_dtype=row["kv_cache_dtype"] or "auto",
             async_scheduling=row["async_scheduling"] == "yes", vllm_version=row["vllm"],
-            gpu_memory_utilization=float(row["gpu_memory_utilization"]),
+            gpu_memory_utilization=float(row["gpu_memory_utilization"]), front_end_ms=None,
         )  # fmt: skip
 
 

@@ -101,6 +101,7 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run
         "kv_cache_dtype": case.kv_cache_dtype, "async_scheduling": case.async_scheduling,
         "scheduler_reserve_full_isl": case.scheduler_reserve_full_isl,
         "vllm_version": case.vllm_version, "api_server": case.api_server,
+        "front_end_ms": case.front_end_ms,
         "gpu_memory_utilization": case.gpu_memory_utilization,
     }  # fmt: skip
     return tuple(run.changed(**changes) for run in runs)

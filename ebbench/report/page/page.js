@@ -138,7 +138,7 @@
       drawn.set(element, result);
       const { view } = result;
       if (element.dataset.chart === "surface") await view.signal("phase_shown", phaseSelect.value).runAsync();
-      if (element.dataset.chart === "timeline") view.addSignalListener("brush", (_, range) => zoomTo(range.t));
+      if (element.dataset.chart === "timeline" && page.runs[chosen].modes.length) view.addSignalListener("brush", (_, range) => zoomTo(range.t));
       element.dataset.state = "drawn";
     } catch (error) {
       element.classList.add("failed");
@@ -230,6 +230,7 @@
       ? `Dashed lines mark where a phase of the scenario begins to be served: ${starts}.`
       : "";
     document.getElementById("single-steps").hidden = !Object.keys(run.steps).length;
+    document.getElementById("about-drag").hidden = !run.modes.length;
     describeZoom();
   };
 
@@ -238,7 +239,7 @@
     drawAll((each) => each.dataset.of === "run");
   }));
   if (caseSelect) caseSelect.addEventListener("change", () => drawAll((each) => each.dataset.of !== "run"));
-  phaseSelect.addEventListener("change", () => drawAll((each) => each.dataset.chart === "surface"));
+  if (phaseSelect) phaseSelect.addEventListener("change", () => drawAll((each) => each.dataset.chart === "surface"));
 
   // A shade on the right says that a table goes on there.
   document.querySelectorAll(".scroll").forEach((box) => {
@@ -283,9 +284,9 @@
     });
   });
 
-  // The run with the most to show over time comes first.
+  // The run with the most to show over time comes first; a page of a trend has none.
   const panels = page.runs.map((run) => Object.values(run).filter((rows) => rows.length).length);
-  chooseRun(panels.indexOf(Math.max(...panels)));
+  if (panels.length) chooseRun(panels.indexOf(Math.max(...panels)));
   drawAll(() => true).then(
     () => { root.dataset.ready = "yes"; },
     (error) => { root.dataset.ready = "failed"; console.error(error); },
