@@ -19,15 +19,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench import __version__
+from ebbench.analysis import trend
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.metrics import itl_ns, tpot_ns
 from ebbench.analysis.summary import Summary, summarise
-from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, GateUnit, unit_of
+from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, GateUnit
 from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.errors import DataError, UsageError
 from ebbench.foreign.documents import csv_cell
 from ebbench.records import files
-from ebbench.records.run import Run, slug
+from ebbench.records.run import Run
+from ebbench.records.warnings import ESTIMATED
 
 # A run in the benchmark report format of llm-d, schema 0.2, as JSON (which is valid YAML).
 #
@@ -64,12 +66,13 @@ def _run(run: Run, summary: Summary) -> dict[str, Any]:
     duration_s = summary.metrics.duration_s or 0.0
     start = datetime.fromtimestamp(m.anchor_unix_ns / 1e9, UTC)
     end = datetime.fromtimestamp(m.anchor_unix_ns / 1e9 + duration_s, UTC)
+    marks = ["estimated tokens"] if summary.estimated_answers else []
     return {
         "uid": _hash([m.plan_hash, m.policy, m.device, m.anchor_unix_ns, run.path.name]),
         "eid": m.plan_hash[:32],
         "time": {"start": start.isoformat(), "end": end.isoformat(), "duration": f"PT{duration_s:.6f}S"},
         "description": f"{m.workload}, scenario {m.scenario}, policy {m.policy}, seed {m.seed}",
-        "keywords": [m.policy, f"engine:{m.engine}", f"clock:{m.clock}", "valid" if m.valid else "INVALID"],
+        "keywords": [m.policy, f"engine:{m.engine}", f"clock:{m.clock}", "valid" if m.valid else "INVALID", *marks],
     }
 
 
@@ -270,9 +273,9 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
         "date": manifest.created.replace("-", "").replace(":", "").replace("T", "-").rstrip("Z"),
         "endpoint_type": "openai",
         "backend": "openai",
-        "label": manifest.policy,
+        "label": f"{manifest.policy} (estimated tokens)" if summary.estimated_answers else manifest.policy,
         "model_id": manifest.facts.get("served_model", manifest.model),
-        "tokenizer_id": None,
+        "tokenizer_id": (manifest.facts.get(ESTIMATED) or {}).get("by"),
         "num_prompts": requests.num_rows,
         "request_rate": rate if rate is not None else "inf",
         "burstiness": manifest.facts.get("burstiness", 1.0),
@@ -360,8 +363,6 @@ def _seconds(ns: int) -> float:
 
 TIME = "time"
 ATTRIBUTES = ("commit", "policy", "environment", "server", "load", "limits", "seeds", "runs")
-NEXT_MEASUREMENT_S = 6 * 3600
-"""A run that begins so long after the one before it belongs to another measurement of a server."""
 
 
 @dataclass(frozen=True)
@@ -373,79 +374,29 @@ class Series:
     csv: str
 
 
-@dataclass(frozen=True, order=True)
-class _SeriesKind:
-    """The values that all rows of a series share."""
-
-    policy: str
-    environment: str
-    server: str
-    load: str
-    limits: str
-
-    @property
-    def name(self) -> str:
-        """A unique file stem."""
-        shared = "\n".join((self.environment, *filter(None, (self.server,)), self.load, self.limits))
-        return f"{slug(self.policy)}-{hashlib.sha256(shared.encode()).hexdigest()[:12]}"
-
-
 def series_of(runs: Sequence[Run]) -> list[Series]:
     """One series per policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
 
     Raises DataError if no run is left.
     """
-    groups: dict[_SeriesKind, list[tuple[str, GateUnit]]] = {}
-    for run in runs:
-        if run.manifest.valid:
-            unit = unit_of(run)
-            kind = _SeriesKind(unit.policy, unit.configuration_hash, unit.server, unit.load, unit.slo)
-            groups.setdefault(kind, []).append((_commit(run), unit))
-    if not groups:
+    found = trend.series_of(trend.members_of(runs))
+    if not found:
         raise DataError("no valid run to make a history of")
-    return [_series(kind, groups[kind]) for kind in sorted(groups)]
+    return [_series(kind, points) for kind, points in found.items()]
 
 
-def _commit(run: Run) -> str:
-    """The commit of ebbench, which holds simulator and plugin; of a server that runs already, its own version."""
-    if run.manifest.engine == "endpoint":
-        return str(run.manifest.facts.get("server_version") or "")
-    return run.manifest.git_commit or f"ebbench-{run.manifest.versions.get('ebbench', '')}"
-
-
-def _series(kind: _SeriesKind, members: Sequence[tuple[str, GateUnit]]) -> Series:
-    rows = _rows(sorted(members, key=lambda member: member[1].anchor_unix_ns))
-    means = {name: [_geometric_mean(units, name) for _, units in rows] for name in FIGURES}
+def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
+    means = {name: [_geometric_mean(point.units, name) for point in points] for name in FIGURES}
     shown = {name: column for name, column in means.items() if any(value is not None for value in column)}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([TIME, *ATTRIBUTES, *shown])
-    for place, (commit, units) in enumerate(rows):
+    for place, point in enumerate(points):
         values = [_cell(column[place]) for column in shown.values()]
-        writer.writerow(map(csv_cell, (_when(units), commit, *_attributes(kind, units), *values)))
+        attributes = _attributes(kind, point.units)
+        writer.writerow(map(csv_cell, (_when(point.units), point.commit, *attributes, *values)))
     whole = tuple(name for name, column in shown.items() if None not in column)
     return Series(kind.name, whole, text.getvalue())
-
-
-def _rows(members: Sequence[tuple[str, GateUnit]]) -> list[tuple[str, list[GateUnit]]]:
-    """Commits with their runs, in order of time; of a server, measurements."""
-    rows: list[tuple[str, list[GateUnit]]] = []
-    for commit, unit in members:
-        place = next((place for place, (known, _) in enumerate(rows) if known == commit and not unit.server), None)
-        if unit.server and rows and rows[-1][0] == commit and _same_measurement(rows[-1][1], unit):
-            place = len(rows) - 1
-        if place is None:
-            rows.append((commit, []))
-        rows[-1 if place is None else place][1].append(unit)
-    return rows
-
-
-def _same_measurement(units: Sequence[GateUnit], unit: GateUnit) -> bool:
-    """Whether a run of a server belongs to the same measurement as earlier ones."""
-    pause_s = (unit.anchor_unix_ns - units[-1].anchor_unix_ns) / 1e9
-    return pause_s < NEXT_MEASUREMENT_S and all(
-        (unit.seed, unit.plan_hash) != (one.seed, one.plan_hash) for one in units
-    )
 
 
 def _when(units: Sequence[GateUnit]) -> str:
@@ -453,7 +404,7 @@ def _when(units: Sequence[GateUnit]) -> str:
     return datetime.fromtimestamp(earliest / 1e9, UTC).isoformat(timespec="seconds")
 
 
-def _attributes(kind: _SeriesKind, units: Sequence[GateUnit]) -> list[str]:
+def _attributes(kind: trend.SeriesKind, units: Sequence[GateUnit]) -> list[str]:
     """The values of ATTRIBUTES, which follow the commit."""
     seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in units}))
     return [kind.policy, kind.environment, kind.server, kind.load, kind.limits, seeds, str(len(units))]

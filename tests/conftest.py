@@ -25,6 +25,10 @@ for ignored in (signal.SIGHUP, signal.SIGINT):
 # What runs note about servers is not for the user who runs the tests; their processes inherit it.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ebbench-state-")
 
+# Runs of tests are not those of the CI job that runs them.
+for variable in ("GITHUB_SHA", "GITHUB_REF", "GITHUB_REF_NAME", "CI_COMMIT_SHA", "GIT_COMMIT", "BUILDKITE_COMMIT"):
+    os.environ.pop(variable, None)
+
 LONGEST = (
     "tests/vllm/test_validate.py",
     "tests/vllm/test_signals_vllm.py",  # nine vLLM servers, one after the other

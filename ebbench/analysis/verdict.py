@@ -145,7 +145,7 @@ def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allo
     if not ours.keys() & theirs.keys():
         raise DataError(_other_plan(len(ours), baseline, "candidate"))
     common = [plan for plan in ours if plan in theirs]
-    return _measured([Pair(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)])
+    return without_copies([Pair(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)])
 
 
 def require_comparable(
@@ -193,7 +193,7 @@ def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tup
     return tuple(notes)
 
 
-def _measured(pairs: Sequence[Pair]) -> list[Pair]:
+def without_copies(pairs: Sequence[Pair]) -> list[Pair]:
     """One pair for each group of copies."""
     kept: list[Pair] = []
     known: dict[tuple[object, ...], int] = {}

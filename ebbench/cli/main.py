@@ -90,6 +90,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "plan": CommandEntry("ebbench.cli.plan:plan", UNDERSTAND, "Find the cheapest GPUs for a request rate."),
     "sweep": CommandEntry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings; can be resumed."),
     "compare": CommandEntry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
+    "trend": CommandEntry("ebbench.cli.trend:trend", MEASURE, "Follow figures over commits; find changes."),
     "gate": CommandEntry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),
     "report": CommandEntry("ebbench.cli.report:report", MEASURE, "Write runs as one self-contained HTML file."),
     "query": CommandEntry("ebbench.cli.query:query", MEASURE, "Query stored runs in SQL."),

@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import metadata
@@ -274,17 +274,20 @@ def make_engine(spec: RunSpec) -> tuple[Engine, str]:
     return engine, f"{sentence}; {several}" if several else sentence
 
 
+def refuse_limits_on_tokens(client: ClientOptions, limits: Iterable[str]) -> None:
+    """Raise UsageError for a limit such as ``ttft:50`` where answers have no tokens; ``e2el`` they have."""
+    of_tokens = [] if client.generates else [limit for limit in limits if "e2el" not in limit.split(":")]
+    if of_tokens:
+        raise UsageError(f"{of_tokens[0]}: answers of --endpoint {client.endpoint} have no tokens; limit e2el")
+
+
 def _for_server(engine: Engine, spec: RunSpec) -> Engine:
     from ebbench.engines.endpoint import EndpointEngine
 
     if not isinstance(engine, EndpointEngine):
         return engine
     plan = spec.plan
-    limits = spec.goodput.replace(",", " ").split()
-    if not spec.client.generates and (of_tokens := [one for one in limits if not one.startswith("e2el")]):
-        raise UsageError(
-            f"--goodput {of_tokens[0]}: answers of --endpoint {spec.client.endpoint} have no tokens; limit e2el"
-        )
+    refuse_limits_on_tokens(spec.client, spec.goodput.replace(",", " ").split())
     client = replace(
         engine.client, model=spec.model, max_model_len=plan.max_model_len, drop_too_long=plan.drop_too_long,
         tokenizer=plan.tokenizer,

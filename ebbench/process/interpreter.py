@@ -28,6 +28,11 @@ def process_of_ebbench() -> None:
         skip_pandas()
 
 
+def is_process_of_ebbench() -> bool:
+    """Whether this process is one of ebbench's own; otherwise a program imports ebbench."""
+    return _of_ebbench
+
+
 def skip_pandas() -> None:
     """Make pyarrow's one-time pandas check fail now, before it costs time; in processes of ebbench only."""
     if not _of_ebbench or "pandas" in sys.modules:

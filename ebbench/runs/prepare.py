@@ -36,6 +36,7 @@ from ebbench.engines.setup import (
     with_ramp,
 )
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.process.interpreter import is_process_of_ebbench
 from ebbench.records.plan import Plan
 from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.run import DEFAULTS, RunSpec, known_settings, spec_of
@@ -176,7 +177,8 @@ def _engine_name(engine: str) -> str:
 
 def _frozen(kept: T) -> T:
     """``kept``, excluded from garbage collections, which would otherwise visit it after every spec."""
-    gc.freeze()
+    if is_process_of_ebbench():  # a program's own objects would be excluded, too
+        gc.freeze()
     return kept
 
 

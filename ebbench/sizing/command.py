@@ -15,7 +15,7 @@ from ebbench.analysis.metrics import refuse_unknown_classes
 from ebbench.config.declare import declared_in
 from ebbench.engines.base import Engine
 from ebbench.engines.checks import check_counts, refuse_undecided
-from ebbench.engines.setup import make_engine
+from ebbench.engines.setup import make_engine, refuse_limits_on_tokens
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
@@ -229,6 +229,8 @@ class _System:
 
 def _system(search: CapacitySearch) -> _System:
     engine, sentence = make_engine(search.series.spec)
+    named = (name for requirement in search.limits.requirements() for name in requirement.name.split())
+    refuse_limits_on_tokens(search.series.spec.client, named)
     refuse_undecided(getattr(engine, "topology", None), search.series.policies)
     search.series.check_prompts(engine)
     device = device_of(search.series.spec, search.series.policies)

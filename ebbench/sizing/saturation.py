@@ -8,6 +8,7 @@ complete no more per second, within a budget.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ import pyarrow as pa
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import completed_sessions_per_s, session_ends_ns, steady_windows
 from ebbench.errors import InterruptedRunError, RunError, UsageError
+from ebbench.records import files
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
+from ebbench.records.run import MANIFEST, SEARCH
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.prepare import without_load
 from ebbench.sizing.sentences import SATURATION, not_saturated, saturation_begins
@@ -199,6 +202,9 @@ def _measured(
             found = search_capacity(search, kept, SearchBudget(seconds=BUDGET_S))
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted while saturation was measured; its runs are in {folder}") from None
+    finally:
+        if any(folder.glob(f"*/{MANIFEST}")):  # its runs are probes, which lists of runs show as one search
+            files.write_text(json.dumps({"saturation": series.spec.plan.workload}) + "\n", folder / SEARCH)
     return saturation_of(found, first.name, time.monotonic() - begun)
 
 

@@ -19,6 +19,7 @@ from ebbench.records.run import Run
 from ebbench.records.warnings import Fact, fact
 from ebbench.render.documents import Console
 from ebbench.runs.prepare import Series, device_of
+from ebbench.runs.stored import listed
 from ebbench.sizing.drive import SearchOutcome
 from ebbench.sizing.estimate import Estimate, Probe
 from ebbench.sizing.saturation import saturation_of, with_saturation
@@ -101,6 +102,8 @@ def test_the_rate_of_a_server_is_found_by_doubling_its_open_sessions(tmp_path: P
     loops = sorted(run.manifest.phases[0].max_concurrency for run in probes(tmp_path / "run-saturation"))
     assert loops[:3] == [1, 4, 8]
     assert f"--saturation-rate {facts['saturation_rate']:g}" in done.output
+    [run, search] = sorted(listed([tmp_path]).runs, key=lambda one: one.path.name)
+    assert (run.kind, search.kind, search.probes) == ("run", "search", len(probes(search.path)))
 
 
 def test_without_a_usable_run_the_rate_has_to_be_given(tmp_path: Path) -> None:

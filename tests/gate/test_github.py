@@ -22,6 +22,7 @@ from tests.gate.gate_data import SMALL, invoke
 GITHUB = Path(__file__).resolve().parents[2] / ".github"
 ACTION = GITHUB / "actions" / "gate" / "action.yml"
 EXAMPLES = sorted((GITHUB / "workflow-examples").glob("*.yml"))
+GATES = [path for path in EXAMPLES if path.name.startswith("gate-")]
 WORKFLOWS = [*EXAMPLES, *sorted((GITHUB / "workflows").glob("*.yml"))]
 SHORT = """
 name = "short"
@@ -141,7 +142,7 @@ def test_files_are_valid_and_never_paste_inputs_into_scripts(path: Path) -> None
         assert document["permissions"] == {"contents": "read"}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", GATES, ids=lambda path: path.name)
 def test_examples_gate_the_users_code_with_a_fixed_ebbench(path: Path) -> None:
     """The sides are the user's two branches; ebbench comes from its own repository at a version."""
     steps = step_list(yaml.safe_load(path.read_text()))
@@ -251,6 +252,40 @@ def test_the_server_example_starts_measures_and_stops_each_side(
     assert tpot[1] > 1.5 * tpot[0]
     with socket.socket() as gone:
         assert gone.connect_ex(("127.0.0.1", port)) != 0, "a server was left running"
+
+
+def test_the_nightly_example_measures_and_follows_the_figures(tmp_path: Path) -> None:
+    """Its own steps, three nights: the third with a server that is three times as slow."""
+    document = yaml.safe_load((GITHUB / "workflow-examples" / "nightly-trend.yml").read_text())
+    shim(tmp_path / "venv-ebbench" / "bin" / "ebbench")
+    (tmp_path / "server").mkdir()
+    (tmp_path / "short.toml").write_text(SHORT)
+    start = tmp_path / "server" / "start-server.sh"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for night, itl_ms in enumerate((10, 10, 30)):
+        start.write_text(
+            f"#!/bin/sh\nexec {tmp_path}/venv-ebbench/bin/ebbench fake-server --port $PORT --itl-ms {itl_ms}\n"
+        )
+        start.chmod(0o755)
+        job = {
+            "GITHUB_ACTIONS": "true", "GITHUB_SHA": f"{night}" * 40, "GITHUB_REF": f"refs/pull/{night}/merge",
+            "GITHUB_RUN_ID": str(night), "GITHUB_RUN_ATTEMPT": "1", "GITHUB_ENV": str(tmp_path / "env"),
+            "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"), "PORT": str(port), "WORKLOAD": "short.toml",
+            "PROMPTS": "12", "CONCURRENCY": "4",
+        }  # fmt: skip
+        environment = document["env"] | job
+        done = bash(step(document, "measure")["run"], tmp_path, **environment)
+        assert done.returncode == 0, done.stderr
+        done = bash(step(document, "trend")["run"], tmp_path, **environment)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "env").read_text().splitlines() == ["ANSWER=0", "ANSWER=0", "ANSWER=5"]
+    comment = (tmp_path / "comment.md").read_text()
+    assert "PR 2" in comment
+    assert "cannot show it" in comment
+    assert (tmp_path / "trend.png").exists()
+    assert len(list((tmp_path / "history").glob("*/*/manifest.json"))) == 9
 
 
 def test_the_action_installs_itself_where_no_program_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from ebbench import export
+from ebbench.analysis import trend
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.units import FIGURES, unit_of
 from ebbench.errors import DataError
@@ -276,7 +276,7 @@ def test_a_history_keeps_zeros_and_leaves_unknown_cells_empty(runs: Path, monkey
         replace(loaded, manifest=msgspec.structs.replace(loaded.manifest, git_commit=commit))
         for loaded, commit in ((Run.load(runs / "v1"), commit) for commit in "ab")
     ]
-    monkeypatch.setattr(export, "unit_of", lambda run: units["ab".index(run.manifest.git_commit)])
+    monkeypatch.setattr(trend, "unit_of", lambda run: units["ab".index(run.manifest.git_commit)])
     (series,) = series_of(runs_of_two_commits)
     rows = list(csv.DictReader(series.csv.splitlines()))
     assert [row["request_goodput"] for row in rows] == ["2", "0"]

@@ -239,7 +239,7 @@
     drawAll((each) => each.dataset.of === "run");
   }));
   if (caseSelect) caseSelect.addEventListener("change", () => drawAll((each) => each.dataset.of !== "run"));
-  phaseSelect.addEventListener("change", () => drawAll((each) => each.dataset.chart === "surface"));
+  if (phaseSelect) phaseSelect.addEventListener("change", () => drawAll((each) => each.dataset.chart === "surface"));
 
   // A shade on the right says that a table goes on there.
   document.querySelectorAll(".scroll").forEach((box) => {
@@ -284,9 +284,9 @@
     });
   });
 
-  // The run with the most to show over time comes first.
+  // The run with the most to show over time comes first; a page of a trend has none.
   const panels = page.runs.map((run) => Object.values(run).filter((rows) => rows.length).length);
-  chooseRun(panels.indexOf(Math.max(...panels)));
+  if (panels.length) chooseRun(panels.indexOf(Math.max(...panels)));
   drawAll(() => true).then(
     () => { root.dataset.ready = "yes"; },
     (error) => { root.dataset.ready = "failed"; console.error(error); },

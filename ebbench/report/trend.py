@@ -1,0 +1,280 @@
+"""Trends as tables, sentences, a picture and a page."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbench.analysis.documents import Column, Document, Section, Value
+from ebbench.analysis.environment import differences, remedy
+from ebbench.analysis.statistics import PairedInterval
+from ebbench.analysis.trend import Change, Point, Trend
+from ebbench.analysis.units import LABELS
+from ebbench.render import figures, numbers, palette
+from ebbench.report.page_data import Page
+from ebbench.report.page_tables import SearchSection, of_section
+
+EXIT_CODES = {"": 0, "worse": 1, "doubt": 5}
+"""Of ``--alert``: as those of the gate."""
+_COMMIT = 10
+Series = Sequence[Trend]
+"""The trends of one series, one per figure."""
+
+
+def document(all_series: Sequence[Series], last: int | None = None) -> Document:
+    """One section per series with a row per point (the ``last`` ones), and a sentence per change and alert."""
+    sections = tuple(_section(series, _title(series, all_series), last) for series in all_series)
+    notes = [line for series in all_series for line in sentences(series, _title(series, all_series))]
+    return Document("trend", _heading(all_series), sections, (*notes, *_apart(all_series)))
+
+
+def _heading(all_series: Sequence[Series]) -> str:
+    points = [point for series in all_series for point in series[0].points]
+    first, last = min(point.begun_ns for point in points), max(point.begun_ns for point in points)
+    days = (last - first) / 86_400e9
+    runs = sum(len(point.members) for point in points)
+    return f"Trend of {len(points)} points ({runs} runs) over {days:.3g} days"
+
+
+def _title(series: Series, all_series: Sequence[Series]) -> str:
+    """Policy, workload and device, and the load where several series differ in it; the same for no two series."""
+    unit = series[0].points[0].units[0]
+    where = unit.environment
+    words = [series[0].kind.policy, where.get("workload", ""), f"on {where.get('device', '')}"]
+    others = [one[0].kind for one in all_series if one is not series]
+    alike = [one for one in others if one.policy == series[0].kind.policy]
+    words += [series[0].kind.load] if any(one.load != series[0].kind.load for one in alike) else []
+    words += [where["host"]] if where.get("host") and alike else []
+    words += [series[0].kind.environment] if any(one.load == series[0].kind.load for one in alike) else []
+    return ", ".join(filter(None, words)).replace(", on ", " on ")
+
+
+def _apart(all_series: Sequence[Series]) -> list[str]:
+    """Why runs of one policy and load are in several series: their environments differ."""
+    said = []
+    known: dict[tuple[str, str, str], Point] = {}
+    for series in all_series:
+        kind, point = series[0].kind, series[0].points[0]
+        first = known.setdefault((kind.policy, kind.load, kind.limits), point)
+        found = differences(first.units[0].environment, point.units[0].environment)
+        if found:
+            said.append(
+                f"Apart, since they differ in {'; '.join(found)}: runs of {kind.policy}. A host that has another name "
+                "every night gets one with --host-label."
+                if remedy(found) == "--allow host"
+                else f"Apart, since they differ in {'; '.join(found)}: runs of {kind.policy}."
+            )
+    return said
+
+
+def _section(series: Series, title: str, last: int | None) -> Section:
+    points = series[0].points
+    shown = range(max(0, len(points) - last) if last else 0, len(points))
+    cells: list[tuple[Column, list[Value]]] = [
+        (Column("begun (UTC)", "label"), _dates([points[place] for place in shown])),
+        (Column("commit", "label"), [points[place].commit[:_COMMIT] or numbers.DASH for place in shown]),
+        (Column("label", "label"), [points[place].label for place in shown]),
+        (Column("runs"), [len(points[place].members) for place in shown]),
+    ]
+    for trend in series:
+        cells += _figure_columns(trend, shown)
+    cells = [(column, values) for column, values in cells if any(value not in ("", None) for value in values)]
+    rows = tuple(zip(*(values for _, values in cells), strict=True))
+    faulty = {place - shown.start for one in series for place in _worse(one) if place in shown}
+    return Section(title, tuple(column for column, _ in cells), rows, faulty=frozenset(faulty))
+
+
+def _dates(points: Sequence[Point]) -> list[Value]:
+    """The days, or the minutes where several points are of one day."""
+    days = [point.begun[:10] for point in points]
+    return list(days) if len(set(days)) == len(days) else [point.begun for point in points]
+
+
+def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value]]]:
+    name, show = LABELS[trend.figure], numbers.duration_ms if trend.figure.endswith("_ms") else numbers.rate
+    values = [trend.values[place] for place in shown]
+    changes = {change.place: numbers.change(change.bounds[0]) for change in trend.changes}
+    return [
+        (Column("", group=name, show=show, key=trend.figure), [None if one is None else one.mean for one in values]),
+        (Column("95 %", "label", name, right=True, key=f"{trend.figure}_interval"),
+         [_interval(trend.figure, one) for one in values]),
+        (Column("change", "label", name, right=True, key=f"{trend.figure}_change"),
+         [changes.get(place, "") for place in shown]),
+    ]  # fmt: skip
+
+
+def _worse(trend: Trend) -> list[int]:
+    """Places of the table that stand out: changes for the worse, and a last point that is worse."""
+    found = [change.place for change in trend.changes if change.direction == "worse"]
+    newest = trend.newest is not None and trend.newest.outcome == "fail"
+    return found + ([len(trend.points) - 1] if newest else [])
+
+
+def _interval(figure: str, value: PairedInterval | None) -> str:
+    if value is None or not math.isfinite(value.high):
+        return ""
+    show = numbers.duration_ms if figure.endswith("_ms") else numbers.rate
+    return f"{show(value.low)} to {show(value.high)}"
+
+
+def sentences(series: Series, title: str) -> list[str]:
+    """What changed in a series, and whether its newest point is worse."""
+    lines = []
+    for trend in series:
+        name, points = LABELS[trend.figure], trend.points
+        lines += [_change_told(name, change, points[change.place]) for change in trend.changes]
+        if trend.newest is not None and trend.newest.outcome == "fail":
+            lines.append(
+                f"{name}: the newest point ({_named(points[-1])}) is {trend.newest.loss:.1%} worse than those before "
+                f"it (p = {trend.newest.p_adjusted:.3f})."
+            )
+        elif trend.alert == "doubt" and trend.newest is not None:
+            lines.append(
+                f"{name}: the newest point ({_named(points[-1])}) is {trend.newest.loss:.1%} worse, and worse than "
+                f"every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
+                "(--repeats 6)."
+            )
+    told = lines or ["no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"]
+    return [f"{title}: {line}" for line in told]
+
+
+def _change_told(name: str, change: Change, point: Point) -> str:
+    grown, low, high = change.bounds
+    interval = (
+        f"95 % interval {numbers.change(low)} to {numbers.change(high)}" if math.isfinite(high) else "no interval"
+    )
+    return (
+        f"{name} {numbers.change(grown)} ({change.direction}) from {_named(point)} on: {interval}, "
+        f"p = {change.judged.p_adjusted:.4f} over {len(change.judged.losses)} pairs."
+    )
+
+
+def _named(point: Point) -> str:
+    return ", ".join(filter(None, (point.commit[:_COMMIT], point.label, point.begun[:10])))
+
+
+def alert_of(all_series: Sequence[Series]) -> str:
+    """The worst alert: ``worse``, ``doubt`` or none."""
+    found = {trend.alert for series in all_series for trend in series}
+    return "worse" if "worse" in found else "doubt" if "doubt" in found else ""
+
+
+def as_json(all_series: Sequence[Series]) -> dict[str, Any]:
+    """Series with their points, changes and alerts; an infinite bound is null."""
+    return {
+        "alert": alert_of(all_series) or None,
+        "series": [
+            {
+                "name": series[0].kind.name, "title": _title(series, all_series), "policy": series[0].kind.policy,
+                "load": series[0].kind.load, "environment": dict(series[0].points[0].units[0].environment),
+                "points": [_point(series, place) for place in range(len(series[0].points))],
+                "changes": [_change(trend, change) for trend in series for change in trend.changes],
+                "alerts": {trend.figure: trend.alert for trend in series if trend.alert},
+            }
+            for series in all_series
+        ],
+    }  # fmt: skip
+
+
+def _point(series: Series, place: int) -> dict[str, Any]:
+    point = series[0].points[place]
+    values = {}
+    for trend in series:
+        value = trend.values[place]
+        low, high = (None, None) if value is None or not math.isfinite(value.high) else (value.low, value.high)
+        values[trend.figure] = {"value": None if value is None else value.mean, "low": low, "high": high}
+    return {"begun": point.begun, "commit": point.commit, "label": point.label,
+            "runs": [unit.run for unit in point.units], **values}  # fmt: skip
+
+
+def _change(trend: Trend, change: Change) -> dict[str, Any]:
+    grown, low, high = (bound if math.isfinite(bound) else None for bound in change.bounds)
+    return {
+        "figure": trend.figure, "commit": trend.points[change.place].commit, "point": change.place,
+        "direction": change.direction, "change": grown, "low": low, "high": high, "p": change.judged.p_adjusted,
+    }  # fmt: skip
+
+
+# Pictures: per figure the points with their intervals over the commits, the mean between changes, and the changes.
+
+
+def chart(series: Series, width: int = 300, height: int = 200) -> Any:
+    """Panels of a series beside each other."""
+    return figures.altair().hconcat(*(_panel(trend, width, height) for trend in series))
+
+
+def _panel(trend: Trend, width: int, height: int) -> Any:
+    alt = figures.altair()
+    rows = [
+        {"place": place + 1, "commit": _named(point), "value": value.mean,
+         **({"low": value.low, "high": value.high} if math.isfinite(value.high) else {})}
+        for place, (point, value) in enumerate(zip(trend.points, trend.values, strict=True)) if value is not None
+    ]  # fmt: skip
+    title = LABELS[trend.figure] + (", ms" if trend.figure.endswith("_ms") else "")
+    x = alt.X(
+        "place:Q", title="point", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1, format="d")
+    )
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(zero=False))
+    low = alt.Y("low:Q", title=title, scale=alt.Scale(zero=False))
+    base = alt.Chart(figures.values(rows))
+    tooltip = ["commit:N", alt.Tooltip("value:Q", format=",.4~r")]
+    layers = [
+        base.mark_rule(color=palette.GREY).encode(x=x, y=low, y2="high:Q"),
+        alt.Chart(figures.values(_levels(trend))).mark_line(strokeWidth=2, color=palette.KV).encode(
+            x="place:Q", y="value:Q", detail="part:N"),
+        base.mark_point(filled=True, size=36, color=palette.THROUGHPUT, opacity=1).encode(x=x, y=y, tooltip=tooltip),
+    ]  # fmt: skip
+    changes = [
+        {
+            "place": change.place + 0.5,
+            "text": f"{numbers.change(change.bounds[0])} {trend.points[change.place].commit[:8]}",
+        }
+        for change in trend.changes
+    ]
+    if changes:
+        marks = alt.Chart(figures.values(changes))
+        layers.append(marks.mark_rule(strokeDash=[4, 3], color=palette.BOUNDARY).encode(x="place:Q", tooltip="text:N"))
+        layers.append(marks.mark_text(align="right", dx=-4, baseline="top", fontSize=10).encode(
+            x="place:Q", y=alt.value(4), text="text:N"))  # fmt: skip
+    return alt.layer(*layers).properties(width=width, height=height)
+
+
+def _levels(trend: Trend) -> list[dict[str, Any]]:
+    """The mean of the points between changes, as ends of lines."""
+    edges = [0, *(change.place for change in trend.changes), len(trend.points)]
+    rows = []
+    for part, (begin, end) in enumerate(itertools.pairwise(edges)):
+        known = [value.mean for value in trend.values[begin:end] if value is not None]
+        if known:
+            mean = math.exp(math.fsum(map(math.log, known)) / len(known))
+            rows += [{"part": part, "place": place, "value": mean} for place in (begin + 0.6, end + 0.4)]
+    return rows
+
+
+def save_chart(all_series: Sequence[Series], path: Path) -> None:
+    """Write the panels of all series, below each other, in the format of the suffix. Raises UnknownNameError."""
+    alt = figures.altair()
+    rows = [chart(series).properties(title=_title(series, all_series)) for series in all_series]
+    figures.save(alt.vconcat(*rows), path.with_suffix(""), [path.suffix[1:]])
+
+
+def page_of(all_series: Sequence[Series], title: str = "") -> Page:
+    """The HTML page: the same tables, sentences and panels."""
+    shown = document(all_series)
+    sections = []
+    for series, section in zip(all_series, shown.sections, strict=True):
+        grouped = [f"{column.group} {column.name}".strip() for column in section.columns]
+        table = of_section(section, section.title)
+        told = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
+        picture = chart(series).to_dict(validate=False) | {"background": None}
+        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), told, picture))
+    alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[alert_of(all_series)]
+    return Page(
+        title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
+        warnings=tuple(_apart(all_series)),
+        tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
+        searches=tuple(sections),
+    )  # fmt: skip
