@@ -378,7 +378,7 @@ def run(
     runs = Runs(tuple(in_order(series, done.results)))
     for result in runs:
         if not result.summary.valid:
-            reasons = ", ".join(result.summary.reasons)
+            reasons = ", ".join(map(str, result.summary.reasons))
             warnings.warn(f"INVALID run of {result.summary.policy}: {reasons}", stacklevel=2)
     return runs
 
@@ -592,8 +592,8 @@ def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
     kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {one.name for one in kept}
     known = {name: one for name, one in known_settings().items() if name not in (*but, *names, "workload", "policy")}
-    further = [name for name in FURTHER if name not in (*but, *names)]
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (*known, *further)]
+    known |= {name: one for name, one in FURTHER.items() if name not in (*but, *names)}
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
     helps = [f"    {name}: {named_as_keys(one.about.help)}".replace("\\[", "[") for name, one in known.items()]

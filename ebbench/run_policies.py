@@ -376,5 +376,5 @@ def _verdict(done: MadeRuns) -> None:
         raise InterruptedRunError(f"interrupted; {kept}")
     invalid = [summary for summary in done.summaries if not summary.valid]
     if invalid:
-        reasons = "; ".join(f"{summary.policy}: {', '.join(summary.reasons)}" for summary in invalid)
+        reasons = "; ".join(f"{summary.policy}: {', '.join(map(str, summary.reasons))}" for summary in invalid)
         raise RunError(f"INVALID run ({reasons})")

@@ -156,7 +156,7 @@ class Summary:
     seed: int
     run_dir: str
     valid: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[RunWarning, ...]
     interrupted: bool
     warnings: tuple[RunWarning, ...]
     slo: Slo
@@ -207,7 +207,7 @@ class Summary:
         }
         verdict = {
             "valid": self.valid,
-            "reasons": list(self.reasons),
+            "reasons": [str(reason) for reason in self.reasons],
             "interrupted": self.interrupted,
             "warnings": [str(warning) for warning in self.warnings],
             "failures": [asdict(failure) for failure in self.failures],
@@ -342,7 +342,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         seed=manifest.seed,
         run_dir=str(run.path),
         valid=manifest.valid,
-        reasons=manifest.reasons,
+        reasons=tuple(manifest.reasons),
         interrupted=manifest.interrupted,
         warnings=manifest.warnings,
         slo=slo,

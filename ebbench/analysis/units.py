@@ -123,7 +123,8 @@ def units_of(runs: Sequence[Run]) -> list[GateUnit]:
     """
     units, invalid = valid_units(runs)
     if invalid:
-        raise DataError(f"{invalid[0].path}: INVALID run ({'; '.join(invalid[0].manifest.reasons)}); measure it again")
+        why = "; ".join(map(str, invalid[0].manifest.reasons))
+        raise DataError(f"{invalid[0].path}: INVALID run ({why}); measure it again")
     return units
 
 

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
-from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning
-from ebbench.spec.client import LAG_REMEDY, lag_limit_ms
+from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning, caveat
+from ebbench.spec.client import lag_limit_ms
 from ebbench.spec.server import VIRTUAL_TIME
 
 FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
@@ -337,7 +337,7 @@ def invalid_reasons(
         *(_lateness(requests, columns, conditions.lag_limit_ms) if conditions.paced_sends else []),
     ]
     if conditions.interrupted:
-        reasons.append("interrupted before the plan was complete")
+        reasons.append(caveat("interrupted"))
     return tuple(reasons)
 
 
@@ -345,46 +345,46 @@ def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> 
     reasons = []
     planned, recorded = plan.column("request_id"), requests.column("request_id")
     if requests.num_rows != plan.num_rows:
-        reasons.append(f"{plan.num_rows} requests planned but {requests.num_rows} accounted for")
+        reasons.append(caveat("requests-missing", planned=plan.num_rows, recorded=requests.num_rows))
     repeated = requests.num_rows - pc.count_distinct(recorded).as_py()
     if repeated:
-        reasons.append(f"{repeated} request ids accounted for more than once")
+        reasons.append(caveat("requests-repeated", requests=repeated))
     unplanned = pc.sum(pc.invert(pc.is_in(recorded, value_set=planned.combine_chunks()))).as_py() or 0
     if unplanned:
-        reasons.append(f"{unplanned} requests accounted for that were never planned")
+        reasons.append(caveat("requests-unplanned", requests=unplanned))
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
-        reasons.append(f"unknown request status {', '.join(unknown)}")
+        reasons.append(caveat("status-unknown", statuses=unknown))
     return reasons + _inconsistent(columns, requests)
 
 
 def _inconsistent(columns: RequestColumns, requests: pa.Table) -> list[str]:
     claimed, ok = columns.status == "ok", columns.ok
-    reasons = []
+    reasons: list[str] = []
     untimed = int((claimed & ~ok).sum())
     if untimed:
-        reasons.append(f"{untimed} completed requests lack a start, first-token or last-token time")
+        reasons.append(caveat("times-missing", requests=untimed))
     # null: an answer that has no tokens (embeddings, rerank)
     silent = int((ok & pc.fill_null(pc.less(requests["output_tokens"], 1), False).to_numpy()).sum())
     if silent:
-        reasons.append(f"{silent} completed requests have no output token")
+        reasons.append(caveat("tokens-missing", requests=silent))
     ordered = (columns.intended <= columns.first_token) & (columns.first_token <= columns.last_token)
     backwards = int((ok & ~ordered).sum())
     if backwards:
-        reasons.append(f"{backwards} completed requests have times that run backwards")
+        reasons.append(caveat("times-backwards", requests=backwards))
     return reasons
 
 
 def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[str]:
     if not metrics.planned:
-        return ["no request was planned"]
+        return [caveat("nothing-planned")]
     followers = pc.sum(pc.equal(requests.column("error_class"), EARLIER_TURN_FAILED)).as_py() or 0
     failed = metrics.counts["failed"] + metrics.counts["timed_out"] + followers
     if failed == metrics.planned:
-        return ["every request failed"]
+        return [caveat("all-failed", planned=metrics.planned)]
     if failed > limit * metrics.planned:
-        ways = "failed, timed out or came after a turn that did" if followers else "failed or timed out"
-        return [f"{failed} of {metrics.planned} requests {ways}, more than {limit:.0%}"]
+        counts = {"failed": failed, "planned": metrics.planned, "after_failed_turns": followers}
+        return [caveat("many-failed", **counts, limit=limit)]
     return []
 
 
@@ -397,4 +397,4 @@ def _lateness(requests: pa.Table, columns: RequestColumns, asked_ms: float | Non
     limit_ms = lag_limit_ms(requests, asked_ms)
     if p99_ms <= limit_ms:
         return []
-    return [f"the client fell behind its schedule: p99 lag {p99_ms:.1f} ms, limit {limit_ms:.4g} ms; {LAG_REMEDY}"]
+    return [caveat("client-late", p99_lag_ms=p99_ms, limit_ms=limit_ms)]

@@ -13,8 +13,7 @@ from ebbench.client.dialects import OddNumber
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.messages import WorkerDone
 from ebbench.records.schema import SAME_TIME_NS, tokens_after_first_of
-from ebbench.records.warnings import OTHER_MODEL, RunWarning, warning
-from ebbench.spec.client import LAG_REMEDY
+from ebbench.records.warnings import OTHER_MODEL, RunWarning, caveat, warning
 
 _JOINED_SHARE = 0.1
 """Share of the output tokens without a time of their own from which on the median of ITL is misleading: zeros up to
@@ -39,14 +38,12 @@ def invalid_reasons(limit_ms: float, workers: Mapping[int, WorkerDone | None]) -
     reasons = []
     lag_ms = loop_lag_p99_ms(workers.values())
     if lag_ms > limit_ms:
-        reasons.append(
-            f"the client's event loop stalled: p99 lag {lag_ms:.1f} ms, limit {limit_ms:.4g} ms; {LAG_REMEDY}"
-        )
+        reasons.append(caveat("event-loop-stalled", p99_lag_ms=lag_ms, limit_ms=limit_ms))
     for number, done in workers.items():
         if done is None:
-            reasons.append(f"client worker {number} died; its requests are lost")
+            reasons.append(caveat("worker-died", worker=number))
         elif done.error is not None:
-            reasons.append(f"client worker {number} failed: {done.error}")
+            reasons.append(caveat("worker-failed", worker=number, error=done.error))
     return tuple(reasons)
 
 

@@ -208,9 +208,12 @@ def device_rows() -> list[dict[str, Any]]:
 
 def _mixed_source(profile: DeviceProfile) -> str:
     from ebbench.devices.surfaces import has_joint_tables
+    from ebbench.devices.table import measured_devices
 
     if has_joint_tables(profile.name):
         return "measured"
+    if profile.name not in measured_devices():
+        return "no kernels"
     return f"borrowed from {profile.mixed_from}" if profile.mixed_from else "estimated"
 
 

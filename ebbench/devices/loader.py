@@ -345,12 +345,18 @@ def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
         return
     codes = [code for code in _UNMEASURED if code != _ROOFLINE or not request.name.endswith(".toml")]
     missing = [each for each in built.warnings if isinstance(each, Caveat) and each.code in codes]
-    if missing:
-        hint = [f"{each}, or" for each in built.warnings if each in library.hint(find_profile(request.name))]
-        remedy = " ".join(
-            [*hint, "choose a GPU with measured kernels (`ebbench devices list`), or accept the estimate"]
+    if not missing:
+        return
+    what: str = missing[0]
+    if missing[0].code == _ROOFLINE:
+        what = (
+            f"kernels were not measured on {request.name}, and a roofline by its data sheet is right to a factor only"
         )
-        raise UsageError(f"{missing[0]}; {remedy} with --assume-kernels")
+    hint = [f"{each}, or" for each in built.warnings if each in library.hint(find_profile(request.name))]
+    remedy = " ".join([*hint, "choose a GPU that has them (`ebbench devices list`), or accept the estimate"])
+    raise UsageError(
+        f"{what}; {remedy} with --assume-kernels (run, capacity, plan, advise, sweep, devices show, serve)"
+    )
 
 
 def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
@@ -400,6 +406,7 @@ def _with_drafts(calibration: Calibration, plain: Built, drafting: Built, tokens
         mixed=after.mixed,
         source=f"{calibration.source}; {tokens} drafted tokens per decode from the {drafting.provenance}",
         grid=cost_grid(drafting.cost, tokens),
+        undrafted=cost_grid(drafting.cost),
     )
 
 

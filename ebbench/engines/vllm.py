@@ -45,6 +45,7 @@ from ebbench.gateway.settings import GatewaySettings
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS, decisions_table
+from ebbench.records.warnings import caveat
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration
@@ -279,7 +280,7 @@ def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]
     try:
         server.check_alive("died during the run", DEATH_S if failed else 0.0)
     except RunError as error:
-        return (str(error),)
+        return (caveat("server-died", error=str(error)),)
     return ()
 
 

@@ -268,7 +268,7 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
             return
         if stored[-1].valid or stored[-1].interrupted:
             raise RunError(f"{shlex.join(argv)} ended with exit code {status}: {tail}")
-        reasons = "; ".join(stored[-1].reasons)
+        reasons = "; ".join(map(str, stored[-1].reasons))
         if trial < MOST_TRIES:
             say(f"{label}: INVALID run ({reasons}), measured again")
     raise RunError(f"{label}: {MOST_TRIES} INVALID runs, the last one since {reasons}; the same command tries again")

@@ -131,15 +131,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     rows: dict[str, int] = {}
     warnings: tuple[RunWarning, ...] = ()
     valid: bool = True
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[RunWarning, ...] = ()
     interrupted: bool = False
 
     def __post_init__(self) -> None:
         """Show what servers and files named on one line, without control characters."""
         for name in _NAMES:
             msgspec.structs.force_setattr(self, name, visible(getattr(self, name)))
-        for name in ("facts", "versions", "reasons"):
+        for name in ("facts", "versions"):
             msgspec.structs.force_setattr(self, name, _visible(getattr(self, name)))
+        reasons = (
+            msgspec.structs.replace(one, message=_visible(one.message), values=_visible(one.values))
+            for one in self.reasons
+        )
+        msgspec.structs.force_setattr(self, "reasons", tuple(reasons))
 
     @property
     def created(self) -> str:
@@ -170,6 +175,9 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         if version > SCHEMA_VERSION:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
         msgspec.convert(value, _Computed)
+        value["reasons"] = [
+            {"code": "", "message": one} if isinstance(one, str) else one for one in value.get("reasons", ())
+        ]
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: not a manifest ({error})") from None

@@ -95,6 +95,13 @@ def caveat(code: str, **values: Any) -> Caveat:
     return said
 
 
+def as_stored(said: str, about: str = "") -> RunWarning:
+    """A sentence as it is stored; one without code and values, of a program of somebody else, as it is."""
+    if isinstance(said, Caveat):
+        return RunWarning(said.code, said.values, about)
+    return RunWarning(about, message=said)
+
+
 def warning(code: str, **values: Any) -> RunWarning:
     """The caveat of that code with its values."""
     return RunWarning(code, values)
@@ -340,7 +347,45 @@ def _source_too_short(source: str, sessions: int, asked: int, again: bool) -> st
     return f"{source} holds {sessions:,} sessions where the plan takes {asked:,}: {sent}"
 
 
+def _many_failed(failed: int, planned: int, after_failed_turns: int, limit: float) -> str:
+    ways = "failed, timed out or came after a turn that did" if after_failed_turns else "failed or timed out"
+    return f"{failed} of {planned} requests {ways}, more than {limit:.0%}"
+
+
+_LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms"
+_INVALID: Texts = {
+    "all-failed": "every request failed",
+    "client-late": (
+        f"the client fell behind its schedule: p99 lag {{p99_lag_ms:.1f}} ms, limit {{limit_ms:.4g}} ms; {_LAG_REMEDY}"
+    ),
+    "cut-off": "cut off before its end",
+    "decode-out-of-memory": (
+        "decode unit {unit} ran out of memory at {at_s:.2f} s: {held_gib:.1f} GiB of received KV held, "
+        "{size_gib:.2f} GiB more to come, room for {capacity_gib:.1f} GiB; lower the concurrency, add decode instances "
+        "or turn backpressure on"
+    ),
+    "event-loop-stalled": (
+        f"the client's event loop stalled: p99 lag {{p99_lag_ms:.1f}} ms, limit {{limit_ms:.4g}} ms; {_LAG_REMEDY}"
+    ),
+    "interrupted": "interrupted before the plan was complete",
+    "many-failed": _many_failed,
+    "not-stored": "not stored: {error}",
+    "nothing-planned": "no request was planned",
+    "server-died": "{error}",
+    "requests-missing": "{planned} requests planned but {recorded} accounted for",
+    "requests-repeated": "{requests} request ids accounted for more than once",
+    "requests-unplanned": "{requests} requests accounted for that were never planned",
+    "status-unknown": lambda statuses: f"unknown request status {', '.join(statuses)}",
+    "times-backwards": "{requests} completed requests have times that run backwards",
+    "times-missing": "{requests} completed requests lack a start, first-token or last-token time",
+    "tokens-missing": "{requests} completed requests have no output token",
+    "worker-died": "client worker {worker} died; its requests are lost",
+    "worker-failed": "client worker {worker} failed: {error}",
+}
+"""Why a run is INVALID."""
+
 TEXTS: Texts = {
+    **_INVALID,
     "api-server": (
         "These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
         "({token_us:g} us per token); vLLM starts {processes}. They are left out here: a real server answers later, or "

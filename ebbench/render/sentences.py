@@ -495,7 +495,7 @@ def caveats(groups: Sequence[Group]) -> list[str]:
     summaries = [summary for group in groups for summary in group.summaries]
     said = [[str(each) for each in summary.warnings if each.code != KV_CACHE] for summary in summaries]
     invalid = [
-        f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(summary.reasons)}."
+        f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(map(str, summary.reasons))}."
         for summary in summaries
         if not summary.valid
     ]

@@ -128,7 +128,7 @@ def _described(run: StoredRun) -> dict[str, str]:
     }  # fmt: skip
     if run.kind == "run":
         manifest = read_manifest(run.path)
-        found |= {"host": host_of(manifest), "reasons": "; ".join(manifest.reasons)}
+        found |= {"host": host_of(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
     if run.kind == "search":
         found["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
     sizes = [

@@ -207,7 +207,7 @@ def _facts(run: Run) -> dict[str, str]:
         "source": m.source, "seed": str(m.seed), "policy": m.policy, "engine": f"{m.engine} ({m.clock} time)",
         "device": m.device, "model": m.model, "device provenance": m.device_provenance,
         "KV capacity, tokens": numbers.count(m.kv_capacity_tokens), "plan": m.plan_hash[:16],
-        "git commit": m.git_commit or "", "valid": "yes" if m.valid else f"no: {'; '.join(m.reasons)}",
+        "git commit": m.git_commit or "", "valid": "yes" if m.valid else f"no: {'; '.join(map(str, m.reasons))}",
     }  # fmt: skip
     settings = policy_settings(m.policy)
     plain |= {"load": str(load_of_run(m)), "policy settings": json.dumps(settings) if settings else ""}

@@ -40,7 +40,16 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan, with_class
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUEST_LATENCIES, REQUESTS, STEPS
-from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, RunWarning, caveat, warning
+from ebbench.records.warnings import (
+    HOST_DOUBTED,
+    HOST_UNFITTED,
+    MIXING_UNMEASURED,
+    Caveat,
+    RunWarning,
+    as_stored,
+    caveat,
+    warning,
+)
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions, HostCosts
 from vllm_eb.policy import PolicySpec
@@ -433,7 +442,7 @@ class RunContext:
 def begin(writer: RunWriter, context: RunContext) -> None:
     """Store what is known before a run in real time, so that an interrupted run can be rebuilt."""
     nothing = EngineResult(REQUESTS.empty_table(), STEPS.empty_table(), DECISIONS.empty_table(), interrupted=True)
-    reasons = ("cut off before its end",)
+    reasons = (caveat("cut-off"),)
     writer.begin(_manifest(context, nothing, context.kind_of_time, reasons, ()), context.plan.table)
 
 
@@ -488,7 +497,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
     except NotStoredError:
         raise  # it holds the run, stored elsewhere
     except RunError as error:
-        lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
+        why = warning("not-stored", error=str(error))
+        lost = msgspec.structs.replace(manifest, valid=False, reasons=(*manifest.reasons, why))
         whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
         raise NotStoredError(str(error), Run(writer.path, lost, whole)) from error
     return run, replace(summary, run_dir=str(run.path), warnings=run.manifest.warnings)
@@ -547,7 +557,7 @@ def _manifest(
         slo=context.slo.limits(),
         warnings=warnings,
         valid=not reasons,
-        reasons=reasons,
+        reasons=tuple(_of("", reasons)),
         interrupted=result.interrupted,
     )
 
@@ -600,10 +610,7 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
 
 
 def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
-    return [
-        RunWarning(each.code, each.values, about) if isinstance(each, Caveat) else RunWarning(about, message=each)
-        for each in said
-    ]
+    return [as_stored(each, about) for each in said]
 
 
 _LONGER = 3.0

@@ -15,6 +15,7 @@ import numpy as np
 
 from ebbench.dispatch.base import EndForward, Order
 from ebbench.records.plan import Plan
+from ebbench.records.warnings import caveat
 from ebbench.simulation.api_server import ApiServers, Failure, QueueLimits
 from ebbench.simulation.engine import OnPass
 from ebbench.simulation.releases import Releases
@@ -180,12 +181,10 @@ class DecodePool:
     def died(self, full: StoreFullError) -> None:
         """A decode unit ran out of memory: its requests are lost and the run ends."""
         loop = self._loop
-        loop.outcome.dead = (
-            f"decode unit {full.unit} ran out of memory at {loop.now_ns / 1e9:.2f} s: {full.held_bytes / GIB:.1f} GiB "
-            f"of received KV held, {full.size_bytes / GIB:.2f} GiB more to come, room for "
-            f"{full.capacity_bytes / GIB:.1f} GiB; "
-            "lower the concurrency, add decode instances or turn backpressure on"
-        )
+        loop.outcome.dead = caveat(
+            "decode-out-of-memory", unit=full.unit, at_s=loop.now_ns / 1e9, held_gib=full.held_bytes / GIB,
+            size_gib=full.size_bytes / GIB, capacity_gib=full.capacity_bytes / GIB,
+        )  # fmt: skip
         for row in self._handover.on_target(full.unit):
             loop.outcome.failed[row] = ("out_of_memory", loop.outcome.dead, None)
             loop.last.state.end_ns[row] = loop.now_ns

@@ -373,7 +373,7 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
         run = prober.alone(config.alone)
         if run.manifest.valid:
             return read_probe(run, 1.0, config.limits)
-    raise RunError(f"requests sent one at a time are INVALID: {'; '.join(run.manifest.reasons)}")
+    raise RunError(f"requests sent one at a time are INVALID: {'; '.join(map(str, run.manifest.reasons))}")
 
 
 def _unreachable(config: SearchConfig, alone: ProbeReading) -> Fact | None:

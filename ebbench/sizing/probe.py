@@ -116,7 +116,7 @@ def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEW
     """Read a finished run. ``per_open``: see :func:`read_measured`. Raises DataError if its tables are damaged."""
     manifest = run.manifest
     steps = run.table("steps", _STEP_COLUMNS)
-    reasons = "" if manifest.valid else "; ".join(manifest.reasons)
+    reasons = "" if manifest.valid else "; ".join(map(str, manifest.reasons))
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     reading = read_measured(measured, load, limits, per_open)
     if (full := manifest.facts.get(MEMORY_FULL)) is not None:

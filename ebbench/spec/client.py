@@ -19,7 +19,6 @@ from vllm_eb.settings import Setting
 
 LAG_FLOOR_MS = 10.0
 LAG_SHARE_OF_TTFT = 0.05
-LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms"
 
 
 def lag_limit_ms(requests: pa.Table, asked_ms: float | None = None) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -16,11 +18,14 @@ from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_pha
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.engines.base import EngineResult
 from ebbench.errors import DataError
+from ebbench.records.manifest import decode_manifest, encode_manifest
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.records.warnings import as_stored
 from ebbench.runs.conclude import RunContext, conclude
 from ebbench.spec.server import EngineOptions
 from tests.analysis.made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
+from tests.records.test_run_directory import manifest as a_manifest
 from vllm_eb.policy import parse_policy
 
 
@@ -217,12 +222,22 @@ def test_repeats_are_averaged_with_their_spread() -> None:
     assert (merged["seed"], merged["seeds"]) == (1, [1, 2])
 
 
+def test_reasons_are_stored_as_codes_and_old_ones_stay_sentences(tmp_path: Path) -> None:
+    (failed,) = reasons(many(3, status="failed"))
+    manifest = msgspec.structs.replace(a_manifest(), valid=False, reasons=(as_stored(failed),))
+    stored = json.loads(encode_manifest(manifest))
+    assert stored["reasons"] == [{"code": "all-failed", "values": {"planned": 3}}]
+    for told in (stored["reasons"], ["every request failed"]):
+        read = decode_manifest(json.dumps(stored | {"reasons": told}).encode(), tmp_path)
+        assert [str(reason) for reason in read.reasons] == ["every request failed"]
+
+
 def test_invalid_reasons_facts_and_metrics_of_the_engine_are_stored(tmp_path: Path) -> None:
     plan = plan_of(30)
     samples = pa.table({"time_ns": [1], "name": ["vllm:num_requests_running"], "value": [2.0]})
     said = {"invalid": ("a worker died",), "facts": {"served_model": "served"}, "server_metrics": samples}
     run = store(tmp_path / "run", plan, replace(run_made(plan), **said))
-    assert run.manifest.reasons == ("a worker died",)
+    assert [str(reason) for reason in run.manifest.reasons] == ["a worker died"]
     assert run.manifest.model == run.manifest.facts["served_model"] == "served"
     assert run.table("server_metrics").equals(samples)
     assert run.manifest.rows["server_metrics"] == 1

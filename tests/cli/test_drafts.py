@@ -88,7 +88,19 @@ def test_a_sweep_refuses_drafts_that_the_model_cannot_make(tmp_path: Path) -> No
 
 
 def test_a_plan_prices_the_drafts_in(tmp_path: Path) -> None:
-    common = ("plan", *SERVER, "--request-rate", "2", "--goodput", "tpot:50", "--tp", "1", "-p", "v1", "--json")
+    common: tuple[str, ...] = (
+        "plan",
+        *SERVER,
+        "--request-rate",
+        "2",
+        "--goodput",
+        "tpot:50",
+        "--tp",
+        "1",
+        "-p",
+        "v1",
+        "--json",
+    )
     common = (*common, "--max-num-seqs", "16", "--input-len", "200", "--output-len", "50")
     found = {}
     for rate in ("0", "1"):

@@ -10,6 +10,7 @@ import pytest
 
 from ebbench.analysis.documents import Column, Document, Section
 from ebbench.foreign.documents import csv_cell, markdown, visible
+from ebbench.records.warnings import RunWarning
 from ebbench.render.documents import Console, as_csv, as_markdown, as_rich
 
 HOSTILE = "a\x1b[31mb\x1b]8;;http://x.example\x07c\r\n::error::d\x9b2Je\u202ef\u2028g\u200bh"
@@ -108,8 +109,8 @@ def test_names_in_a_manifest_are_one_visible_line() -> None:
     manifest = Manifest(
         versions={}, anchor_unix_ns=0, workload="w\n::error::x", scenario="s", seed=0, source="profile", plan_hash="",
         policy="v1", engine="http", device="d\x1b[2J", model="m\x1b[31m\n@x", facts={"gpu": ["a\x1b"]},
-        reasons=("r\x07",),
+        reasons=(RunWarning("", message="r\x07"),),
     )  # fmt: skip
     assert (manifest.workload, manifest.device, manifest.model) == ("w\\n:\\:error::x", "d\\x1b[2J", "m\\x1b[31m\\n@x")
     assert manifest.facts == {"gpu": ["a\\x1b"]}
-    assert manifest.reasons == ("r\\x07",)
+    assert [str(reason) for reason in manifest.reasons] == ["r\\x07"]

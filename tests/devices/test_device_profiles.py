@@ -10,6 +10,7 @@ import pytest
 
 from ebbench.devices.base import EB_VLLM, Parallel, StepShape
 from ebbench.devices.capacity import batch_limits
+from ebbench.devices.describe import device_rows
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import DATA, find_profile, list_devices, read_profile
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
@@ -304,8 +305,9 @@ def test_the_kv_cache_of_an_l40s_is_sized_with_its_own_limits() -> None:
 
 
 def test_a_gpu_without_kernels_is_refused_unless_they_are_assumed() -> None:
-    with pytest.raises(UsageError, match=r"qwen3-8b on l4: .*roofline.*`ebbench devices list`.*--assume-kernels"):
+    with pytest.raises(UsageError, match=r"not measured on l4, .*roofline.*`ebbench devices list`.*--assume-kernels"):
         load_device("l4", "qwen3-8b")
+    assert next(row for row in device_rows() if row["name"] == "l4")["mixed_attention"] == "no kernels"
     assumed = load_device("l4", "qwen3-8b", assume_kernels=True)
     assert "roofline" in assumed.warnings[0]
     assert load_device("l4", "qwen3-8b", cost="roofline").cost == assumed.cost

@@ -15,6 +15,7 @@ import pytest
 from ebbench.gate.interleave import abba
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
+from ebbench.records.warnings import RunWarning
 from tests.gate.gate_data import SMALL, invoke
 
 
@@ -125,7 +126,8 @@ def _rewrite(run: Path, manifest: object) -> None:
 def test_an_invalid_run_never_gates(measured: Path, tmp_path: Path) -> None:
     shutil.copytree(measured / "v1", tmp_path / "v1")
     bad = tmp_path / "v1" / "v1-seed3"
-    _rewrite(bad, msgspec.structs.replace(Run.load(bad).manifest, valid=False, reasons=("made so",)))
+    why = RunWarning("", message="made so")
+    _rewrite(bad, msgspec.structs.replace(Run.load(bad).manifest, valid=False, reasons=(why,)))
     for arguments in (("gate", tmp_path / "v1", measured / "copy"), ("gate", measured / "v1", tmp_path / "v1")):
         done = invoke(*arguments)
         assert done.exit_code == 3

@@ -15,13 +15,17 @@ MAKE_RUN = """
 import os, shutil, sys, msgspec
 from pathlib import Path
 from ebbench.records.run import MANIFEST, Run
+from ebbench.records.warnings import RunWarning
 source, out, invalid = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 shutil.copytree(source, out)
 tries = len(list(out.parent.glob(out.name[:8] + "*")))
 if tries <= invalid:
     manifest = Run.load(out).manifest
     bad = msgspec.structs.replace(
-        manifest, valid=False, reasons=("the client was late",), anchor_unix_ns=manifest.anchor_unix_ns + tries
+        manifest,
+        valid=False,
+        reasons=(RunWarning("", message="the client was late"),),
+        anchor_unix_ns=manifest.anchor_unix_ns + tries,
     )
     (out / MANIFEST).write_bytes(msgspec.json.encode(bad))
     sys.exit(4)
