@@ -29,6 +29,7 @@ from ebbench.errors import DataError, UsageError
 from ebbench.foreign.documents import csv_cell
 from ebbench.records import files
 from ebbench.records.run import Run
+from ebbench.records.warnings import ESTIMATED
 
 # A run in the benchmark report format of llm-d, schema 0.2, as JSON (which is valid YAML).
 #
@@ -65,12 +66,13 @@ def _run(run: Run, summary: Summary) -> dict[str, Any]:
     duration_s = summary.metrics.duration_s or 0.0
     start = datetime.fromtimestamp(m.anchor_unix_ns / 1e9, UTC)
     end = datetime.fromtimestamp(m.anchor_unix_ns / 1e9 + duration_s, UTC)
+    marks = ["estimated tokens"] if summary.estimated_answers else []
     return {
         "uid": _hash([m.plan_hash, m.policy, m.device, m.anchor_unix_ns, run.path.name]),
         "eid": m.plan_hash[:32],
         "time": {"start": start.isoformat(), "end": end.isoformat(), "duration": f"PT{duration_s:.6f}S"},
         "description": f"{m.workload}, scenario {m.scenario}, policy {m.policy}, seed {m.seed}",
-        "keywords": [m.policy, f"engine:{m.engine}", f"clock:{m.clock}", "valid" if m.valid else "INVALID"],
+        "keywords": [m.policy, f"engine:{m.engine}", f"clock:{m.clock}", "valid" if m.valid else "INVALID", *marks],
     }
 
 
@@ -271,9 +273,9 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
         "date": manifest.created.replace("-", "").replace(":", "").replace("T", "-").rstrip("Z"),
         "endpoint_type": "openai",
         "backend": "openai",
-        "label": manifest.policy,
+        "label": f"{manifest.policy} (estimated tokens)" if summary.estimated_answers else manifest.policy,
         "model_id": manifest.facts.get("served_model", manifest.model),
-        "tokenizer_id": None,
+        "tokenizer_id": (manifest.facts.get(ESTIMATED) or {}).get("by"),
         "num_prompts": requests.num_rows,
         "request_rate": rate if rate is not None else "inf",
         "burstiness": manifest.facts.get("burstiness", 1.0),

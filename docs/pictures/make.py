@@ -7,17 +7,25 @@ Needs Chromium and the package playwright (make dev). The runs take two minutes 
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
+import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import PARTIAL
@@ -44,6 +52,7 @@ def main() -> None:
         ebbench("run", f"log:{log_of_jobs(place)}", "--policy", "v1", "--quiet", "--output-dir", str(place / "jobs"))
         take(view, page_of(place / "jobs"), {"classes.png": "Classes of requests", "sessions.png": "Sessions"})
         over_http(view, place / "http")
+        live_view(view, place)
 
 
 def ebbench(*words: str) -> None:
@@ -93,6 +102,34 @@ def over_http(view: Any, run: Path) -> None:
         measuring.wait()
         watch.kill()
     take(view, page_of(run), {"over-http.png": "One run over time"})
+
+
+def live_view(view: Any, place: Path) -> None:
+    """A picture of the terminal while a capacity search and a sweep of published servers run."""
+    search = ("capacity", "sharegpt", "--source", "profile", "--policy", "v1", "--device", "h200",
+              "--goodput", "ttft:500", "tpot:50", "--output-dir", str(place / "search"))  # fmt: skip
+    shown = [line for words in (search, ("fidelity", "--only", "servers")) for line in last_frame(place, words)]
+    console = Console(record=True, file=io.StringIO(), width=104)
+    for line in shown:
+        console.print(Text.from_ansi(line))
+    view.set_content(console.export_svg(title="ebbench"))
+    view.locator("svg").screenshot(path=HERE / "live.png")
+
+
+def last_frame(place: Path, words: Sequence[str]) -> list[str]:
+    """What a terminal shows of a command after some seconds: the command, and its line of progress."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 104))
+    command = [sys.executable, "-m", "ebbench", *words]
+    running = subprocess.Popen(command, cwd=place, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    written, until_s = b"", time.monotonic() + 25
+    while time.monotonic() < until_s:
+        if select.select([ours], [], [], 0.2)[0]:
+            written += os.read(ours, 65536)
+    running.kill()
+    running.wait()
+    frames = [part for part in re.split(r"\x1b\[2K|[\r\n]+", written.decode()) if "tok/s" in part or "to go" in part]
+    return [f"$ ebbench {' '.join(words[:2])} ...", *frames[-1:]]
 
 
 @contextmanager

@@ -230,6 +230,7 @@ class StepShape(NamedTuple):
     the KV cache before it. ``decode_kv_tokens``: sum of the contexts of decoding sequences (KV tokens read by
     attention). ``sampled_seqs``: number of sequences that produce a token: all decodes and the prefills that complete.
     ``draft_tokens``: drafted tokens that the decodes verify, each one token of the step more; contexts include them.
+    ``next_drafts``: tokens per sequence drafted in this step for the next one; None: as many as the drafter can.
     """
 
     prefill: tuple[tuple[int, int], ...]
@@ -237,6 +238,7 @@ class StepShape(NamedTuple):
     decode_kv_tokens: int
     sampled_seqs: int
     draft_tokens: int = 0
+    next_drafts: int | None = None
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def cost_grid(cost: CostModel, drafts: int = 0) -> CostGrid:
     def step(tokens: int, seqs: int, context: int) -> float:
         full, rest = divmod(tokens, GRID_PROMPT_TOKENS)
         prompts = ((GRID_PROMPT_TOKENS, 0),) * full + (((rest, 0),) if rest else ())
-        return cost.step_s(StepShape(prompts, seqs, seqs * context, seqs + len(prompts), seqs * drafts))
+        return cost.step_s(StepShape(prompts, seqs, seqs * context, seqs + len(prompts), seqs * drafts, drafts))
 
     return CostGrid(
         GRID_TOKENS,

@@ -406,6 +406,7 @@ def _with_drafts(calibration: Calibration, plain: Built, drafting: Built, tokens
         mixed=after.mixed,
         source=f"{calibration.source}; {tokens} drafted tokens per decode from the {drafting.provenance}",
         grid=cost_grid(drafting.cost, tokens),
+        undrafted=cost_grid(drafting.cost),
     )
 
 

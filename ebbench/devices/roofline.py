@@ -60,9 +60,11 @@ class RooflineCost:
         host, gpu = self.host.step_s + self.host.sequence_s * sequences, layers + head + attention
         if (drafter := self.drafter) is not None:
             weights = (self.dense_bytes + touched) / self.bytes_per_s
-            layer = max(layers, weights) + (drafter.passes - 1) * max(layers * sequences / tokens, weights)
-            gpu += drafter.layer_share * (layer + drafter.passes * attention)
-            gpu += drafter.passes * drafter.head_share * self._head_s(sequences)
+            drafted = drafter.passes if shape.next_drafts is None else shape.next_drafts
+            passes = max(drafted, 1)  # the first also runs for the drafter's own KV
+            layer = max(layers, weights) + (passes - 1) * max(layers * sequences / tokens, weights)
+            gpu += drafter.layer_share * (layer + passes * attention)
+            gpu += drafted * drafter.head_share * self._head_s(sequences)
         return max(host, gpu) if self.overlap else host + gpu
 
     def _head_s(self, rows: int) -> float:

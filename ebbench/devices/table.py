@@ -50,7 +50,7 @@ class TableCost:
 
     def step_s(self, shape: StepShape) -> float:
         """Time (s) from one step to the next: host and GPU one after the other, or overlapped."""
-        prefill, seqs, _, _, _ = shape  # reading one field of a NamedTuple takes as long as unpacking all
+        prefill, seqs, _, _, _, _ = shape  # reading one field of a NamedTuple takes as long as unpacking all
         host = self.host.step_s + self.host.sequence_s * (seqs + len(prefill))
         gpu = self.gpu_s(shape)
         if self.experts_s is not None:
@@ -87,7 +87,7 @@ class TableCost:
 
     def gpu_s(self, shape: StepShape) -> float:
         """Time (s) of GPU work only, without experts that several units share."""
-        prefill, seqs, kv_tokens, sampled, drafts = shape
+        prefill, seqs, kv_tokens, sampled, drafts, _ = shape
         tokens, single = seqs + drafts, False
         for chunk, _ in prefill:
             tokens += chunk
@@ -106,14 +106,16 @@ class TableCost:
 
     def _drafting_s(self, drafter: Drafter, shape: StepShape, dense_s: float) -> float:
         """Time (s) of drafting the tokens of the next step, one after the other."""
-        prefill, seqs, kv_tokens, _, drafts = shape
+        prefill, seqs, kv_tokens, _, drafts, wanted = shape
         rows = min(seqs + len(prefill), MAX_SAMPLED)
         _, tables = self.attention[0]
         head = drafter.head_share * self.head_s[rows]
         first = tables.step_s(prefill, seqs, kv_tokens) if prefill or not drafts else tables.verify_s(seqs, kv_tokens)
         further = tables.decode.at2(seqs, kv_tokens / seqs) if seqs else 0.0
         layer = drafter.layer_share * self.dense_s[rows] + drafter.layers * further + head
-        return drafter.layer_share * dense_s + drafter.layers * first + head + (drafter.passes - 1) * layer
+        passes = drafter.passes if wanted is None else wanted  # the first also runs for the drafter's own KV
+        drafting = head + (passes - 1) * layer if passes else 0.0
+        return drafter.layer_share * dense_s + drafter.layers * first + drafting
 
 
 def _tokens(shape: StepShape) -> int:

@@ -313,7 +313,9 @@ class _EmulatedRun:
         self.core = (
             self._core_with_shortcuts(core_module, policy, options, additional)
             if shortcuts
-            else core_module.build_core(self._blocks, options, scheduler, additional, device.kv_layout)
+            else core_module.build_core(
+                self._blocks, options, scheduler, additional, device.kv_layout, varies_drafts=policy.varies_drafts
+            )
         )
         self._scheduler = self.core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
@@ -374,7 +376,7 @@ class _EmulatedRun:
         scheduler: str | type | None = None if policy.native else plugin.SCHEDULER
         if supported():
             scheduler = skipping_class(plugin=not policy.native, async_scheduling=options.async_scheduling)
-        core = core_module.build_core(self._blocks, options, scheduler, additional)
+        core = core_module.build_core(self._blocks, options, scheduler, additional, varies_drafts=policy.varies_drafts)
         take_shortcuts(core)
         if supported():
             begin_skipping(core, self._streams)

@@ -176,13 +176,14 @@ class DraftReader(StepReader):
         self, tokens_of: Mapping[str, Sequence[int]], accepted_at: Callable[[str, int], int], tokens: int
     ) -> None:
         super().__init__(tokens_of)
-        self._accepted_at, self._tokens = accepted_at, tokens
+        self._accepted_at = accepted_at
         self._made: dict[str, int] = {}  # output tokens, with those of steps in flight
         self._drafting: list[str] = []  # requests of the last step that get drafts for the next one
+        self._next_drafts = tokens
 
     def take_drafts(self) -> DraftTokenIds:
         """The drafts for the next step; what they are does not matter. vLLM shortens lists that a step cannot hold."""
-        return DraftTokenIds(self._drafting, [[0] * self._tokens for _ in self._drafting])
+        return DraftTokenIds(self._drafting, [[0] * self._next_drafts for _ in self._drafting])
 
     def read(self, scheduled: Any) -> DeviceStep:
         """See StepReader."""
@@ -223,9 +224,9 @@ class DraftReader(StepReader):
             verified.append((drafts, accepted, len(tokens)))
             sampled[request_id] = tokens + [0] * (1 + accepted - len(tokens))  # vLLM cuts an answer at its end
         partial = [request_id for request_id in counts if request_id in self._partial]
-        self._drafting = list(sampled)
+        self._drafting, self._next_drafts = list(sampled), scheduled.num_spec_tokens_to_schedule
         return DeviceStep(
-            StepShape(tuple(chunks), decodes, decode_kv, len(sampled), draft_tokens),
+            StepShape(tuple(chunks), decodes, decode_kv, len(sampled), draft_tokens, self._next_drafts),
             list(counts),
             list(counts.values()),
             list(sampled),
@@ -416,11 +417,13 @@ def build_core(
     scheduler_cls: str | type | None,
     additional_config: dict[str, Any],
     layout: KvLayout | None = None,
+    *,
+    varies_drafts: bool = False,
     **further: Any,
 ) -> EngineCore:
     """A vLLM engine core with ``blocks`` usable KV blocks and the null block; ``further`` are EngineArgs.
 
-    ``layout``: groups of layers that keep different amounts.
+    ``layout``: groups of layers that keep different amounts. ``varies_drafts``: of the policy.
     """
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM refuses to start if one sequence of this length does not fit.
@@ -452,7 +455,7 @@ def build_core(
             scheduler_cls=scheduler_cls,
             additional_config=additional_config,
             disable_log_stats=True,
-            speculative_config=_speculative_config(options),
+            speculative_config=_speculative_config(options, varies_drafts),
             **further,
         ).create_engine_config()
         if options.drafts is not None and options.drafts.rules.own_kv:
@@ -466,11 +469,13 @@ def build_core(
             return EngineCore(vllm_config, executor, log_stats=False)
 
 
-def _speculative_config(options: EngineOptions) -> dict[str, Any] | None:
-    """Drafts of as many tokens, by the method that needs no model."""
+def _speculative_config(options: EngineOptions, varies: bool) -> dict[str, Any] | None:
+    """Drafts of as many tokens, by the method that needs no model. ``varies``: of lengths that a policy sets."""
     if options.drafts is None:
         return None
-    return {"method": "ngram", "num_speculative_tokens": options.drafts.tokens, "prompt_lookup_max": 2}
+    tokens = options.drafts.tokens
+    by_batch = {"num_speculative_tokens_per_batch_size": [[1, 1, tokens]]} if varies else {}
+    return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 2, **by_batch}
 
 
 def _later_options(options: EngineOptions) -> dict[str, Any]:

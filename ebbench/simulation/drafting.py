@@ -91,7 +91,8 @@ class Drafting:
 class DraftingScheduler(Scheduler):
     """A Scheduler whose decodes carry drafts.
 
-    ``on_verified`` is called with how many sequences of a step had 0, 1, 2, ... of all their drafted tokens accepted.
+    ``on_verified`` is called with how many drafts of a step were 1, 2, ... tokens long or more, and how many were
+    accepted that far.
     ``state.target`` includes pending drafts. ``known``: tokens that exist, or are certain or hoped for after the steps
     in flight. ``generated``: output tokens that the steps scheduled so far do yield.
     """
@@ -125,6 +126,8 @@ class DraftingScheduler(Scheduler):
 
     def padding(self, running: Ints) -> int:
         """See Scheduler: as many tokens as a decode with drafts has, unless a prompt is being computed."""
+        if self.draft_lengths() is not None:  # vLLM leaves it out where lengths differ
+            return 0
         return 0 if self.state.partial[running].any() else self._drafting.tokens
 
     def _existing(self, rows: Ints) -> Ints:
@@ -200,9 +203,11 @@ class DraftingScheduler(Scheduler):
         left = (state.max_output.take(rows) - generated)[complete]
         step.verified = Verified(drafts[complete], accepted, np.minimum(accepted + 1, left))
         self._generated[step.sampled] += step.verified.tokens
+        lengths = self.draft_lengths()
+        step.next_drafts = drafting.tokens if lengths is None else lengths[len(rows)]
         if self.limits.async_scheduling:
             self._known[step.sampled] += 1 + step.verified.drafts
-            state.target[step.sampled] = self._known[step.sampled] + drafting.tokens
+            state.target[step.sampled] = self._known[step.sampled] + step.next_drafts
         else:
             state.target[step.sampled] = self._known[step.sampled]
         chunks = tuple(zip(step.tokens[prompts].tolist(), before[prompts].tolist(), strict=True))
@@ -217,6 +222,7 @@ class DraftingScheduler(Scheduler):
             int(np.add.reduce(context)),
             len(step.sampled),
             int(np.add.reduce(drafts[decodes])),
+            step.next_drafts,
         )
 
     def deliver(self) -> list[int]:
@@ -233,8 +239,9 @@ class DraftingScheduler(Scheduler):
         drafts, accepted, yields = (counts[still_open] for counts in step.verified)
         drafting.counts.count(drafts, accepted)
         if self.on_verified is not None and len(drafts):
-            whole = accepted[drafts == drafting.tokens]
-            self.on_verified(np.bincount(whole, minlength=drafting.tokens + 1).tolist())
+            positions = np.arange(drafting.tokens)
+            counted = ((counts[drafts > 0][:, None] > positions).sum(axis=0) for counts in (drafts, accepted))
+            self.on_verified(*(counts.tolist() for counts in counted))
         firsts = state.next_slot.take(rows)
         state.token_ns[token_slots(firsts, yields)] = step.end_ns
         if self.api_servers is not None:
@@ -255,7 +262,7 @@ class DraftingScheduler(Scheduler):
         else:
             self._burst[rows] = yields
             self._known[fresh] = self._existing(fresh)
-            state.target[fresh] = self._known[fresh] + drafting.tokens
+            state.target[fresh] = self._known[fresh] + step.next_drafts
         finished = state.next_slot.take(rows) == state.end_slot.take(rows)
         if not np.count_nonzero(finished):
             return []

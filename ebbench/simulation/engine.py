@@ -102,6 +102,7 @@ class PolicyGate:
         scheduler.listeners.append(self)
         controller.follow_ages(scheduler.running_ages)
         scheduler.on_verified = controller.on_verified
+        scheduler.draft_lengths = lambda: controller.draft_lengths
 
     @property
     def mode(self) -> str:

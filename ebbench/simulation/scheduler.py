@@ -315,7 +315,8 @@ class Scheduler:
         self.api_servers: ApiServers | None = None  # stream the tokens to the clients, if simulated
         self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
         self.layout = kv.layout if isinstance(kv, LaidOutKv) else None  # where blocks are not by tokens alone
-        self.on_verified: Callable[[list[int]], None] | None = None  # see DraftingScheduler
+        self.on_verified: Callable[[list[int], list[int]], None] | None = None  # see DraftingScheduler
+        self.draft_lengths: Callable[[], Sequence[int] | None] = lambda: None  # see Controller
         self.delivered: dict[int, int] = {}
         self.seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()

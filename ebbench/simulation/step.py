@@ -50,6 +50,7 @@ class Step:
 
     ``computed``: tokens of each row computed before it, where scheduling the decodes had to look them up, else None.
     ``pass_number``: of the pass that several units make together. ``verified``: None without speculative decoding.
+    ``next_drafts``: tokens drafted in it per sequence, for the next step.
     """
 
     scheduled_ns: int
@@ -70,6 +71,7 @@ class Step:
     running: int = 0
     pass_number: int = 0
     verified: Verified | None = None
+    next_drafts: int = 0
 
     def leave_out(self, row: int) -> None:
         """Drop the tokens of a request that is gone."""

@@ -246,7 +246,8 @@ def known_settings() -> Mapping[str, Declared]:
     return {name: found[name] for name in (*_FIRST, *(name for name in found if name not in _FIRST))}
 
 
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+_OPTION = re.compile(r"`ebbench [^`]*`|(?<![\w-])--([a-z][a-z-]*)")
+"""An option; or a command, whose options stay what they are."""
 
 
 def named_as_keys(text: str) -> str:
@@ -255,6 +256,8 @@ def named_as_keys(text: str) -> str:
 
 
 def _key(option: re.Match[str]) -> str:
+    if option[1] is None:
+        return option[0]
     for name, one in known_settings().items():
         if option[0] in one.option_names:
             return f"{name}=False" if one.option is not None and one.option.turns_off else name

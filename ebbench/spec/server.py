@@ -95,7 +95,7 @@ def speculative_of(text: str) -> Speculative:
     if method not in METHODS:
         raise UnknownNameError("method of speculative decoding", method, tuple(METHODS))
     tokens = _tokens(given.pop("tokens", None))
-    rates = _acceptance(given.pop("acceptance", None))
+    rates = _acceptance(given.pop("acceptance", None), tokens)
     if given:
         raise UnknownNameError(f"setting of {OPTION}", next(iter(given)), ("method", "tokens", "acceptance"))
     tokens = len(rates) if tokens is None else tokens
@@ -132,19 +132,32 @@ def _tokens(text: str | None) -> int | None:
     return int(text)
 
 
-def _acceptance(text: str | None) -> tuple[float, ...]:
-    """The rates that are given, or those of a file."""
+def _acceptance(text: str | None, tokens: int | None) -> tuple[float, ...]:
+    """The rates that are given, or those of a file and published ones for as many ``tokens``."""
     if not text:
         raise UsageError(f"{OPTION}: give the acceptance rate per position, for example {EXAMPLE}")
     if text.endswith(".json"):
-        return _measured(Path(text))
+        return _measured(Path(text))[:tokens]
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
+        known = published_acceptance()
+        if text in known:
+            return known[text][:tokens]
         raise UsageError(
-            f"{OPTION}: acceptance must be rates in [0, 1] or a .json file with measured ones, not {text}"
+            f"{OPTION}: acceptance must be rates in [0, 1], a .json file with measured ones, or published ones "
+            f"({', '.join(known)}), not {text}"
         ) from None
     return _checked(rates)
+
+
+@cache
+def published_acceptance() -> dict[str, tuple[float, ...]]:
+    """Published rates by name; the file has their sources."""
+    from ebbench.foreign.documents import read_toml
+
+    found = read_toml(Path(__file__).with_name("acceptance.toml"))
+    return {name: tuple(about["rates"]) for name, about in found.items()}
 
 
 def _checked(rates: tuple[float, ...]) -> tuple[float, ...]:

@@ -207,7 +207,8 @@ class Calibration:
 
     ``mixed``: None if not measured. ``alpha_mb``: None means ``alpha_p`` (the authors' default). ``margin``: EB+'s
     default priority margin delta on this device in s/token; a negative one favours exclusive batching. ``grid``:
-    measured step times for policies that compare costs per step. Raises CalibrationError for a cost that is negative or
+    measured step times for policies that compare costs per step; ``undrafted``: of a server that drafts tokens, those
+    of steps without drafts. Raises CalibrationError for a cost that is negative or
     not finite.
     """
 
@@ -220,6 +221,7 @@ class Calibration:
     margin: float = DEFAULT_MARGIN
     source: str = ""
     grid: CostGrid | None = None
+    undrafted: CostGrid | None = None
 
     @property
     def costs(self) -> StepCosts:
@@ -274,15 +276,16 @@ def _from_json(raw: object) -> Calibration:
     mixed = known.pop("mixed", None)
     if mixed is not None:
         known["mixed"] = MixedCost(**_known_fields(mixed, MixedCost, "mixed."))
-    if known.get("grid") is not None:
-        known["grid"] = _grid(known["grid"])
+    for name in ("grid", "undrafted"):
+        if known.get(name) is not None:
+            known[name] = _grid(known[name], f"{name}.")
     if not isinstance(known.get("source", ""), str):
         raise CalibrationError("source must be text")
     return Calibration(**known)
 
 
-def _grid(raw: object) -> CostGrid:
-    fields = _known_fields(raw, CostGrid, "grid.")
+def _grid(raw: object, prefix: str) -> CostGrid:
+    fields = _known_fields(raw, CostGrid, prefix)
     try:
         return CostGrid(**{name: _tuples(value) for name, value in fields.items()})
     except CostGridError as error:

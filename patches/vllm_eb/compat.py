@@ -16,6 +16,7 @@ import inspect
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from vllm_eb.config import ConfigError
@@ -196,22 +197,36 @@ def drafting_method(vllm_config: Any) -> str | None:
     return None if speculative is None else str(speculative.method)
 
 
-def accepted_drafts(scheduler: Any, step: Any, output: Any) -> list[int]:
-    """How many sequences of a step had 0, 1, 2, ... of all their drafted tokens accepted.
+def verified_drafts(scheduler: Any, step: Any, output: Any) -> tuple[list[int], list[int]]:
+    """By position, how many drafts of a step were as long, and how many were accepted that far.
 
-    Where the token budget cut drafts short, or the request is gone, nothing counts.
+    Those of requests that are gone do not count.
     """
-    most, sampled, index, requests = (
-        scheduler.num_spec_tokens,
-        output.sampled_token_ids,
-        output.req_id_to_index,
-        scheduler.requests,
-    )
-    found = [0] * (1 + most)
+    sampled, index, requests = output.sampled_token_ids, output.req_id_to_index, scheduler.requests
+    by_length, by_accepted = ([0] * (1 + scheduler.num_spec_tokens) for _ in range(2))
     for request_id, drafts in step.scheduled_spec_decode_tokens.items():
-        if len(drafts) == most and request_id in requests and (tokens := sampled[index[request_id]]):
-            found[len(tokens) - 1] += 1
-    return found
+        if request_id in requests and (tokens := sampled[index[request_id]]):
+            by_length[len(drafts)] += 1
+            by_accepted[len(tokens) - 1] += 1
+    return _at_least(by_length), _at_least(by_accepted)
+
+
+def _at_least(counts: list[int]) -> list[int]:
+    """How many are 1, 2, ... or more, of how many are 0, 1, 2, ..."""
+    return list(accumulate(reversed(counts[1:])))[::-1]
+
+
+def refuse_fixed_drafts(scheduler: Any) -> None:
+    """Raise ConfigError unless vLLM is prepared for drafts whose length changes from step to step.
+
+    It then captures graphs and lays out its buffers for that.
+    """
+    if getattr(scheduler, "dynamic_sd_lookup", None) is None:
+        most = scheduler.num_spec_tokens
+        raise ConfigError(
+            "vllm_eb: draft=adaptive needs vLLM 0.32 with draft lengths by batch size: add "
+            f'"num_speculative_tokens_per_batch_size": [[1, 1, {most}]] to --speculative-config'
+        )
 
 
 def _drafts_supported(method: str) -> bool:

@@ -236,9 +236,14 @@ class Controller:
         self._phases.on_admission()
         self._strategy.on_resume()
 
-    def on_verified(self, sequences: Sequence[int]) -> None:
-        """Record how many sequences of a step had 0, 1, 2, ... of all their drafted tokens accepted."""
-        self._lengths.on_verified(sequences)
+    def on_verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Record, by position, how many drafts of a step were as long, and how many were accepted that far."""
+        self._lengths.on_verified(drafted, accepted)
+
+    @property
+    def draft_lengths(self) -> Sequence[int] | None:
+        """See Strategy."""
+        return self._strategy.draft_lengths
 
     def on_finish(self, output_tokens: int) -> None:
         """Record that a request left its slot after ``output_tokens`` >= 1 tokens, finished or aborted."""

@@ -118,6 +118,11 @@ class PolicySpec:
         return 100
 
     @property
+    def varies_drafts(self) -> bool:
+        """Whether it says how many tokens the server drafts; vLLM must then be prepared for lengths that vary."""
+        return False
+
+    @property
     def needs_costs(self) -> bool:
         """Whether it uses the device's calibration."""
         return False

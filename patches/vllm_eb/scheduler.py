@@ -91,6 +91,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._passes = PassCount(interval) if ranks > 1 else None
         self.controller = self._make_controller(config, ranks, interval)
         self._prompt_tokens_wanted = 0 if self.controller is None else self.controller.prompt_tokens_wanted
+        if self.controller is not None and self.controller.draft_lengths is not None:
+            compat.refuse_fixed_drafts(self)
         if self.controller is not None and self.controller.orders_queue:
             self._waiting_order = WaitingOrder(self.controller)
         compat.refuse_reordering(self, self._waiting_order is not None)
@@ -210,6 +212,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _schedule_as_decided(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
+        if (lengths := self.controller.draft_lengths) is not None:
+            self.dynamic_sd_lookup = lengths  # vLLM's own, by the sequences of the step
         if decision.token_budget is None:
             return self._phase_step(decision, view, args, kwargs)
         usual: int = self.max_num_scheduled_tokens
@@ -361,7 +365,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             self._reports.ended(scheduler_output, self.last_decision, self._prefilling)
         if self.controller is not None and scheduler_output.scheduled_spec_decode_tokens:
             output = kwargs["model_runner_output"] if "model_runner_output" in kwargs else args[0]
-            self.controller.on_verified(compat.accepted_drafts(self, scheduler_output, output))
+            self.controller.on_verified(*compat.verified_drafts(self, scheduler_output, output))
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def shutdown(self) -> None:

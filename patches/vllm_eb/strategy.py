@@ -108,7 +108,8 @@ class Lengths:
 
     def __init__(self, update_every: int, drafts: Drafts = NO_DRAFTS) -> None:
         self._update_every = update_every
-        self.drafts, self._verified = drafts, [0] * drafts.query_tokens
+        self.drafts = drafts
+        self._drafted = self._accepted = [0] * len(drafts.acceptance)
         self.mu_l, self.mu_o = INITIAL_MU_L, INITIAL_MU_O
         self.mu_new = INITIAL_MU_L
         self._prompts = self._updates = 0
@@ -127,9 +128,10 @@ class Lengths:
         self._answers += 1
         self._answer_tokens += output_tokens
 
-    def on_verified(self, sequences: Sequence[int]) -> None:
-        """Record how many sequences of a step had 0, 1, 2, ... of all their drafted tokens accepted."""
-        self._verified = [known + more for known, more in zip(self._verified, sequences, strict=True)]
+    def on_verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Record, by position, how many drafts of a step were as long, and how many were accepted that far."""
+        self._drafted = [known + more for known, more in zip(self._drafted, drafted, strict=True)]
+        self._accepted = [known + more for known, more in zip(self._accepted, accepted, strict=True)]
 
     @property
     def update_due(self) -> bool:
@@ -142,11 +144,20 @@ class Lengths:
         self.mu_o += weight * (self._answer_tokens / self._answers - self.mu_o)
         self._updates += 1
         self._answers = self._answer_tokens = 0
-        if steps := sum(self._verified):
-            reached = [sum(self._verified[position:]) / steps for position in range(1, len(self._verified))]
-            self.drafts = replace(self.drafts, acceptance=tuple(reached))
-            if steps > DRAFTS_REMEMBERED:
-                self._verified = [count // 2 for count in self._verified]
+        if any(self._drafted):
+            self.drafts = replace(self.drafts, acceptance=tuple(self._rates()))
+            if self._drafted[0] > DRAFTS_REMEMBERED:
+                self._drafted = [count // 2 for count in self._drafted]
+                self._accepted = [count // 2 for count in self._accepted]
+
+    def _rates(self) -> list[float]:
+        """The acceptance by position. Drafts that are longer than any so far are accepted as often, given those
+        before, as the last token; a rate of fewer drafts than the one before cannot exceed it."""
+        rates: list[float] = []
+        for drafted, accepted in zip(self._drafted, self._accepted, strict=True):
+            last, before = (rates[-1] if rates else 1.0), (rates[-2] if len(rates) > 1 else 1.0)
+            rates.append(min(accepted / drafted, last) if drafted else last * (last / before if before else 0.0))
+        return rates
 
 
 Values = Mapping[str, float | int | None]
@@ -235,6 +246,8 @@ class Strategy:
     """Up to how many tokens ``View.prompt_tokens`` is counted; 0: not at all."""
     queue: QueueOrder | None = None
     """The order of waiting requests, if the policy has its own."""
+    draft_lengths: Sequence[int] | None = None
+    """Tokens to draft per sequence after a step, by the number of its sequences; None: all that the server drafts."""
 
     def __init__(self, engine: EngineFacts, lengths: Lengths) -> None:
         self.engine, self.lengths = engine, lengths

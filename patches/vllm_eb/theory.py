@@ -82,6 +82,10 @@ class Drafts:
         """a, the mean number of tokens that a sequence gets in a decode step."""
         return 1.0 + math.fsum(self.acceptance)
 
+    def cut(self, length: int) -> Drafts:
+        """The same with at most ``length`` drafted tokens."""
+        return replace(self, acceptance=self.acceptance[:length])
+
     @property
     def kv_tokens(self) -> int:
         """KV slots that a decoding sequence needs beyond those of its tokens."""

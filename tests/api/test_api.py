@@ -16,6 +16,7 @@ import ebbench as eb
 from ebbench import api
 from ebbench.cli import main
 from ebbench.fakeserver.process import FakeServerProcess
+from ebbench.spec.run import named_as_keys
 
 SMALL: dict[str, Any] = {
     "source": "profile",
@@ -109,6 +110,11 @@ def test_remedies_name_keywords_not_options() -> None:
     assert "--num-prompts" not in html
     with pytest.raises(eb.UsageError, match=r"^max_num_seqs must be at least 1, not 0$"):
         eb.run("sharegpt", **{**SMALL, "max_num_seqs": 0})
+
+
+def test_commands_in_remedies_keep_their_options() -> None:
+    said = named_as_keys("give --max-num-seqs, or run `ebbench calibrate --model m` with --no-prefix-caching")
+    assert said == "give max_num_seqs, or run `ebbench calibrate --model m` with enable_prefix_caching=False"
 
 
 def test_output_dir_keeps_the_runs(tmp_path: Path) -> None:

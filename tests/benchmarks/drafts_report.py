@@ -13,17 +13,19 @@ from textwrap import fill
 
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
-from ebbench.spec.server import EngineOptions, speculative_of
+from ebbench.render import figures
+from ebbench.render.palette import policy_colours
+from ebbench.spec.server import EngineOptions, published_acceptance, speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import NO_DRAFTS, Drafts, crossover, optimal_threshold
 
 GPUS = ("rtx-pro-6000", "l40s", "h200", "b300")
 WORKLOADS = ("balanced", "sharegpt", "prefill-heavy", "decode-heavy")
-LENGTHS = (0, 1, 3, 5)
-POLICIES = ("v1", "eb", "ebplus", "marginal")
-RATE = 0.7
-"""Each drafted token is accepted so often, given those before it."""
+ADAPTIVE = "marginal:draft=adaptive"
+POLICIES = ("v1", "eb", "ebplus", "marginal", ADAPTIVE)
+DRAFTERS = {"minimax-m3-eagle3": (1, 3, 5), "qwen3-30b-a3b-eagle3": (5,)}
+"""Published acceptance (ebbench/spec/acceptance.toml), and the numbers of drafted tokens simulated with it."""
 SEQS = 128
 WIDTH = 120
 MODEL = """Steps with drafts are modelled, not measured: [emulator](../docs/emulator.md#speculative-decoding). In that
@@ -41,13 +43,21 @@ class Cell:
 
     gpu: str
     workload: str
+    drafter: str
     drafts: int
     tokens_per_s: dict[str, float]
     advantage_us: float
 
     def gain(self, policy: str) -> float:
         """Relative gain over v1."""
-        return self.tokens_per_s[policy] / self.tokens_per_s["v1"] - 1.0
+        return self.tokens_per_s.get(policy, self.tokens_per_s["marginal"]) / self.tokens_per_s["v1"] - 1.0
+
+
+def drafting() -> Iterator[tuple[str, int]]:
+    """The drafters and numbers of drafted tokens; the cells without drafts come once."""
+    yield "", 0
+    for drafter, lengths in DRAFTERS.items():
+        yield from ((drafter, tokens) for tokens in lengths)
 
 
 def cells(prompts: int) -> Iterator[Cell]:
@@ -55,13 +65,14 @@ def cells(prompts: int) -> Iterator[Cell]:
     for gpu in GPUS:
         for workload in WORKLOADS:
             plan = build_plan(workload, num_prompts=prompts, max_concurrency=3 * SEQS // 2, source="profile")
-            for tokens in LENGTHS:
-                text = f"method=eagle3,tokens={tokens},acceptance={RATE}" if tokens else None
+            for drafter, tokens in drafting():
+                rates = ",".join(map(str, published_acceptance()[drafter][:tokens])) if tokens else ""
+                text = f"method=eagle3,acceptance={rates}" if tokens else None
                 speculative = speculative_of(text) if text else None
                 device = load_device(gpu, "qwen3-8b", speculative=speculative)
                 options = EngineOptions(max_num_seqs=SEQS, speculative=text)
                 speeds = {}
-                for policy in POLICIES:
+                for policy in POLICIES if tokens else POLICIES[:-1]:
                     requests = SimEngine(figures_only=True).run(plan, parse_policy(policy), device, options).requests
                     span_s = float(requests["end_ns"].to_numpy().max()) / 1e9
                     speeds[policy] = float(requests["output_tokens"].to_numpy().sum()) / span_s
@@ -70,19 +81,20 @@ def cells(prompts: int) -> Iterator[Cell]:
                 costs = device.calibration
                 theta0 = optimal_threshold(min(1.0 / mu_o, 1.0), costs.alpha_p, costs.alpha_d, drafts=drafts).theta0
                 sides = crossover(costs, mu_l=mu_l, mu_o=mu_o, n_obs=SEQS, theta0=theta0, drafts=drafts)
-                yield Cell(gpu, workload, tokens, speeds, 1e6 * sides.advantage)
+                yield Cell(gpu, workload, drafter, tokens, speeds, 1e6 * sides.advantage)
 
 
 def report(found: list[Cell], prompts: int) -> str:
     """The page."""
-    alike = {tokens: _mean(found, tokens) for tokens in LENGTHS}
+    plain = {(cell.gpu, cell.workload): cell.tokens_per_s["v1"] for cell in found if not cell.drafts}
     lines = [
         "# Batching disciplines with speculative decoding",
         "",
         fill(
-            f"{len(found)} cells: {len(WORKLOADS)} workloads on {len(GPUS)} GPUs with 0, 1, 3 and 5 drafted tokens "
-            f"(EAGLE-3; qwen3-8b; each drafted token accepted with probability {RATE:g} given those before it), "
-            f"saturated, N = {SEQS}, {prompts} requests.",
+            f"{len(found)} cells: {len(WORKLOADS)} workloads on {len(GPUS)} GPUs without drafts, with 1, 3 and 5 "
+            "drafted tokens and the acceptance published for MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), "
+            "and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15, 0.08, 0.04; sources: "
+            f"ebbench/spec/acceptance.toml). Costs are those of qwen3-8b; saturated, N = {SEQS}, {prompts} requests.",
             WIDTH,
         ),
         "",
@@ -92,43 +104,79 @@ def report(found: list[Cell], prompts: int) -> str:
         "",
         fill(MODEL, WIDTH),
         "",
+        "![Output tokens/s over v1 without drafts, by drafted tokens and policy](drafts.svg)",
+        "",
         fill(
-            "Gain in output tokens/s over v1 with the same drafts, mean over the cells and, in brackets, the number of "
-            f"cells in which a policy is more than {NOTHING:.0%} ahead of v1:",
+            "Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the "
+            f"cells and, in brackets, the number of cells in which a policy is more than {NOTHING:.0%} ahead of v1. "
+            "Adaptive: `marginal:draft=adaptive`; eq. 8: cells in which the theory prefers exclusive batches:",
             WIDTH,
         ),
         "",
-        "| drafted | tok/s of v1 over that without drafts | eb | ebplus | marginal |",
-        "|---:|---:|---:|---:|---:|",
+        "| acceptance of | drafted | v1 | eb | ebplus | marginal | adaptive | eq. 8 |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    plain = {(cell.gpu, cell.workload): cell.tokens_per_s["v1"] for cell in found if not cell.drafts}
-    for tokens in LENGTHS:
-        own = [cell for cell in found if cell.drafts == tokens]
+    for drafter, tokens in drafting():
+        own = [cell for cell in found if (cell.drafter, cell.drafts) == (drafter, tokens)]
         speedup = sum(cell.tokens_per_s["v1"] / plain[cell.gpu, cell.workload] for cell in own) / len(own)
-        shown = [f"{100 * alike[tokens][p]:+.1f} % ({sum(c.gain(p) > NOTHING for c in own)})" for p in POLICIES[1:]]
-        lines.append(f"| {tokens} | {speedup:.2f} | {' | '.join(shown)} |")
+        gains = [f"{100 * _mean(own, p):+.1f} % ({sum(c.gain(p) > NOTHING for c in own)})" for p in POLICIES[1:]]
+        exclusive = sum(cell.advantage_us > 0 for cell in own)
+        lines.append(
+            f"| {drafter or '-'} | {tokens} | {speedup:.2f} | {' | '.join(gains)} | {exclusive} of {len(own)} |"
+        )
     lines += [
         "",
         fill(BY_CELL, WIDTH),
         "",
-        "| GPU | workload | drafted | v1 tok/s | eb | ebplus | marginal | eq. 8 |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| GPU | workload | acceptance of | drafted | v1 tok/s | eb | ebplus | marginal | adaptive | eq. 8 |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for cell in found:
         group = [c for c in found if (c.gpu, c.workload) == (cell.gpu, cell.workload)]
         best = max(group, key=lambda c: c.tokens_per_s["v1"])
-        gains = " | ".join(f"{100 * cell.gain(policy):+.1f} %" for policy in POLICIES[1:])
+        gains = [f"{100 * cell.gain(policy):+.1f} %" for policy in POLICIES[1:]]
         mark = " *" if cell is best else ""
         speed = f"{cell.tokens_per_s['v1']:,.0f}"
         lines.append(
-            f"| {cell.gpu} | {cell.workload} | {cell.drafts}{mark} | {speed} | {gains} | {cell.advantage_us:+.2f} |"
+            f"| {cell.gpu} | {cell.workload} | {cell.drafter or '-'} | {cell.drafts}{mark} | {speed} | "
+            f"{' | '.join(gains)} | {cell.advantage_us:+.2f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _mean(found: list[Cell], tokens: int) -> dict[str, float]:
-    own = [cell for cell in found if cell.drafts == tokens]
-    return {policy: sum(cell.gain(policy) for cell in own) / len(own) for policy in POLICIES}
+def _mean(own: list[Cell], policy: str) -> float:
+    return sum(cell.gain(policy) for cell in own) / len(own)
+
+
+def draw(found: list[Cell], stem: Path) -> None:
+    """Output tokens/s over those of v1 without drafts, by drafted tokens, one panel per GPU and workload."""
+    first = next(iter(DRAFTERS))
+    plain = {(cell.gpu, cell.workload): cell.tokens_per_s["v1"] for cell in found if not cell.drafts}
+    points = [
+        {
+            "gpu": c.gpu,
+            "workload": c.workload,
+            "drafted": c.drafts,
+            "series": policy,
+            "over": speed / plain[c.gpu, c.workload],
+        }
+        for c in found
+        if c.drafter in ("", first)
+        for policy, speed in c.tokens_per_s.items()
+    ]
+    alt, names = figures.altair(), list(POLICIES)
+    chart = (
+        alt.Chart(figures.values(points))
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("drafted:O", title="drafted tokens"),
+            y=alt.Y("over:Q", title="tokens/s over v1 without drafts", scale=alt.Scale(zero=False)),
+            color=figures.colour(names, policy_colours(names)),
+        )
+        .properties(width=150, height=120)
+        .facet(row=alt.Row("gpu:N", title=None, sort=list(GPUS)), column=alt.Column("workload:N", title=None))
+    )
+    figures.save(chart, stem, ("svg", "png"))
 
 
 def main() -> None:
@@ -143,6 +191,7 @@ def main() -> None:
         gains = ", ".join(f"{policy} {100 * cell.gain(policy):+.1f} %" for policy in POLICIES[1:])
         print(cell.gpu, cell.workload, cell.drafts, f"{cell.tokens_per_s['v1']:.0f} tok/s", gains, flush=True)
     given.output.write_text(report(found, given.prompts), encoding="utf-8")
+    draw(found, given.output.with_suffix(""))
 
 
 if __name__ == "__main__":

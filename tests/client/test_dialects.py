@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.validity import Conditions, invalid_reasons
-from ebbench.client.dialects import DIALECTS
+from ebbench.client.dialects import DIALECTS, token_counts
 from ebbench.client.response import classify, response_to
 from ebbench.config.server_url import PATHS, Endpoint
 from ebbench.engines.setup import make_engine
@@ -27,6 +27,7 @@ from ebbench.workloads.planner import make_plan
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said, whole
 from tests.client.test_stream_dialects import ODD_VALUES
+from tests.gate.gate_data import invoke
 
 LINES = EVENTS.replace(b"text/event-stream", b"application/x-ndjson")
 
@@ -511,3 +512,36 @@ def test_a_tokenizer_without_texts_is_for_servers_only() -> None:
     for engine in ("sim", "vllm"):
         with pytest.raises(UsageError, match="--tokenizer counts the tokens of texts"):
             make_plan(spec_of(settings | {"engine": engine}).plan)
+
+
+def test_an_estimate_is_marked_wherever_a_run_is_shown(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        await asked.send(EVENTS + chunk(event(said("one")) + event(said(" two", "stop"))) + END)
+
+    options = ("-n", 3, "--source", "profile", "--no-power", "--lag-limit-ms", 60000, "-q", "-o", tmp_path / "run")
+    with raw_server(answer) as server:
+        file = tokenizer_file(tmp_path)
+        done = invoke("run", "balanced", "--engine", server.url, "--tokenizer", file, "--json", *options)
+    (document,) = json.loads(done.stdout)
+    assert document["estimated_answers"] == 3
+    shown = " ".join(invoke("show", tmp_path / "run").stdout.split())
+    assert "v1 (estimated tokens)" in shown
+    assert "over the whole run (an estimate)" in shown
+    assert "their output tokens are an estimate" in shown
+    for kind in ("vllm", "llm-d"):
+        invoke("report", tmp_path / "run", "--export", kind, "-o", tmp_path / kind)
+        (exported,) = (tmp_path / kind).iterdir()
+        assert "estimated tokens" in exported.read_text()
+
+
+@pytest.mark.parametrize("value", ["4", -1, 2**40, None, 3.5, [], True, {}])
+@pytest.mark.parametrize("endpoint", sorted(DIALECTS))
+def test_what_is_no_count_is_left_out_and_named_in_every_api(endpoint: Endpoint, value: Any) -> None:
+    fields = DIALECTS[endpoint].counts
+    usage: dict[str, Any] = {}
+    for path in filter(None, (fields.completion, fields.prompt, fields.cached, fields.reasoning, *fields.beside)):
+        outer, _, name = path.rpartition(".")
+        (usage.setdefault(outer, {}) if outer else usage)[name] = value
+    counts = token_counts(usage, fields)
+    assert counts[:4] == (None, None, None, None)
+    assert bool(counts.odd) == (value is not None)

@@ -35,7 +35,6 @@ def test_the_stored_cells_are_those_of_the_maker(maker: ModuleType, stored: list
     assert sources == list(maker.CELLS), "run `make notebook`"
 
 
-@pytest.mark.slow
 def test_every_cell_runs_and_shows_what_is_stored(
     maker: ModuleType, stored: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

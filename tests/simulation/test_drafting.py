@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import ebbench.spec.server
 from ebbench.devices.linear import decode_shape
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
+from ebbench.foreign.documents import read_toml
 from ebbench.records.plan import Plan
 from ebbench.simulation.drafting import accepted_drafts
 from ebbench.simulation.state import RequestState
-from ebbench.spec.server import EngineOptions, speculative_of
+from ebbench.spec.server import EngineOptions, published_acceptance, speculative_of
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import Drafts, crossover, optimal_threshold
@@ -47,6 +50,7 @@ def options(speculative: str | None = None, **settings: object) -> EngineOptions
         ("method=eagle3,tokens=2,tokens=3,acceptance=0.5", "twice"),
         ("method=eagle3,token=2,acceptance=0.5", "tokens"),
         ("method=eagle3,tokens=2,acceptance=high", "rates in"),
+        ("method=eagle3,tokens=2,acceptance=high", "minimax-m3-eagle3"),
         ("method=eagle3,tokens=2,acceptance=/nowhere/rates.json", "/nowhere/rates.json"),
         ("3", "name=value"),
     ],
@@ -65,10 +69,22 @@ def test_a_setting_that_cannot_be_is_one_line(text: str, said: str) -> None:
         ("method=eagle3,tokens=3,acceptance=0.8,0.4", (0.8, 0.4, 0.2)),
         ("method=eagle3,acceptance=0.9,0.5", (0.9, 0.5)),
         ("method=eagle3,tokens=2,acceptance=0", (0.0, 0.0)),
+        ("method=mtp,tokens=2,acceptance=deepseek-v3-mtp", (0.85, 0.7225)),
+        ("method=eagle3,tokens=2,acceptance=minimax-m3-eagle3", (0.78, 0.6)),
     ],
 )
 def test_rates_that_are_left_out_continue_the_last_one(text: str, rates: tuple[float, ...]) -> None:
     assert speculative_of(text).acceptance == pytest.approx(rates)
+
+
+def test_published_acceptance_has_its_source() -> None:
+    """All rates are readable, and each name says where they come from."""
+    found = read_toml(Path(ebbench.spec.server.__file__).with_name("acceptance.toml"))
+    assert set(found) == set(published_acceptance())
+    for name, about in found.items():
+        assert speculative_of(f"method=eagle3,acceptance={name}").acceptance == tuple(about["rates"])
+        assert about["source"]
+        assert about["about"]
 
 
 def test_a_model_without_mtp_layers_names_the_methods_that_it_has() -> None:

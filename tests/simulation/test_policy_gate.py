@@ -64,8 +64,10 @@ class Scripted:
     def on_resume(self) -> None:
         self.told.append(("resume", ()))
 
-    def on_verified(self, sequences: Sequence[int]) -> None:
-        assert not any(sequences), "nothing is drafted here"
+    draft_lengths = None
+
+    def on_verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        assert not any(drafted), "nothing is drafted here"
 
     def on_finish(self, *values: int) -> None:
         self.told.append(("finish", values))

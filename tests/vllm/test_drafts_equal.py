@@ -7,11 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from ebbench.devices.base import Device, StepShape
+from ebbench.devices.linear import cost_grid
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.emulation import (
+    CALIBRATION,
     DEVICE,
+    TestCost,
     differences,
     random_case,
     run_emulated,
@@ -57,6 +61,47 @@ def test_equal_with_drafts_under_the_rivals(kind: str, seed: int) -> None:
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []
     assert sim.requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
+
+
+class DraftingCost(TestCost):
+    """Drafted tokens cost as much as others, and each drafting pass a further ms."""
+
+    __test__ = False
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds."""
+        return super().step_s(shape) + 31e-6 * shape.draft_tokens + 1e-4 * (shape.next_drafts or 0)
+
+
+def drafting_device(tokens: int) -> Device:
+    """A device on which few sequences gain by drafts and many lose."""
+    cost = DraftingCost()
+    costs = replace(CALIBRATION, grid=cost_grid(cost, tokens), undrafted=cost_grid(cost))
+    return replace(DEVICE, cost=cost, calibration=costs)
+
+
+@pytest.mark.parametrize("seed", range(600, 630))
+def test_equal_with_drafts_whose_length_adapts(seed: int) -> None:
+    plan, _, options = random_drafts(seed)
+    assert options.drafts is not None
+    device, policy = drafting_device(options.drafts.tokens), f"marginal:draft=adaptive,update_every={1 + seed % 9}"
+    sim, emulated = run_sim(plan, policy, device, options), run_emulated(plan, policy, device, options)
+    assert differences(sim, emulated) == []
+    assert sim.facts["speculative"] == emulated.facts["speculative"]
+    assert sim.requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
+
+
+def test_drafts_adapt_where_the_engines_are_compared() -> None:
+    """Full at first, shorter afterwards: else the test above would compare nothing that varies."""
+    shorter = 0
+    for seed in range(600, 630):
+        plan, _, options = random_drafts(seed)
+        assert options.drafts is not None
+        device, policy = drafting_device(options.drafts.tokens), f"marginal:draft=adaptive,update_every={1 + seed % 9}"
+        drafted = run_sim(plan, policy, device, options).facts["speculative"]["drafted"]
+        whole = run_sim(plan, "marginal", device, options).facts["speculative"]["drafted"]
+        shorter += drafted[-1] < whole[-1]
+    assert shorter > 10
 
 
 def max_tokens(plan: Plan) -> int:

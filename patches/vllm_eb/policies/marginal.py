@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from vllm_eb.calibration import CostGrid, StepCosts
 from vllm_eb.policy import PolicyError, PolicySpec, setting
 from vllm_eb.queueing import Places, PunctualQueue, Waited, Work
 from vllm_eb.refills import (
@@ -29,11 +31,14 @@ from vllm_eb.refills import (
 )
 from vllm_eb.service import AnswerLength, FadingMean, ServiceLevel, TokenDebt
 from vllm_eb.strategy import Change, EngineFacts, Lengths, PhaseState, StepChoice, Strategy, Values, View
+from vllm_eb.theory import Drafts
 
 ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
 
 NOTHING_TO_REFILL = Choice("decode")
 KEEP_DECODING = StepChoice("decode", "eb")
+DRAFT_ALL_EVERY = 16  # plans of draft lengths
+NEXT_SIZE = 1.1  # batch sizes for which a draft length is chosen
 ONE_TOKEN = 1.5  # tokens; a mean response below it is mostly one token
 
 
@@ -56,6 +61,9 @@ class MarginalSpec(PolicySpec):
         None, "target for the time per output token in seconds; limits the batch size",
         unit="s", above=0, doubtful_from=5,
     )  # fmt: skip
+    draft: Literal["full", "adaptive"] = setting(
+        "full", "drafted tokens per sequence: full (all that the server drafts), or adaptive (fewer in larger batches)"
+    )
     window: int = setting(500, "completions that the estimator remembers", unit="requests", at_least=1)
     update_every: int = setting(100, "completions between updates", unit="requests", at_least=1)
 
@@ -74,9 +82,93 @@ class MarginalSpec(PolicySpec):
         """Always: every choice compares costs."""
         return True
 
+    @property
+    def varies_drafts(self) -> bool:
+        """Whether the number of drafted tokens changes with the batch."""
+        return self.draft == "adaptive"
+
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """The strategy, from costs, targets and KV memory."""
+        """The strategy, from costs, targets and KV memory. Raises PolicyError for costs that do not tell what drafts
+        cost."""
+        if self.varies_drafts and not lengths.drafts.acceptance:
+            raise PolicyError(
+                f"policy {self.name}: the server drafts no tokens; leave draft= out, or give --speculative (vLLM: "
+                "--speculative-config)"
+            )
+        if self.varies_drafts and engine.calibration.undrafted is None:
+            raise PolicyError(
+                f"policy {self.name} needs step times with drafts and without them; give a device with kernel tables"
+            )
         return MarginalPolicy(self, engine, lengths)
+
+
+class AdaptiveDrafts:
+    """How many tokens to draft by the number of sequences, and the step times with as many: a StepCosts.
+
+    A step of ``n`` sequences with ``j`` drafts takes what lies between the steps without drafts and with all ``d`` of
+    them, in proportion to ``j/d``: every drafted token is as much work. Chosen is the ``j`` with the most tokens per
+    second, ``(1 + r_1 + ... + r_j) / time``. While the batch is small, a step loads the weights whatever it computes,
+    so drafts are nearly free; in a full batch they displace tokens that are certain.
+    """
+
+    def __init__(self, with_all: CostGrid, without: CostGrid, most: int, max_num_seqs: int) -> None:
+        self._all, self._none, self._most = with_all, without, most
+        self.lengths: Sequence[int] = (most,) * (max_num_seqs + 1)
+        self._plans = 0
+
+    @staticmethod
+    def of(spec: MarginalSpec, engine: EngineFacts, lengths: Lengths) -> AdaptiveDrafts | None:
+        """None where all drafts are wanted."""
+        costs, most = engine.calibration, len(lengths.drafts.acceptance)
+        if not spec.varies_drafts:
+            return None
+        assert costs.grid is not None  # undrafted is
+        assert costs.undrafted is not None  # checked by the specification
+        return AdaptiveDrafts(costs.grid, costs.undrafted, most, engine.max_num_seqs)
+
+    def plan(self, drafts: Drafts, context_tokens: float) -> None:
+        """Choose the lengths anew. Every so often all tokens are drafted: what is never drafted has no known rate."""
+        self._plans += 1
+        size, chosen = 1, list(self.lengths)
+        full = self._plans % DRAFT_ALL_EVERY == 0
+        while size < len(chosen):
+            until = max(size + 1, int(size * NEXT_SIZE))
+            length = self._most if full else self._best(drafts, size, context_tokens)
+            chosen[size:until] = [length] * (min(until, len(chosen)) - size)
+            size = until
+        self.lengths = tuple(chosen)
+
+    def _best(self, drafts: Drafts, seqs: int, context_tokens: float) -> int:
+        none_s, all_s = self._none.decode_s(seqs, context_tokens), self._all.decode_s(seqs, context_tokens)
+        each_s = (all_s - none_s) / self._most
+        return max(
+            range(self._most + 1), key=lambda length: drafts.cut(length).tokens_per_step / (none_s + length * each_s)
+        )
+
+    def length_at(self, seqs: float) -> int:
+        """Drafted tokens per sequence of a step with so many sequences."""
+        return self.lengths[min(max(round(seqs), 0), len(self.lengths) - 1)]
+
+    def _between(self, seqs: float, none_s: float, all_s: float) -> float:
+        return none_s + (all_s - none_s) * self.length_at(seqs) / self._most
+
+    def prefill_s(self, tokens: float) -> float:
+        """See StepCosts."""
+        return self._all.prefill_s(tokens)
+
+    def decode_s(self, seqs: float, context_tokens: float) -> float:
+        """See StepCosts."""
+        return self.decode_at(context_tokens)(seqs)
+
+    def decode_at(self, context_tokens: float) -> Callable[[float], float]:
+        """See StepCosts."""
+        none_s, all_s = self._none.decode_at(context_tokens), self._all.decode_at(context_tokens)
+        return lambda seqs: self._between(seqs, none_s(seqs), all_s(seqs))
+
+    def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
+        """See StepCosts."""
+        grids = (self._none, self._all)
+        return self._between(seqs, *(grid.mixed_s(tokens, seqs, context_tokens) for grid in grids))
 
 
 class MarginalPolicy(Strategy):
@@ -86,7 +178,9 @@ class MarginalPolicy(Strategy):
 
     def __init__(self, spec: MarginalSpec, engine: EngineFacts, lengths: Lengths) -> None:
         super().__init__(engine, lengths)
-        self._costs, self._max_num_seqs = engine.calibration.costs, engine.max_num_seqs
+        self._max_num_seqs = engine.max_num_seqs
+        self._drafts = AdaptiveDrafts.of(spec, engine, lengths)
+        self._costs: StepCosts = engine.calibration.costs if self._drafts is None else self._drafts
         self._service, self._debt = ServiceLevel(spec.ttft, spec.tpot), TokenDebt(spec.tpot)
         self._has_targets = self._service.has_targets
         self._answers = AnswerLength(lengths.mu_o, spec.window, product_limit=not self._has_targets)
@@ -150,8 +244,15 @@ class MarginalPolicy(Strategy):
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
         """Estimate the mean answer again, and the batch size that the target allows."""
         self._answers.update(running_ages)
+        if self._drafts is not None:
+            self._drafts.plan(self.lengths.drafts, self._mean_context(view))
         self.plan_batch()
         return ()
+
+    @property
+    def draft_lengths(self) -> Sequence[int] | None:  # type: ignore[override]
+        """See Strategy; all tokens until the acceptance is known."""
+        return None if self._drafts is None else self._drafts.lengths
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
         """The next step: continue the current refill, or take the cheapest step."""
@@ -281,8 +382,13 @@ class MarginalPolicy(Strategy):
             prompt_tokens=max(self.lengths.mu_new, 1.0),
             half_computed=view.prefilling,
             queued=view.waiting > slots,
-            hazard=self.lengths.drafts.per_step(min(1.0 / self._answers.mean, 1.0)),
+            hazard=self._drafts_of(view.decoding).per_step(min(1.0 / self._answers.mean, 1.0)),
         )
+
+    def _drafts_of(self, seqs: int) -> Drafts:
+        """The drafts of a step with so many sequences."""
+        drafts = self.lengths.drafts
+        return drafts if self._drafts is None else drafts.cut(self._drafts.length_at(seqs))
 
     @property
     def _one_token(self) -> bool:
@@ -298,7 +404,7 @@ class MarginalPolicy(Strategy):
             mu_new=self.lengths.mu_new,
             mu_o=self._answers.mean,
             at_most=self._max_num_seqs,
-            per_step=self.lengths.drafts.tokens_per_step,
+            per_step=self._drafts_of(self._batch).tokens_per_step,
         )
         if self._one_token:
             allowed = self._max_num_seqs
@@ -360,7 +466,7 @@ class MarginalPolicy(Strategy):
             mu_l=self.lengths.mu_l,
             mu_new=self.lengths.mu_new,
             mu_o=self._answers.mean,
-            per_step=self.lengths.drafts.tokens_per_step,
+            per_step=self._drafts_of(self._batch).tokens_per_step,
         )
 
     def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
@@ -382,7 +488,7 @@ class MarginalPolicy(Strategy):
             prompt_token_s=self._refills.per_token_s * self.lengths.mu_new / mu_l,
             answer_s=mu_o
             * self._costs.decode_s(batch, mu_l + mu_o / 2)
-            / (batch * self.lengths.drafts.tokens_per_step),
+            / (batch * self._drafts_of(batch).tokens_per_step),
             lead_s=self._largest_prefill_s,
         )
 
