@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
-from ebbench.cli.options import Command, ShownWhole, refuse_repeats
+from ebbench.cli.options import Command, Group, refuse_repeats
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.process.termination import finish, held, received
 
@@ -138,7 +138,7 @@ _NO_MEMORY = (
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 
-class CommandTable(ShownWhole, TyperGroup):
+class CommandTable(Group):
     """A group that imports a command only when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
