@@ -23,7 +23,8 @@ from ebbench.devices.base import Device
 from ebbench.devices.linear import LEAST_FIXED_S
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model
-from ebbench.engines.setup import machine_name, select_engine, unknown_device
+from ebbench.engines.machine import machine_name
+from ebbench.engines.setup import select_engine, unknown_device
 from ebbench.engines.vllm_command import check_positions, check_servable, check_vllm_options
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.render.documents import Console

@@ -188,7 +188,7 @@ def _plugin() -> CheckResult:
 
 
 def _gpus() -> list[CheckResult]:
-    from ebbench.engines.setup import profile_of, visible_gpus
+    from ebbench.engines.machine import profile_of, visible_gpus
 
     gpus = visible_gpus()
     if not gpus:

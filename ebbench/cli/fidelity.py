@@ -113,7 +113,7 @@ def _collect(
     from ebbench.papers.fidelity.cases_iog import iog_cells
     from ebbench.papers.fidelity.cases_kv import kv_cells
     from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of
-    from ebbench.runs.execute import with_progress
+    from ebbench.runs.progress import with_progress
     from ebbench.runs.store import RunStore
 
     cells: list[PublishedFigure] = []

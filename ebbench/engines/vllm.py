@@ -24,7 +24,7 @@ from ebbench.dispatch import DEFAULT_DISPATCH
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import refuse_simulated
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
-from ebbench.engines.setup import visible_gpus
+from ebbench.engines.machine import visible_gpus
 from ebbench.engines.vllm_command import (
     Emulation,
     Serving,

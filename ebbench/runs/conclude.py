@@ -26,7 +26,8 @@ from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
-from ebbench.engines.setup import engine_versions, topology_of
+from ebbench.engines.machine import engine_versions
+from ebbench.engines.setup import topology_of
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.analysis.documents import Column, Document, Section, labels
-from ebbench.engines.setup import machine_name
+from ebbench.engines.machine import machine_name
 from ebbench.errors import DataError, InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.files import sole_use

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ebbench.engines.setup import engine_versions, machine_name, visible_gpus
+from ebbench.engines.machine import engine_versions, machine_name, visible_gpus
 from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import DataError
 from ebbench.process.child import environment

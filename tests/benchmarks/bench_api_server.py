@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ebbench.engines.setup import machine_name
+from ebbench.engines.machine import machine_name
 from ebbench.engines.vllm import server_environment
 from ebbench.engines.vllm_command import Emulation, Serving, executable_line
 from ebbench.engines.vllm_server import ServerProcess, free_port

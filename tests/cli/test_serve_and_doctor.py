@@ -13,14 +13,14 @@ from ebbench.cli import doctor
 from ebbench.cli.doctor import CheckResult, examine, runnable
 from ebbench.cli.main import app
 from ebbench.devices.loader import load_device
-from ebbench.engines import setup
+from ebbench.engines import machine
 from vllm_eb.calibration import calibration_from_json
 from vllm_eb.config import parse_config
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "visible_gpus", lambda: ())
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ())
 
 
 def line(*arguments: str) -> list[str]:
@@ -60,7 +60,7 @@ def test_the_line_needs_no_other_file() -> None:
 
 
 def test_the_gpu_of_the_machine_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H200", 143771, "570.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "570.1"),))
     assert line("Qwen/Qwen3-8B") == line("Qwen/Qwen3-8B", "--device", "h200")
 
 
@@ -113,7 +113,7 @@ def test_doctor_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_with_a_gpu_and_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda *_names: ("vllm", "0.32.0"))
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H200", 143771, "570.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "570.1"),))
     findings = examine(quick=True)
     (gpu,) = [finding for finding in findings if finding.what == "gpu"]
     assert gpu.state == "ok"
@@ -147,5 +147,5 @@ def test_gpus_as_the_driver_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path
     tool.chmod(0o755)
     monkeypatch.undo()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert setup.visible_gpus() == (setup.Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97887, "580.65"),)
-    assert setup.local_device() == "rtx-pro-6000"
+    assert machine.visible_gpus() == (machine.Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97887, "580.65"),)
+    assert machine.local_device() == "rtx-pro-6000"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.devices.base import Parallel
 from ebbench.devices.loader import load_device
-from ebbench.engines import setup
+from ebbench.engines import machine
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
 from ebbench.engines.sim import SimEngine
@@ -33,8 +33,8 @@ NEEDS_NONE = ["v1", "v0", "deferred:k=4", "eb:k=2", "eb:theta=0.1", "cadence:eve
 @pytest.fixture(params=["NVIDIA A10G", "Tesla T4", ""])
 def unprofiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A machine with hardware that has no profile; the name it goes by."""
-    gpus = (setup.Gpu(request.param, 81920, "580.1"),) if request.param else ()
-    monkeypatch.setattr(setup, "visible_gpus", lambda: gpus)
+    gpus = (machine.Gpu(request.param, 81920, "580.1"),) if request.param else ()
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     return request.param or "CPU"
 
 
@@ -84,7 +84,7 @@ def test_costs_of_another_gpu_are_said(unprofiled: str) -> None:
 
 
 def test_a_gpu_with_a_profile_has_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H200", 143771, "580.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
     device = here("ebplus")
     assert device.name == "h200"
     assert device.calibration == load_device("h200", "qwen3-8b").calibration
@@ -92,7 +92,7 @@ def test_a_gpu_with_a_profile_has_its_own_costs(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_without_geometry_runs_where_no_costs_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H200", 143771, "580.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
     device = local_hardware([parse_policy("v1")], EngineOptions(), model="somebody/a-new-model")
     assert (device.name, device.model, device.costs_known) == ("NVIDIA H200", "somebody/a-new-model", False)
     with pytest.raises(UsageError, match="a-new-model"):
@@ -102,7 +102,7 @@ def test_a_model_without_geometry_runs_where_no_costs_are_needed(monkeypatch: py
 def test_a_model_without_a_profile_runs_where_no_costs_are_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H200", 143771, "580.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
     (tmp_path / "config.json").write_text('{"model_type": "brand_new"}', encoding="utf-8")
     device = local_hardware([parse_policy("v1")], EngineOptions(), model=str(tmp_path / "config.json"))
     assert (device.name, device.costs_known) == ("NVIDIA H200", False)
@@ -124,7 +124,7 @@ def test_a_model_without_a_profile_runs_where_no_costs_are_needed(
     ],
 )
 def test_profiles_go_by_the_names_of_the_driver(driver_name: str, profile: str | None) -> None:
-    assert setup.profile_of(driver_name) == profile
+    assert machine.profile_of(driver_name) == profile
 
 
 def test_unknown_costs_are_not_stored_with_the_run(unprofiled: str, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_kv_cache_of_a_started_server_is_what_it_reports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reports: dict[str, int], tokens: int | None
 ) -> None:
     """Not the estimate for the default version: the server has its own version, and options after ``--``."""
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H200", 143771, "580.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
     plan = build_plan("balanced", num_prompts=4, source="profile", max_concurrency=2, input_len=8, output_len=4)
     result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), EngineOptions(), None)
     result = replace(result, facts={**result.facts, "server_reports": reports})
@@ -162,7 +162,7 @@ def test_the_kv_cache_of_a_started_server_is_what_it_reports(
 
 def test_a_request_above_the_estimate_is_not_refused_before_vllm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options after ``--``, two GPUs for one, give vLLM more than one GPU is estimated to hold."""
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),))
     device = local_hardware([parse_policy("v1")], EngineOptions(), model="qwen3-32b")
     plan = build_plan("balanced", num_prompts=1, source="profile", max_concurrency=1, input_len=40_000, output_len=500,
                       length_distribution="fixed", max_model_len=40_960)  # fmt: skip
@@ -214,7 +214,7 @@ def test_options_of_vllm_say_how_many_gpus_share_the_model(options: tuple[str, .
 
 def test_costs_are_those_of_the_gpus_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were those of one GPU, and a model of several had none."""
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),) * 4)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),) * 4)
     alone, four = (here("ebplus", vllm_options=words).calibration for words in ((), ("--tensor-parallel-size", "4")))
     assert four == load_device("h100", "qwen3-8b", parallel=Parallel(tp=4)).calibration
     assert four.beta_p < 0.5 * alone.beta_p
@@ -242,7 +242,7 @@ def test_options_of_vllm_say_in_which_types_it_computes(options: tuple[str, ...]
 
 def test_costs_are_those_of_the_types_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were those of 16 bits."""
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (setup.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H100 80GB HBM3", 81559, "580.1"),))
     words = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
     plain, small = (here("ebplus", vllm_options=given).calibration for given in ((), words))
     assert small == load_device("h100", "qwen3-8b", quantization="fp8", kv_cache_dtype="fp8").calibration

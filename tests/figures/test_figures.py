@@ -133,7 +133,7 @@ def meanings(spec: Any) -> dict[str, set[str]]:
     """Colours of all named series in a specification."""
     found: dict[str, set[str]] = {}
     if isinstance(spec, dict):
-        scale = spec.get("scale")
+        scale = spec.get("scale") or {}
         named = isinstance(scale, dict) and "domain" in scale  # names of classes come with the data
         if named and str(scale.get("range", [""])[0]).startswith("#"):
             for name, colour in zip(scale["domain"], scale["range"], strict=True):

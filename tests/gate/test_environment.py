@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from ebbench.analysis.environment import differences, environment_of, load_of
-from ebbench.engines import setup
-from ebbench.engines.setup import Gpu, engine_versions
+from ebbench.engines import machine
+from ebbench.engines.machine import Gpu, engine_versions
 from ebbench.records.run import Run
 from tests.gate.gate_data import SMALL, invoke
 
@@ -22,7 +22,7 @@ def test_a_simulated_run_has_neither_vllm_nor_driver(measured: Path) -> None:
 
 def test_a_measured_run_records_vllm_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setattr(setup, "visible_gpus", lambda: (Gpu("NVIDIA H200", 143_771, "570.1"), Gpu("other", 1, "2")))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (Gpu("NVIDIA H200", 143_771, "570.1"), Gpu("other", 1, "2")))
     found = engine_versions("vllm")
     assert found["driver"] == "570.1"
     assert found["vllm"] == engine_versions("emulated")["vllm"]

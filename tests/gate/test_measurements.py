@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ebbench.analysis.units import load_units
-from ebbench.engines.setup import machine_behind, machine_name
+from ebbench.engines.machine import machine_behind, machine_name
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
 from tests.gate.gate_data import invoke

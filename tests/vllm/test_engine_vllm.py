@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.engines.setup import machine_name
+from ebbench.engines.machine import machine_name
 from ebbench.engines.vllm import VllmEngine
 from ebbench.engines.vllm_command import Emulation
 from ebbench.errors import RunError
