@@ -21,6 +21,7 @@ from ebbench.engines.checks import rank_notes
 from ebbench.records.warnings import Texts
 from ebbench.render.numbers import DASH, change, count, duration_ms, finite, listed, percent, rate, sentence
 from ebbench.render.tables import framed
+from ebbench.spec.server import version_defaults
 from vllm_eb.policies.cadence import CadenceSpec
 from vllm_eb.policies.v1 import V1
 from vllm_eb.policy import PolicySpec, parse_policy
@@ -158,7 +159,8 @@ def server_options(question: AdviceQuestion) -> str:
 
 
 def _as_options(settings: Mapping[str, Any]) -> str:
-    texts = (f"{option_name(name)} {value}" for name, value in settings.items())
+    implied = version_defaults(settings.get("vllm_version"))
+    texts = (f"{option_name(name)} {value}" for name, value in settings.items() if name not in implied)
     return " ".join(re.sub(r"^--topology tp=(\d+)$", r"--tp \1", text) for text in texts)
 
 

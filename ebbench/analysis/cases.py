@@ -21,7 +21,7 @@ from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """A run, and what is shown of it. ``phases``: a summary of each, if there are several."""
 
@@ -29,6 +29,12 @@ class RunResult:
     summary: Summary
     explanation: Explanation
     phases: tuple[Summary, ...] = ()
+
+    def __repr__(self) -> str:
+        """What it is of, in one line: the whole tree is too long to read in a notebook."""
+        of = self.summary
+        load = f"{of.workload} under {of.policy} on {of.device}, seed {of.seed}"
+        return f"<RunResult: {load}{'' if of.valid else ', INVALID'}, {self.run.path}>"
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest, PhaseFact
+from ebbench.records.warnings import ESTIMATED
 from ebbench.spec.server import OFF, EngineOptions
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 
@@ -282,11 +283,11 @@ def _number(value: Any) -> float | None:
 
 
 ENVIRONMENT = (
-    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options", "host",
+    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options", "host", "endpoint",
 )  # fmt: skip
 """Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology.
-``host``: the machine of a server."""
-LATER = frozenset({"host"})
+``host``: the machine of a server. ``endpoint``: its API, and whether its tokens are an estimate."""
+LATER = frozenset({"host", "endpoint"})
 """Conditions that older runs and baselines do not know; where they are empty they are in no hash."""
 
 _FIRST_OPTIONS = frozenset(
@@ -329,7 +330,15 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
         "host": host_of(manifest),
+        "endpoint": _endpoint(manifest),
     }
+
+
+def _endpoint(manifest: Manifest) -> str:
+    """The API of a server, and whether its tokens are an estimate; empty for completions and where none is recorded."""
+    endpoint = str(manifest.facts.get("endpoint") or "")
+    estimated = "estimated tokens" if manifest.facts.get(ESTIMATED) else ""
+    return ", ".join(filter(None, (endpoint if endpoint != "completions" else "", estimated)))
 
 
 def host_of(manifest: Manifest) -> str:

@@ -140,11 +140,16 @@ def machine_of(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
     return replace(unknown_device(name, model.name), kv_capacity_tokens=tokens)
 
 
+def refuse_existing(path: Path) -> None:
+    """Raise UsageError for a profile that exists."""
+    if path.exists():
+        raise UsageError(f"{path} exists; choose another --output-dir or remove it")
+
+
 def write_profile(measured: MeasuredCosts, device: Device, model: str, folder: Path) -> Path:
     """Write calibration.json and profile.toml, which refers to it. Raises UsageError if the profile exists."""
     path = folder / "profile.toml"
-    if path.exists():
-        raise UsageError(f"{path} exists; choose another --output-dir or remove it")
+    refuse_existing(path)
     files.write_text(calibration_to_json(measured.calibration), folder / "calibration.json")
     files.write_text(_profile_text(measured, device, model), path)
     return path

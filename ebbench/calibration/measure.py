@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ebbench.config.declare import Setting, values_of
 from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import fixed_and_each
+from ebbench.engines import setup
 from ebbench.engines.base import Engine, Observer
 from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import read_object
@@ -96,6 +99,29 @@ class ProbeGrid:
             max_model_len=longest + 64,
             enable_prefix_caching=False,
         )
+
+
+LARGE = ("256,1024,4096", "16,128,512", "128,1024")
+SMALL = ("32,128,512", "1,8,32", "32,256")
+"""Prompt tokens, sequences and KV tokens per decode that are measured on a GPU, and where vLLM runs on a CPU."""
+
+
+def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
+    """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
+    default = SMALL if engine == "vllm" and not setup.visible_gpus() else LARGE
+    return ProbeGrid(
+        _sizes("--tokens", tokens or default[0]),
+        _sizes("--seqs", seqs or default[1]),
+        _sizes("--contexts", contexts or default[2]),
+    )
+
+
+def _sizes(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas and increasing. Raises UsageError."""
+    found = values_of(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
+    if len(found) < 2 or any(b <= a for a, b in pairwise(found)):
+        raise UsageError(f"{option} {text}: at least two sizes, increasing")
+    return found
 
 
 @dataclass(frozen=True)

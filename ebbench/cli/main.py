@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
-from ebbench.cli.options import Command, ShownWhole, refuse_repeats
+from ebbench.cli.options import Command, Group, refuse_repeats
 from ebbench.errors import EbbenchError, UsageError
-from ebbench.foreign.documents import visible
 from ebbench.process.termination import finish, held, received
 
 # What is wrong with a command's surroundings, found before anything is measured.
@@ -139,7 +138,7 @@ _NO_MEMORY = (
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 
-class CommandTable(ShownWhole, TyperGroup):
+class CommandTable(Group):
     """A group that imports a command only when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -399,6 +398,8 @@ _LONGEST = 2000
 def _complain(message: str, code: int) -> int:
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} ... {message[-500:]}"
+    from ebbench.foreign.documents import visible  # `--help` needs none of what reads documents
+
     typer.echo(_wrapped(visible(shown, lines=True)), err=True)
     return code
 

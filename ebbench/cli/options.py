@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ebbench.errors import UnknownNameError, UsageError
 
@@ -169,6 +169,10 @@ class ShownWhole:
 
 def _is_everyday(command: ShownWhole, param: Any) -> bool:
     return not isinstance(param, TyperOption) or param.name in command.everyday or param.name == "help"
+
+
+class Group(ShownWhole, TyperGroup):
+    """A command of ebbench with commands below it and options of its own."""
 
 
 class Command(ShownWhole, TyperCommand):

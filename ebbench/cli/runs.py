@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import Command, Format, check_format, given_options, grouped
+from ebbench.cli.options import Command, Format, Group, check_format, given_options, grouped
 from ebbench.foreign.documents import visible
 
 if TYPE_CHECKING:
     from ebbench.runs.stored import Listing, StoredRun
 
 app = typer.Typer(
-    add_completion=False, invoke_without_command=True, rich_markup_mode="rich",
+    add_completion=False, cls=Group, invoke_without_command=True, rich_markup_mode="rich",
     help="Stored runs: list, show, remove, move, export. `ebbench runs` alone lists those below runs/.",
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,6 +101,7 @@ def trend(
 
 
 def _write(series: Sequence[Series], output: TrendOutput, style: str) -> None:
+    from ebbench.records import files
     from ebbench.render.documents import rendered
     from ebbench.report import page
     from ebbench.report.trend import as_json, document, page_of, save_chart
@@ -111,11 +111,7 @@ def _write(series: Sequence[Series], output: TrendOutput, style: str) -> None:
     if output.html is not None:
         page.write(page_of(series), output.html)
     table = document(series, output.last)
-    github = os.environ.get("GITHUB_STEP_SUMMARY")
-    if target := output.summary or (Path(github) if github else None):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("a", encoding="utf-8") as file:
-            file.write(rendered(table, "markdown"))
+    files.append_to_summary(rendered(table, "markdown"), output.summary)
     if output.as_json:
         sys.stdout.write(json.dumps(as_json(series), indent=2, allow_nan=False) + "\n")
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import completion
-from ebbench.cli.calibrate import Contexts, Seqs, Tokens, grid_of
+from ebbench.cli.calibrate import Contexts, Seqs, Tokens
 from ebbench.cli.options import Command, grouped, opt
 from ebbench.cli.run_settings import RunSettings, VllmOptions
 from ebbench.spec.run import OF_LABELS, Labels
@@ -142,6 +142,7 @@ validate.command_class = Command  # type: ignore[attr-defined]
 
 def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> ValidationQuestion:
     """The question that the options ask. Raises UsageError for invalid options."""
+    from ebbench.calibration.measure import grid_of
     from ebbench.config.declare import DEFAULT_DEVICE
     from ebbench.engines.checks import check_counts
     from ebbench.engines.vllm_command import check_vllm_options, random_weight_options

@@ -292,6 +292,7 @@ async def _drive(
     facts = {
         "server": str(url),
         "client_transport": options.transport,
+        "endpoint": options.endpoint,
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
         **findings.facts,
         "request_id_prefix": id_prefix,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -341,8 +340,4 @@ class VerdictFiles:
     def _write(self, xml: bytes, page: str) -> None:
         if self.junit is not None:
             files.write_text(xml.decode(), self.junit)
-        target = self.summary or (Path(given) if (given := os.environ.get("GITHUB_STEP_SUMMARY")) else None)
-        if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("a", encoding="utf-8") as file:
-                file.write(page)
+        files.append_to_summary(page, self.summary)

@@ -128,6 +128,20 @@ def write_text(text: str, path: Path) -> None:
     write_with(path, lambda temporary: temporary.write_bytes(text.encode()) and None)
 
 
+def append_to_summary(text: str, path: Path | None) -> None:
+    """Append text to ``path``, else to the job's summary of GitHub, if there is one. Raises RunError."""
+    github = os.environ.get("GITHUB_STEP_SUMMARY")
+    target = path or (Path(github) if github else None)
+    if target is None:
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+
+
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
     """Replace ``path`` by the file that ``write`` writes to the path that it is given, whole or not at all.
 

@@ -216,7 +216,6 @@ def turn_graph(table: pa.Table) -> TurnGraph:
 
 def primed(table: pa.Table) -> pa.Table:
     """The requests (PLAN, one row each) that put what a plan's table takes for held into the prefix cache."""
-    from ebbench.records.plan import block_tokens
     from ebbench.records.schema import PLAN
 
     if "primed_tokens" not in table.column_names:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import differences, remedy
+from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, remedy
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
 from ebbench.analysis.units import LABELS
@@ -33,21 +33,21 @@ def document(all_series: Sequence[Series], last: int | None = None) -> Document:
 
 def _heading(all_series: Sequence[Series]) -> str:
     points = [point for series in all_series for point in series[0].points]
-    first, last = min(point.begun_ns for point in points), max(point.begun_ns for point in points)
-    days = (last - first) / 86_400e9
+    first, last = (chosen(points, key=lambda point: point.begun_ns).begun for chosen in (min, max))
     runs = sum(len(point.members) for point in points)
-    return f"Trend of {len(points)} points ({runs} runs) over {days:.3g} days"
+    return f"Trend of {len(points)} point{'s' * (len(points) != 1)} ({runs} runs), {first} to {last} UTC"
 
 
 def _title(series: Series, all_series: Sequence[Series]) -> str:
     """Policy, workload and device, and the load where several series differ in it; the same for no two series."""
-    unit = series[0].points[0].units[0]
-    where = unit.environment
-    words = [series[0].kind.policy, where.get("workload", ""), f"on {where.get('device', '')}"]
+    where = series[0].points[0].units[0].environment
+    device, host = where.get("device", ""), where.get("host", "")
+    device = host if device == UNKNOWN_DEVICE and host else device
+    words = [series[0].kind.policy, where.get("workload", ""), f"on {device}"]
     others = [one[0].kind for one in all_series if one is not series]
     alike = [one for one in others if one.policy == series[0].kind.policy]
     words += [series[0].kind.load] if any(one.load != series[0].kind.load for one in alike) else []
-    words += [where["host"]] if where.get("host") and alike else []
+    words += [host] if host and host != device and alike else []
     words += [series[0].kind.environment] if any(one.load == series[0].kind.load for one in alike) else []
     return ", ".join(filter(None, words)).replace(", on ", " on ")
 
@@ -74,8 +74,9 @@ def _section(series: Series, title: str, last: int | None) -> Section:
     points = series[0].points
     shown = range(max(0, len(points) - last) if last else 0, len(points))
     cells: list[tuple[Column, list[Value]]] = [
+        (Column("point", "label", right=True), [str(place + 1) for place in shown]),
         (Column("begun (UTC)", "label"), _dates([points[place] for place in shown])),
-        (Column("commit", "label"), [points[place].commit[:_COMMIT] or numbers.DASH for place in shown]),
+        (Column("commit", "label"), [points[place].commit[:_COMMIT] for place in shown]),
         (Column("label", "label"), [points[place].label for place in shown]),
         (Column("runs"), [len(points[place].members) for place in shown]),
     ]

@@ -99,6 +99,7 @@ def test_tables_have_a_row_per_session_and_per_class(runs: eb.Runs) -> None:
 def test_they_show_themselves_as_text_and_html(runs: eb.Runs) -> None:
     assert "qwen3-8b on h200" in str(runs)
     assert repr(runs) == "<Runs: 2 of sharegpt, v1, ebplus>"
+    assert repr(runs[1]).startswith("<RunResult: sharegpt under ebplus on ")
     html = runs._repr_html_()
     assert "<table>" in html
     assert "data:image/svg+xml;base64," in html

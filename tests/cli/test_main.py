@@ -322,3 +322,9 @@ def test_an_error_on_a_terminal_is_broken_between_words(monkeypatch: pytest.Monk
         "comparable: device rtx-pro-6000 against",
         "l40s",
     ]
+
+
+def test_flags_of_a_command_with_commands_below_it_have_no_type(cli: CliRunner) -> None:
+    shown = cli.invoke(main.app, ["runs", "--help"]).output
+    assert "--invalid" in shown
+    assert "<bool>" not in shown

@@ -15,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.environment import environment_of
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.validity import Conditions, invalid_reasons
-from ebbench.client.dialects import DIALECTS
+from ebbench.client.dialects import DIALECTS, token_counts
 from ebbench.client.response import classify, response_to
 from ebbench.config.server_url import PATHS, Endpoint
 from ebbench.engines.setup import make_engine
 from ebbench.errors import UsageError
+from ebbench.records.run import Run
 from ebbench.spec.run import spec_of
 from ebbench.workloads.planner import make_plan
 from tests.client.client_runs import column, plan_of, run
@@ -532,3 +534,33 @@ def test_an_estimate_is_marked_wherever_a_run_is_shown(tmp_path: Path) -> None:
         invoke("report", tmp_path / "run", "--export", kind, "-o", tmp_path / kind)
         (exported,) = (tmp_path / kind).iterdir()
         assert "estimated tokens" in exported.read_text()
+
+
+@pytest.mark.parametrize("value", ["4", -1, 2**40, None, 3.5, [], True, {}])
+@pytest.mark.parametrize("endpoint", sorted(DIALECTS))
+def test_what_is_no_count_is_left_out_and_named_in_every_api(endpoint: Endpoint, value: Any) -> None:
+    fields = DIALECTS[endpoint].counts
+    usage: dict[str, Any] = {}
+    for path in filter(None, (fields.completion, fields.prompt, fields.cached, fields.reasoning, *fields.beside)):
+        outer, _, name = path.rpartition(".")
+        (usage.setdefault(outer, {}) if outer else usage)[name] = value
+    counts = token_counts(usage, fields)
+    assert counts[:4] == (None, None, None, None)
+    assert bool(counts.odd) == (value is not None)
+
+
+def test_runs_by_different_apis_are_not_averaged(tmp_path: Path) -> None:
+    async def answer(asked: Asked) -> None:
+        stream = MESSAGES if asked.path.endswith("messages") else UNCOUNTED["completions"][1]
+        await asked.send(EVENTS + chunk(stream) + END)
+
+    size = ("-n", 2, "--source", "profile", "--output-len", 3, "--length-distribution", "fixed")
+    options = (*size, "--no-power", "--lag-limit-ms", 60000, "-q", "-p", "v1")
+    with raw_server(answer) as server:
+        command = ("run", "balanced", "--engine", server.url, *options)
+        invoke(*command, "--endpoint", "messages", "-o", tmp_path / "messages")
+        invoke(*command, "--tokenizer", tokenizer_file(tmp_path), "-o", tmp_path / "estimated")
+    known = [environment_of(Run.load(tmp_path / name).manifest)["endpoint"] for name in ("messages", "estimated")]
+    assert known == ["messages", "estimated tokens"]
+    shown = " ".join(invoke("show", tmp_path / "messages", tmp_path / "estimated").stdout.split())
+    assert "these runs differ in endpoint" in shown

@@ -18,7 +18,7 @@ PACKAGE = Path(files.__file__).parents[1]
 # Not results: what grows (a server's log, the journal, the plans sent so far, the summary of a CI service), files in
 # memory that worker processes share, a model's configuration in a temporary folder, a download that is renamed.
 OTHER_WRITERS = {
-    "cli/gate.py", "client/prefix_cache.py", "client/release_schedule.py", "engines/emulated_core.py",
+    "client/prefix_cache.py", "client/release_schedule.py", "engines/emulated_core.py",
     "engines/vllm.py", "engines/vllm_server.py", "records/files.py", "records/run.py", "runs/key.py",
     "validation/borrowed.py", "validation/drive.py", "workloads/data_sets.py",
 }  # fmt: skip

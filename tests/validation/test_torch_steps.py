@@ -86,7 +86,7 @@ def test_a_later_call_goes_on_where_the_time_was_up(tmp_path: Path, capsys: pyte
 def test_the_script_alone_measures_the_model_of_a_config(measured: Path, tmp_path: Path) -> None:
     script = tmp_path / "borrowed.py"
     script.write_bytes(Path(borrowed.__file__).read_bytes())
-    words = ["--model", measured / "model/config.json", "--tokens", "4,16", "--seqs", "2,4", "--contexts", "8,32"]
+    words = ["--model", str(measured / "model/config.json"), "--tokens", "4,16", "--seqs", "2,4", "--contexts", "8,32"]
     done = subprocess.run(
         [sys.executable, "-I", script, "steps", *words, "--output", tmp_path / "out"],
         capture_output=True, text=True, timeout=300, check=False,
