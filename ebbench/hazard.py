@@ -10,19 +10,27 @@ so they count as survivors there and not as completions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
+from rich.table import Table
 
+from ebbench.devices.loader import load_device
 from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import DOCUMENT_BYTES, read_text
 from ebbench.installation import need
 from ebbench.records.run import MANIFEST, Run
+from ebbench.render.documents import Console
+from ebbench.render.numbers import spark
+from ebbench.workloads.log_report import describe_log
+from ebbench.workloads.options import recorded_file
+from ebbench.workloads.trace import read_trace
 from vllm_eb.hazard import MIN_SURVIVORS, CensoredHazard, HazardEstimate, SlidingHazard, empirical_hazard
+from vllm_eb.theory import Threshold, optimal_threshold
 
 LEVEL = 0.05
 QUANTILE = 0.95
@@ -261,3 +269,105 @@ def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
         if line in filled and not (line.isdigit() and int(line) >= 1):
             raise InputFileError(path, f"expected an output length of at least one token, found {line[:40]!r}", number)
     return np.array([int(line) for line in filled], np.int64)
+
+
+def thresholds_of(found: Hazard, device: str, model: str, max_num_seqs: int) -> dict[str, Threshold | None]:
+    """The optimal threshold of each fit with the costs of a device; None where there is no fit."""
+    fits = {"published": found.published, "censored": found.censored}
+    return {name: _threshold(fit, device, model, max_num_seqs) for name, fit in fits.items()}
+
+
+def _threshold(fit: HazardEstimate | None, device: str, model: str, max_num_seqs: int) -> Threshold | None:
+    if fit is None:
+        return None
+    costs = load_device(device, model).calibration
+    return optimal_threshold(fit.p0, costs.alpha_p, costs.alpha_d, eta=fit.eta, beta_d=costs.beta_d, n=max_num_seqs)
+
+
+def as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None]) -> dict[str, Any]:
+    """One JSON object."""
+    fits = {"published": found.published, "censored": found.censored}
+    return {
+        "name": lengths.name,
+        "source": lengths.source,
+        "samples": found.samples,
+        "mean": found.mean,
+        "std": found.std,
+        "mean_input": lengths.mean_input,
+        "limit": found.limit,
+        "censored_samples": found.censored_samples,
+        "t_reliable": found.t_reliable,
+        "untested": found.untested,
+        "tests": None if found.tests is None else asdict(found.tests) | {"verdict": found.tests.verdict},
+        "fits": {
+            name: None if fit is None else {"p0": fit.p0, "eta": fit.eta, "mean": fit.mean, "samples": fit.samples}
+            for name, fit in fits.items()
+        },
+        "thresholds": {name: None if one is None else asdict(one) for name, one in thresholds.items()},
+        "t": found.t.tolist(),
+        "h": found.h.tolist(),
+        "survivors": found.survivors.tolist(),
+    }
+
+
+def print_hazard(
+    lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str, console: Console
+) -> None:
+    """Print the hazard, the tests of its trend, and the thresholds; ``where``: the device that they are for."""
+    console.print(f"{lengths.name}: {found.samples:,} responses ({lengths.source})", markup=False, style="bold")
+    console.print(
+        f"output tokens: mean {found.mean:,.1f}, standard deviation {found.std:,.1f}, longest {found.t[-1]:,}"
+    )
+    if found.limit is not None:
+        share = found.censored_samples / found.samples
+        console.print(
+            f"{share:.1%} of the responses are cut at {found.limit:,} tokens and count as not yet ended there"
+        )
+    console.print(_profile(found), markup=False)
+    tests = found.tests
+    if tests is None:
+        console.print(found.untested)
+    else:
+        console.print(f"trend of h(t) for t up to {tests.t_max:,} (95th percentile or limit), {tests.points:,} points:")
+        console.print(f"  Mann-Kendall: tau {tests.tau:+.3f}, p {_p(tests.mann_kendall_p)}")
+        console.print(f"  regression: slope {tests.slope:+.3g} per token², p {_p(tests.regression_p)}, "
+                      f"R² {tests.r_squared:.3f}")  # fmt: skip
+        console.print(f"  {tests.verdict}", style="bold")
+    if lengths.source == "profile":
+        console.print("drawn from a length profile: this tests the profile's shape, not the data set (--source hub, "
+                      "file:PATH)")  # fmt: skip
+    if not any(thresholds.values()):
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("fit h(t) = p0 + eta t", "p0", "eta", "theta0", "delta", "theta*"):
+        table.add_column(column, justify="left" if column.startswith("fit") else "right")
+    for name, fit in (("published", found.published), ("censored", found.censored)):
+        one = thresholds[name]
+        if fit is not None and one is not None:
+            table.add_row(f"{name} estimator", f"{fit.p0:.3e}", f"{fit.eta:.3e}", f"{one.theta0:.3f}",
+                          f"{one.delta_theta:+.3f}", f"{one.theta_star:.3f}")  # fmt: skip
+    console.print(table)
+    console.print(f"theta: share of slots idle at which to refill, {where}", style="dim", markup=False)
+
+
+def _profile(found: Hazard) -> str:
+    _, rate = found.binned(30)
+    top = float(rate.max()) or 1.0
+    bars = spark(tuple(float(value) / top for value in rate))
+    return f"hazard per token, t from 1 to {found.t_reliable:,}: {bars} (highest {top:.2e})"
+
+
+def _p(value: float) -> str:
+    return "below 1e-16" if value < 1e-16 else f"{value:.2g}"
+
+
+def log_facts(name: str, columns: str | None, tokenizer: str | None, time_unit: str | None) -> dict[str, Any] | None:
+    """What is known of ``log:FILE``; None for another workload. Raises UsageError, InputFileError."""
+    path = recorded_file(name)
+    if path is None:
+        return None
+    trace = read_trace(path, columns, tokenizer)
+    hazard = analyse_lengths(trace.requests.output_tokens)
+    tests = hazard.tests
+    trend = {"untested": hazard.untested} if tests is None else {"rising": tests.rising, "verdict": tests.verdict}
+    return describe_log(trace, time_unit) | {"hazard": trend}

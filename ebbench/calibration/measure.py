@@ -24,7 +24,7 @@ from ebbench.config.declare import Setting, values_of
 from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import fixed_and_each
-from ebbench.engines import setup
+from ebbench.engines import machine
 from ebbench.engines.base import Engine, Observer
 from ebbench.errors import DataError, InputFileError, UsageError
 from ebbench.foreign.documents import read_object
@@ -108,7 +108,7 @@ SMALL = ("32,128,512", "1,8,32", "32,256")
 
 def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
     """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
-    default = SMALL if engine == "vllm" and not setup.visible_gpus() else LARGE
+    default = SMALL if engine == "vllm" and not machine.visible_gpus() else LARGE
     return ProbeGrid(
         _sizes("--tokens", tokens or default[0]),
         _sizes("--seqs", seqs or default[1]),

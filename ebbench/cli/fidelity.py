@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from ebbench.papers.fidelity.scores import PublishedFigure
-    from ebbench.spec.run import RunSpec
-
-REPEATED = "table 3"  # single runs vary more than its differences, and its runs are short
+tell = partial(typer.echo, err=True)
 GROUPS = (
-    "replay",
-    "calibration",
-    "table 3",
-    "table 2 and figure 5",
-    "figure 3",
-    "figure 4",
-    "table 13",
-    "table 6",
-    "table 17",
-    "table 19",
-    "table 20",
-    "authors' repetition",
-    "silicon",
-    "servers",
-    "gpustack",
-    "gpustack with fused sampler",
-    "kv cache",
-    "iog",
-    "capacity",
-)
+    "replay", "calibration", "table 3", "table 2 and figure 5", "figure 3", "figure 4", "table 13",
+    "table 6", "table 17", "table 19", "table 20", "authors' repetition", "silicon", "servers",
+    "gpustack", "gpustack with fused sampler", "kv cache", "iog", "capacity",
+)  # fmt: skip
 
 
 def fidelity(
@@ -71,13 +51,13 @@ def fidelity(
         return
     from ebbench.errors import UsageError
     from ebbench.papers.fidelity import scoreboard
-    from ebbench.papers.fidelity.report import BOARD, all_scores, merged_cells, read_cells, write_report
+    from ebbench.papers.fidelity.report import BOARD, all_scores, collect, merged_cells, read_cells, write_report
 
     before = scoreboard.load(against / BOARD)
     if keep and not only:
         raise UsageError("--keep needs --only: without it all groups run")
     kept = read_cells(against) if keep else []
-    cells = merged_cells(kept, _collect(_chosen(only), seed, repeats, runs, workers))
+    cells = merged_cells(kept, collect(_chosen(only), seed, repeats, runs, workers, tell))
     files = write_report(cells, out, repeats, before)
     found = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
@@ -105,63 +85,6 @@ def _chosen(only: list[str] | None) -> tuple[str, ...]:
     return tuple(only) if only else GROUPS
 
 
-def _collect(
-    groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None
-) -> list[PublishedFigure]:
-    from ebbench.papers.fidelity.cases import all_cases, without_api_server
-    from ebbench.papers.fidelity.cases_capacity import capacity_cells
-    from ebbench.papers.fidelity.cases_iog import iog_cells
-    from ebbench.papers.fidelity.cases_kv import kv_cells
-    from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of
-    from ebbench.runs.progress import with_progress
-    from ebbench.runs.store import RunStore
-
-    cells: list[PublishedFigure] = []
-    if "replay" in groups:
-        cells += replay_cells()
-    if "kv cache" in groups:
-        cells += kv_cells()
-    if "iog" in groups:
-        cells += iog_cells()
-    if "capacity" in groups:
-        cells += capacity_cells()
-    cases = [case for case in all_cases() if case.group in groups]
-    compared = list(without_api_server(cases))
-    say = _progress(len(cases) + len(compared))
-    store = RunStore(runs)
-
-    def figures(run: RunSpec) -> Mapping[str, Any]:
-        found = store.get(run)
-        assert found is not None  # it has just been made
-        return found.figures
-
-    for repeated, count in ((True, repeats), (False, 1)):
-        chosen = [case for case in cases if (case.group == REPEATED) is repeated]
-        wanted = runs_of(chosen, seed, count)
-        with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
-        answers = as_answered(chosen, figures, seed, count)
-        wanted = runs_of(answers, seed, count)
-        with_progress("behind the API server", wanted, store, whole=False, workers=workers, quiet=False)
-        cells += cells_of(answers, figures, say, seed, count)
-        cells += cells_of(
-            [case for case in compared if (case.group == REPEATED) is repeated], figures, say, seed, count
-        )
-    if "calibration" in groups:
-        cells += calibration_cells()
-    return cells
-
-
-def _progress(total: int) -> Callable[[str], None]:
-    done = 0
-
-    def say(text: str) -> None:
-        nonlocal done
-        done += 1
-        typer.echo(f"[{done}/{total}] {text}", err=True)
-
-    return say
-
-
 def _fit(device: str, seed: int) -> None:
     from ebbench.errors import UnknownNameError
     from ebbench.papers.fidelity.case import DEVICES
@@ -169,7 +92,7 @@ def _fit(device: str, seed: int) -> None:
 
     if device not in DEVICES.values():
         raise UnknownNameError("device with published rows to fit on", device, DEVICES.values())
-    host = fit_host(device, lambda text: typer.echo(text, err=True), seed)
+    host = fit_host(device, tell, seed)
     typer.echo("[host.default]")
     typer.echo(
         f"step_s = {host.step_s:.3g}\nsequence_s = {host.sequence_s:.4g}\nmixed_excess = {host.mixed_excess:.3g}"

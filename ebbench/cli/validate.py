@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +14,6 @@ from ebbench.cli.calibrate import Contexts, Seqs, Tokens
 from ebbench.cli.options import Command, grouped, opt
 from ebbench.cli.run_settings import RunSettings, VllmOptions
 from ebbench.spec.run import OF_LABELS, Labels
-
-if TYPE_CHECKING:
-    from ebbench.validation.question import ValidationQuestion
 
 _WHAT, _HOW, _OUTPUT = "What is validated", "How much is measured", "Output"
 MAX_TIME_S = 1200.0
@@ -131,57 +128,12 @@ def validate(
     Exit code 0 with a verdict, whatever it is; 5 if noise or lack of time leaves it undecided; 4 if vLLM cannot run.
     """
     from ebbench.validation.command import run_validation
+    from ebbench.validation.question import question_of
 
-    question = replace(question_of(what, how, tuple(vllm_options or ())), labels=Labels(**labels))
+    asked = {**vars(what), **vars(how)}
+    question = question_of(**asked, vllm_options=tuple(vllm_options or ()), labels=Labels(**labels))
     word = run_validation(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)
     sys.exit(5 if word == "undecided" else 0)
 
 
 validate.command_class = Command  # type: ignore[attr-defined]
-
-
-def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> ValidationQuestion:
-    """The question that the options ask. Raises UsageError for invalid options."""
-    from ebbench.calibration.measure import grid_of
-    from ebbench.config.declare import DEFAULT_DEVICE
-    from ebbench.engines.checks import check_counts
-    from ebbench.engines.vllm_command import check_vllm_options, random_weight_options
-    from ebbench.errors import UsageError
-    from ebbench.spec.server import DEFAULT_CLASS, OFF
-    from ebbench.validation.question import POLICIES, ValidationQuestion
-
-    if how.max_time <= 0:
-        raise UsageError(f"--max-time must be positive, not {how.max_time:g}")
-    check_counts(input_len=how.input_len, output_len=how.output_len, run_time=how.run_time)
-    check_vllm_options(vllm_options)
-    if what.engine != "vllm" and vllm_options:
-        raise UsageError(f"options after -- are for vLLM, which engine {what.engine} does not start")
-    if what.engine == "vllm" and what.device is not None:
-        raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
-    if what.engine != "vllm" and what.api_server is not None:
-        raise UsageError(f"--api-server is for engine vllm; with engine {what.engine} neither side has one")
-    grid = grid_of(what.engine, how.tokens, how.seqs, how.contexts)
-    needed = random_weight_options(what.model, vllm_options) if what.engine == "vllm" else ()
-    return ValidationQuestion(
-        model=what.model,
-        grid=grid,
-        loads=_loads(how.loads) or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),
-        policies=tuple(what.policy or POLICIES),
-        rounds=how.rounds,
-        input_tokens=how.input_len or max(grid.tokens[-1] // 4, 4),
-        output_tokens=how.output_len or max(grid.contexts[-1] // 4, 8),
-        engine=what.engine,
-        device=what.device if what.engine == "vllm" else what.device or DEFAULT_DEVICE,
-        seed=how.seed,
-        longest_run_s=how.run_time,
-        lag_limit_ms=how.lag_limit_ms,
-        vllm_options=(*needed, *vllm_options),
-        api_server=(what.api_server or DEFAULT_CLASS) if what.engine == "vllm" else OFF,
-    )
-
-
-def _loads(text: str | None) -> tuple[int, ...]:
-    from ebbench.config.declare import Setting, values_of
-
-    found = values_of("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
-    return tuple(sorted(set(found)))

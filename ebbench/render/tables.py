@@ -371,3 +371,11 @@ def framed(title: str = "") -> Table:
         pad_edge=False,
         show_edge=False,
     )
+
+
+def plain_table(*columns: str) -> Table:
+    """An empty table without lines, whose first column is never wrapped."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0)
+    return table

@@ -17,7 +17,7 @@ import msgspec
 import pyarrow as pa
 
 from ebbench.analysis.explain import FIGURES as KV_FIGURES
-from ebbench.errors import EbbenchError, RunError
+from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UnknownNameError, UsageError
 from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacted
 from ebbench.records import files
 from ebbench.records.files import sole_use
@@ -26,11 +26,13 @@ from ebbench.runs.conclude import as_answered
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
 from ebbench.runs.key import key_of
-from ebbench.runs.pool import InProcess, Outcome, Pool
+from ebbench.runs.pool import InProcess, Outcome, Pool, Processes, RayCluster
 from ebbench.runs.store import Job, Measured, RunStore, run_cells
 from ebbench.spec.run import RunSpec, known_settings, settings_of
 from ebbench.spec.server import OFF, is_server
 from ebbench.sweep.spec import Sweep
+
+EXECUTORS = ("process", "ray")
 
 # Results of a sweep on disk; a sweep can be killed at any moment.
 #
@@ -353,3 +355,30 @@ def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str
         where = ", ".join(f"{name}={plain(settings[name])}" for name in axes) or "the only cell"
         found.append((where, "; ".join(entry.measured.figures.get("reasons") or ())))
     return found
+
+
+def pool_of(grid: Sweep, workers: int | None, executor: str, ray_address: str | None, gpus: float | None) -> Pool:
+    """The chosen pool. The vllm engine gets a GPU per cell on a cluster, and one cell at a time on this machine.
+
+    ``gpus``: per cell on a cluster. Raises UnknownNameError, UsageError.
+    """
+    real = any(cell.engine in ("vllm", "auto") for cell in grid.cells)
+    if executor == "ray":
+        return RayCluster(ray_address, gpus=(1.0 if real else 0.0) if gpus is None else gpus, workers=workers)
+    if executor != "process":
+        raise UnknownNameError("executor", executor, EXECUTORS)
+    if ray_address is not None or gpus is not None:
+        raise UsageError("--ray-address and --gpus-per-cell need --executor ray")
+    return Processes(workers if workers is not None or not real else 1)
+
+
+def require_finished(grid: Sweep, store: SweepStore, result: Result) -> None:
+    """Raise InterruptedRunError or RunError unless every cell is finished and valid."""
+    if result.interrupted:
+        raise InterruptedRunError(f"interrupted; {len(result.finished)} of {len(grid.cells)} cells are finished")
+    if result.failed:
+        raise RunError(
+            f"{len(result.failed)} of {len(grid.cells)} cells failed; their errors are in {store.directory}/failed"
+        )
+    if result.invalid:
+        raise RunError(f"{len(result.invalid)} of {len(grid.cells)} cells are INVALID; they are named above")

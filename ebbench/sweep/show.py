@@ -19,6 +19,7 @@ from rich.text import Text
 from ebbench.analysis.cases import TIE
 from ebbench.analysis.sensitivity import Sensitivity, least_difference, sensitivity
 from ebbench.analysis.validity import by_settings, told_once
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.render import numbers
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
@@ -378,3 +379,26 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
             for f in found
         ],
     }
+
+
+METRICS = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
+
+
+def ranking_metric(grid: Sweep, asked: str | None) -> str:
+    """The figure that ranks. Raises UnknownNameError, and UsageError for goodput without limits."""
+    if asked is not None and asked not in METRICS:
+        raise UnknownNameError("metric", asked, METRICS)
+    if asked == GOODPUT and not all(cell.goodput for cell in grid.cells):
+        raise UsageError(
+            '--metric request_goodput needs limits for all cells: goodput = "ttft:500 tpot:50" in [common]'
+        )
+    return asked or metric_of(grid.cells)
+
+
+def dry_run_json(grid: Sweep, todo: Sequence[RunSpec]) -> dict[str, Any]:
+    """The cells with what is left to run, as one JSON object."""
+    left = set(todo)
+    cells = [
+        {"key": key_of(cell), "finished": cell not in left, "problem": problem_of(cell) or None} for cell in grid.cells
+    ]
+    return {"name": grid.name, "cells": cells, "axes": list(grid.axes)}

@@ -18,7 +18,17 @@ from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import length_spec
-from ebbench.traffic.spec import Replay, ScenarioSpec, Schedule, closed_phases, load_scenario, make_schedule, phase_rate
+from ebbench.traffic.spec import (
+    Load,
+    Replay,
+    ScenarioSpec,
+    Schedule,
+    closed_phases,
+    load_scenario,
+    make_schedule,
+    phase_rate,
+    under,
+)
 from ebbench.workloads.options import PlanOptions, is_mixture, is_recorded, recorded_file
 from ebbench.workloads.requests import (
     Floats,
@@ -622,3 +632,18 @@ def _shape(requests: Requests) -> dict[str, Any]:
     """The facts about sessions and prefixes, which hold whatever the source of the lengths is."""
     names = ("session_shape", "prefix_share", "prefix_groups", "cache_hit_rate", "planned_hit_rate")
     return {name: value for name, value in requests.facts.items() if name in names}
+
+
+def laid_out(
+    name: str, spec: ScenarioSpec, given: Load, num_prompts: int | None, seed: int
+) -> tuple[ScenarioSpec, dict[str, float] | None]:
+    """The scenario as a run would use it, and the arrivals of an open loop. Raises what a run would raise."""
+    if spec.loop == "trace":
+        raise UsageError(f"scenario {spec.name!r} replays recorded times; see `ebbench workloads show log:FILE`")
+    plan = make_plan(
+        PlanOptions(
+            "balanced", name, num_prompts=num_prompts, seed=seed, request_rate=given.request_rate,
+            saturation_rate=given.saturation_rate,
+        )
+    )  # fmt: skip
+    return under(spec, given, num_prompts, seed), describe(plan).get("arrivals")

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ebbench import installation
-from ebbench.cli import doctor
+from ebbench import doctor, installation
 from ebbench.cli.main import app
 from ebbench.errors import EbbenchError
 from ebbench.installation import EXTRAS, Extra, need

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.cli import doctor
-from ebbench.cli.doctor import CheckResult, examine, runnable
+from ebbench import doctor
 from ebbench.cli.main import app
 from ebbench.devices.loader import load_device
+from ebbench.doctor import CheckResult, examine, runnable
 from ebbench.engines import machine
 from vllm_eb.calibration import calibration_from_json
 from vllm_eb.config import parse_config

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ebbench.spec.server
+from ebbench.devices.base import Device
 from ebbench.devices.linear import decode_shape
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
@@ -19,7 +20,7 @@ from ebbench.simulation.drafting import accepted_drafts
 from ebbench.simulation.state import RequestState
 from ebbench.spec.server import EngineOptions, published_acceptance, speculative_of
 from ebbench.workloads import build_plan
-from vllm_eb.policy import parse_policy
+from vllm_eb.policy import PolicyError, parse_policy
 from vllm_eb.theory import Drafts, crossover, optimal_threshold
 
 DEVICE = load_device("h200", "qwen3-8b")
@@ -234,3 +235,35 @@ def test_drafts_change_nothing_of_an_estimated_length_distribution() -> None:
     plain, drafted = (decided(plan, "eb:estimator=censored", given, "update") for given in (None, text))
     for name in ("p0", "mu_o"):
         assert np.mean(drafted[name]) == pytest.approx(np.mean(plain[name]), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "said"), [(None, "the server drafts no tokens"), ("method=ngram,acceptance=0.5", None)]
+)
+def test_draft_lengths_that_adapt_need_drafts(plan: Plan, speculative: str | None, said: str | None) -> None:
+    device = load_device("h200", "qwen3-8b", speculative=None if speculative is None else speculative_of(speculative))
+    policy, settings = parse_policy("marginal:draft=adaptive"), options(speculative)
+    if said is None:
+        assert SimEngine().run(plan, policy, device, settings).facts["speculative"]["steps"]
+        return
+    with pytest.raises(PolicyError, match=said):
+        SimEngine().run(plan, policy, device, settings)
+
+
+def test_fewer_tokens_are_drafted_in_a_larger_batch() -> None:
+    """All of them in a small batch, fewer in a full one, and more throughput than with all or none."""
+    text = "method=eagle3,tokens=5,acceptance=qwen3-30b-a3b-eagle3"
+    drafting = load_device("h200", "qwen3-8b", speculative=speculative_of(text))
+
+    def run(seqs: int, policy: str, device: Device, speculative: str | None) -> tuple[float, list[int]]:
+        load = build_plan("balanced", num_prompts=12 * seqs + 300, max_concurrency=seqs, input_len=64, output_len=64)
+        settings = EngineOptions(max_num_seqs=seqs, speculative=speculative)
+        result = SimEngine(figures_only=True).run(load, parse_policy(policy), device, settings)
+        drafted = result.facts.get("speculative", {}).get("drafted", [0])
+        return float(result.requests["end_ns"].to_numpy().max()), drafted
+
+    few_ns, few = run(2, "marginal:draft=adaptive", drafting, text)
+    full_ns, full = run(128, "marginal:draft=adaptive", drafting, text)
+    assert few[-1] / few[0] > full[-1] / full[0]
+    assert full_ns < run(128, "marginal", drafting, text)[0]
+    assert few_ns < run(2, "marginal", DEVICE, None)[0]

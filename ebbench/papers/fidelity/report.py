@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from math import isnan
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +16,12 @@ from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.errors import InputFileError
 from ebbench.papers.fidelity import scoreboard
-from ebbench.papers.fidelity.cases import WITHOUT
+from ebbench.papers.fidelity.cases import WITHOUT, all_cases, without_api_server
+from ebbench.papers.fidelity.cases_capacity import capacity_cells
+from ebbench.papers.fidelity.cases_iog import iog_cells
+from ebbench.papers.fidelity.cases_kv import kv_cells
 from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, page_of, pictures
+from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of
 from ebbench.papers.fidelity.scoreboard import FIGURES, Row
 from ebbench.papers.fidelity.scores import (
     Decisions,
@@ -29,8 +34,12 @@ from ebbench.papers.fidelity.scores import (
 )
 from ebbench.records import files
 from ebbench.render.documents import section_lines
+from ebbench.runs.progress import with_progress
+from ebbench.runs.store import RunStore
+from ebbench.spec.run import RunSpec
 from ebbench.spec.server import HostCosts
 
+REPEATED = "table 3"  # single runs vary more than its differences, and its runs are short
 # The tables of the fidelity report as sections of a document.
 
 
@@ -359,3 +368,53 @@ def _lines(section: Section) -> list[str]:
 
 def _write(path: Path, lines: Iterable[str]) -> None:
     files.write_text("\n".join(lines) + "\n", path)
+
+
+def collect(
+    groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None, tell: Callable[[str], None]
+) -> list[PublishedFigure]:
+    """Make the runs of these groups, and compare every published figure with ours; ``tell`` gets a line per case."""
+    cells: list[PublishedFigure] = []
+    if "replay" in groups:
+        cells += replay_cells()
+    if "kv cache" in groups:
+        cells += kv_cells()
+    if "iog" in groups:
+        cells += iog_cells()
+    if "capacity" in groups:
+        cells += capacity_cells()
+    cases = [case for case in all_cases() if case.group in groups]
+    compared = list(without_api_server(cases))
+    say = _counted(len(cases) + len(compared), tell)
+    store = RunStore(runs)
+
+    def figures(run: RunSpec) -> Mapping[str, Any]:
+        found = store.get(run)
+        assert found is not None  # it has just been made
+        return found.figures
+
+    for repeated, count in ((True, repeats), (False, 1)):
+        chosen = [case for case in cases if (case.group == REPEATED) is repeated]
+        wanted = runs_of(chosen, seed, count)
+        with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
+        answers = as_answered(chosen, figures, seed, count)
+        wanted = runs_of(answers, seed, count)
+        with_progress("behind the API server", wanted, store, whole=False, workers=workers, quiet=False)
+        cells += cells_of(answers, figures, say, seed, count)
+        cells += cells_of(
+            [case for case in compared if (case.group == REPEATED) is repeated], figures, say, seed, count
+        )
+    if "calibration" in groups:
+        cells += calibration_cells()
+    return cells
+
+
+def _counted(total: int, tell: Callable[[str], None]) -> Callable[[str], None]:
+    done = 0
+
+    def say(text: str) -> None:
+        nonlocal done
+        done += 1
+        tell(f"[{done}/{total}] {text}")
+
+    return say

@@ -1,0 +1,164 @@
+"""Workloads and scenarios as `ebbench workloads` and `ebbench scenarios` show them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ebbench.analysis.environment import time_note
+from ebbench.render.documents import Console
+from ebbench.render.tables import plain_table
+from ebbench.traffic.spec import Phase, ScenarioSpec
+
+
+def print_workload(name: str, found: dict[str, Any], console: Console) -> None:
+    """Print the lengths and arrivals of a sampled workload, and of a log what was recognised."""
+    facts = found["facts"]
+    console.print(f"{name}: {_counted(found)}", markup=False)
+    console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
+    if "log" in found:
+        _print_recognised(console, found["log"])
+    for key in ("input_lengths", "output_lengths", "token_counts"):
+        if key in facts:
+            console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
+    columns = list(found["input_tokens"])
+    table = plain_table("tokens", *columns)
+    for title, key in (("prompt", "input_tokens"), ("answer", "output_tokens")):
+        table.add_row(title, *(f"{found[key][column]:,.0f}" for column in columns))
+    console.print(table)
+    console.print(f"decode share r = mu_o/(mu_l+mu_o) = {found['decode_share']:.3f}")
+    if note := time_note(facts):
+        console.print(note, markup=False)
+    if "log" in found:
+        _print_traffic(console, found["log"])
+    elif "arrivals" in found:
+        console.print(arrival_line(found["arrivals"]))
+    for warning in found["warnings"]:
+        console.print(f"note: {warning}", markup=False)
+
+
+def arrival_line(arrivals: dict[str, float]) -> str:
+    """The arrivals in words."""
+    return (
+        f"arrivals: {arrivals['sessions_per_s']:,.2f} sessions/s over {arrivals['duration_s']:,.1f} s, "
+        f"gaps with a coefficient of variation of {arrivals['gap_variation']:.2f} (Poisson: 1)"
+    )
+
+
+def _counted(found: dict[str, Any]) -> str:
+    if found["sessions"] == found["requests"]:
+        return f"{found['requests']:,} requests"
+    return f"{found['requests']:,} requests in {found['sessions']:,} conversations"
+
+
+def _print_recognised(console: Console, log: dict[str, Any]) -> None:
+    """Which column holds what, and which rows were left out."""
+    if log["columns"]:
+        named = ", ".join(f"{role} = {column}" for role, column in log["columns"].items())
+        console.print(f"columns: {named}", markup=False)
+    console.print(f"rows: {log['rows']:,}, of which {log['requests']:,} are used", markup=False)
+    for dropped in log["dropped"]:
+        line = f"  {dropped['rows']:,} left out: {dropped['reason']} (first: line {dropped['first_line']:,})"
+        console.print(line, markup=False)
+    if keeps := log.get("failed_are_kept_with"):
+        console.print(f"  {keeps} keeps failed requests that have token counts", markup=False)
+
+
+def _print_traffic(console: Console, log: dict[str, Any]) -> None:
+    """Gaps, burstiness, sessions, repeated prompts and the trend of the hazard."""
+    if "arrivals" not in log:
+        found = "none; replay it under another scenario (--scenario poisson --request-rate R)"
+        console.print(f"times: {found}" + (f", or {log['time_hint']}" if log["time_hint"] else ""), markup=False)
+    elif log["arrivals"]["requests_per_s"] is not None:
+        for line in _arrival_lines(log["arrivals"]):
+            console.print(line)
+    if "sessions" in log:
+        console.print(_session_line(log["sessions"]))
+    if "prefixes" in log:
+        found = log["prefixes"]
+        console.print(
+            f"prompts: {found['repeated_share']:.1%} of their tokens repeat the beginning of an earlier prompt "
+            f"(blocks of {found['block_tokens']} tokens)"
+        )
+    if "cached_share" in log:
+        console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
+    hazard = log["hazard"]
+    console.print(f"completion hazard: {hazard.get('verdict') or hazard['untested']}", markup=False)
+
+
+def _arrival_lines(arrivals: dict[str, Any]) -> list[str]:
+    gaps = ", ".join(f"{name} {arrivals[f'gap_{name}_s']:.3g}" for name in ("mean", "p50", "p95", "p99", "max"))
+    lines = [
+        f"arrivals: {arrivals['requests_per_s']:,.3g} requests/s over {arrivals['span_s']:,.1f} s; gaps in s: {gaps}",
+        f"burstiness: gaps with a coefficient of variation of {arrivals['gap_variation']:.2f} (Poisson: 1)",
+    ]
+    if "dispersion_per_minute" in arrivals:
+        lines[1] += f"; counts per minute with a dispersion of {arrivals['dispersion_per_minute']:,.1f} (Poisson: 1)"
+    return lines
+
+
+def _session_line(found: dict[str, Any]) -> str:
+    parts = [
+        f"sessions: {found['sessions']:,}, {found['several_turns']:,} of them with several requests, "
+        f"{found['turns_mean']:.1f} requests per session (most: {found['turns_max']:,})"
+    ]
+    if "turns_with_history" in found:
+        parts.append(f"{found['turns_with_history']:.0%} of later prompts can hold the session so far")
+    if "pause_median_s" in found:
+        parts.append(f"pauses: median {found['pause_median_s']:.3g} s, mean {found['pause_mean_s']:.3g} s")
+    if found["parallel_requests"]:
+        parts.append(f"{found['parallel_requests']:,} requests do not wait just for the one before")
+    return "; ".join(parts)
+
+
+# Scenarios.
+
+
+def print_scenario(spec: ScenarioSpec, arrivals: dict[str, float] | None, console: Console) -> None:
+    """Print a scenario's phases, and its arrivals in an open loop."""
+    console.print(f"{spec.name}: {spec.description}", markup=False)
+    if spec.replay is not None:
+        part = "all" if spec.replay.duration_s is None else f"{spec.replay.duration_s:g} s"
+        console.print(
+            f"replays {part} from {spec.replay.start_s:g} s, {spec.replay.repeat} time(s), speed {spec.replay.speed:g}"
+        )
+    if spec.phases:
+        table = plain_table("phase", "size", "load", "lengths")
+        for phase in spec.phases:
+            table.add_row(phase.name, _size(phase), _load(phase), _lengths(phase))
+        console.print(table)
+    if arrivals is not None:
+        console.print(arrival_line(arrivals))
+
+
+def _size(phase: Phase) -> str:
+    if phase.duration_s is not None:
+        return f"{phase.duration_s:g} s"
+    return f"{phase.requests:,} sessions" if phase.requests else "all sessions"
+
+
+def _load(phase: Phase) -> str:
+    if phase.max_concurrency is not None:
+        return f"{phase.max_concurrency} at a time"
+    words = [str(phase.process)]
+    if phase.process == "gamma":
+        words.append(f"(burstiness {phase.burstiness:g})")
+    words.append(_rate(phase))
+    if phase.curve is not None:
+        period = f"every {phase.curve.period_s:g} s" if phase.curve.period_s else "over the phase"
+        low, high = min(phase.curve.levels), max(phase.curve.levels)
+        words.append(f"along {phase.curve.shape} between {low:g} and {high:g} {period}")
+    return " ".join(words)
+
+
+def _rate(phase: Phase) -> str:
+    if phase.rate is not None:
+        return f"at {phase.rate:g} sessions/s"
+    scaled = "" if phase.level == 1.0 else f"{phase.level:g} x "
+    shared = f", or {phase.share:.0%} of saturation" if phase.share is not None else ""
+    return f"at {scaled}--request-rate{shared}"
+
+
+def _lengths(phase: Phase) -> str:
+    if phase.input is None or phase.output is None:
+        return "the workload's"
+    return f"in {phase.input.text}, out {phase.output.text}"

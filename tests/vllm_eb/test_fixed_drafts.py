@@ -1,0 +1,27 @@
+"""The plugin varies draft lengths only where vLLM is prepared for that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_eb.compat import refuse_fixed_drafts, verified_drafts
+from vllm_eb.config import ConfigError
+
+
+def test_drafts_of_a_fixed_length_are_refused_with_what_to_add() -> None:
+    refuse_fixed_drafts(SimpleNamespace(num_spec_tokens=3, dynamic_sd_lookup=[3, 3]))
+    for scheduler in (SimpleNamespace(num_spec_tokens=3, dynamic_sd_lookup=None), SimpleNamespace(num_spec_tokens=3)):
+        with pytest.raises(ConfigError, match=r'"num_speculative_tokens_per_batch_size": \[\[1, 1, 3\]\]'):
+            refuse_fixed_drafts(scheduler)
+
+
+def test_drafts_are_counted_by_position() -> None:
+    """Of drafts of 3, 1 and 2 tokens, 3, 0 and 1 are accepted; a request that is gone does not count."""
+    scheduler = SimpleNamespace(num_spec_tokens=3, requests={"a": 0, "b": 0, "c": 0})
+    step = SimpleNamespace(scheduled_spec_decode_tokens={"a": [0] * 3, "b": [0], "c": [0] * 2, "gone": [0] * 3})
+    output = SimpleNamespace(
+        sampled_token_ids=[[1, 2, 3, 4], [1], [1, 2], [1]], req_id_to_index={"a": 0, "b": 1, "c": 2, "gone": 3}
+    )
+    assert verified_drafts(scheduler, step, output) == ([3, 2, 1], [2, 1, 1])
