@@ -218,8 +218,7 @@ def _readable(option: Any) -> Any:
     if option.secondary_opts:
         shown.secondary_opts = []
         if option.default is not None:  # otherwise typer would say True or False
-            given = option.opts if option.default else option.secondary_opts
-            shown.show_default = given[0].lstrip("-")
+            shown.show_default = "on" if option.default else "off"
     if shown.is_flag:
         shown.metavar = ""  # has no value
     elif shown.multiple and shown.metavar is None:

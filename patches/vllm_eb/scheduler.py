@@ -212,7 +212,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _schedule_as_decided(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
-        if (lengths := self.controller.draft_lengths) is not None:
+        lengths = None if self.controller is None else self.controller.draft_lengths
+        if lengths is not None:
             self.dynamic_sd_lookup = lengths  # vLLM's own, by the sequences of the step
         if decision.token_budget is None:
             return self._phase_step(decision, view, args, kwargs)

@@ -67,11 +67,11 @@ def test_names_of_the_program_itself_are_whole() -> None:
     assert all(f"│ {name} " in page for name in main.COMMANDS)
 
 
-def test_a_flag_shows_no_value_and_its_default_by_name() -> None:
+def test_a_flag_shows_no_value_and_whether_it_is_on() -> None:
     page = shown(("devices", "show"))
     assert "<bool>" not in page
     assert re.search(r"--enforce-eager +Do not use CUDA graphs", page)
-    assert "[default: (async-scheduling)]" in page
+    assert "[default: (on)]" in page
 
 
 def test_help_changes_nothing_that_is_parsed() -> None:

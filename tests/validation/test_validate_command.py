@@ -26,6 +26,7 @@ from ebbench.validation.question import (
     fitted_schedule,
     measured_cell,
     predicted_cell,
+    question_of,
 )
 
 SMALL = [
@@ -232,12 +233,13 @@ def test_settings_of_the_measurement_reach_its_runs() -> None:
 
 
 def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbench.cli import validate as command
+    from ebbench.cli.validate import HowFlags, WhatFlags
     from ebbench.errors import UnknownNameError
+    from ebbench.spec.run import Labels
 
     def asked(api_server: str | None) -> str:
-        what = command.WhatFlags("qwen3-8b", engine="vllm", api_server=api_server)
-        return command.question_of(what, command.HowFlags(), ()).api_server
+        given = {**vars(WhatFlags("qwen3-8b", engine="vllm", api_server=api_server)), **vars(HowFlags())}
+        return question_of(**given, vllm_options=(), labels=Labels()).api_server
 
     assert asked(None) == "datacenter"
     assert asked("off") == "off"
