@@ -11,7 +11,8 @@ from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.profiles import ApiServerCosts
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitReport
-from ebbench.records.plan import CHUNK_TOKENS, Plan, block_tokens
+from ebbench.records.content import CHUNK_TOKENS, block_tokens
+from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import KvBlocks

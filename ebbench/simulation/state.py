@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.records.plan import Plan, block_tokens
+from ebbench.records.content import block_tokens
+from ebbench.records.plan import Plan
 
 # Kinds of events of the event loop, and their order at the same nanosecond.
 #

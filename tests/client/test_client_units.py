@@ -23,7 +23,8 @@ from ebbench.client.stream_messages import SseSplitter
 from ebbench.errors import UsageError
 from ebbench.fakeserver.scheduled_response import Messages
 from ebbench.network.credentials import api_key
-from ebbench.records.plan import CHUNK_TOKENS, ClosedPhase, token_ids
+from ebbench.records.content import CHUNK_TOKENS, token_ids
+from ebbench.records.plan import ClosedPhase
 from ebbench.spec.client import ClientOptions
 from tests.client.client_runs import plan_of
 

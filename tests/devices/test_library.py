@@ -42,7 +42,7 @@ def test_latent_attention_and_its_experts_are_measured_ones(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("without_library")
 def test_without_the_library_the_caveat_names_the_remedy(tmp_path: Path) -> None:
-    device = load(tmp_path, DEEPSEEK | BLOCKS, parallel=Parallel(tp=8))
+    device = load(tmp_path, DEEPSEEK | BLOCKS, parallel=Parallel(tp=8), assume_kernels=True)
     assert len(estimates(device)) == 1
     assert [text for text in device.warnings if "pip install 'ebbench[tables]'" in text] == [
         "aiconfigurator-core may have what was not measured here: pip install 'ebbench[tables]'"
@@ -88,7 +88,7 @@ def test_more_work_never_takes_less_time(tmp_path: Path) -> None:
 
 
 def test_a_gated_delta_rule_costs_the_same_after_any_context(tmp_path: Path) -> None:
-    device = load(tmp_path, {**LLAMA, **DELTA, "model_type": "qwen3_next", "num_experts": 0})
+    device = load(tmp_path, {**LLAMA, **DELTA, "model_type": "qwen3_next", "num_experts": 0}, assume_kernels=True)
     assert isinstance(device.cost, TableCost)
     delta = next(tables for layers, tables in device.cost.attention if layers == 6)
     assert delta.step_s((), 64, 64 * 128) == pytest.approx(delta.step_s((), 64, 64 * 16_384))
@@ -130,7 +130,8 @@ def test_runs_with_and_without_the_library_are_told_apart(tmp_path: Path, monkey
     device = load_device("h200", path, parallel=Parallel(tp=8))
     assert ("kernel_library", "aiconfigurator-core 0.12.0") in device.identity
     monkeypatch.setattr(library, "installed", lambda: False)
-    assert "kernel_library" not in dict(load_device("h200", path, parallel=Parallel(tp=8)).identity)
+    without = load_device("h200", path, parallel=Parallel(tp=8), assume_kernels=True)
+    assert "kernel_library" not in dict(without.identity)
 
 
 def test_devices_that_only_the_library_measured_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
