@@ -13,6 +13,7 @@ import io
 import shutil
 import tempfile
 import warnings
+from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,15 +75,16 @@ WIDTH = 120
 # Results. Each shows itself: ``print``, ``rich.print``, and as HTML in a notebook.
 
 
-class Shown:
+class Shown(ABC):
     """What all results share: text for terminals and HTML for notebooks are made of the same tables."""
 
+    @abstractmethod
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
-        raise NotImplementedError
+        """The parts that a terminal shows."""
 
+    @abstractmethod
     def to_arrow(self) -> pa.Table:
         """The figures as an Arrow table."""
-        raise NotImplementedError
 
     def to_pandas(self) -> pd.DataFrame:
         """The figures as a DataFrame."""

@@ -31,7 +31,7 @@ from ebbench.engines.checks import check_options
 from ebbench.errors import UsageError
 from ebbench.records.warnings import RunWarning
 from ebbench.render.documents import Console
-from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out_of
+from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out_of
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.progress import with_progress
 from ebbench.runs.store import RunStore

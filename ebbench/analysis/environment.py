@@ -226,7 +226,7 @@ def machine_of_run(manifest: Manifest) -> Machine:
         link=str(facts.get("link") or ""),
         types=_types(options),
         api_server=_api_server(options),
-        further=_further_limits(options),
+        further=_further_limits(_in_effect(manifest)),
         reported=_reported(reports),
         policy_known=not foreign or bool(reports.get("policy")),
         cache_kept=facts.get("prefix_cache_reset") is False and reports.get("enable_prefix_caching") is not False,
@@ -306,6 +306,8 @@ def later_options() -> Mapping[str, Any]:
     return {name: one.default for name, one in declared.items() if name not in _FIRST_OPTIONS}
 
 
+FRONT_END_MS = "front_end_ms"
+"""Name of an option, and of the fact that says what was in effect: the option's value, else the device's."""
 JOINED = ("topology", "link", "replicas", "dispatch", "decode_dispatch", "vllm_options")
 """Facts that count as options if a run has them: topology of several engines, options passed to vLLM unchanged.
 
@@ -370,8 +372,17 @@ def _model(manifest: Manifest) -> str:
     return f"{manifest.model} ({apart})" if apart else manifest.model
 
 
+def _in_effect(manifest: Manifest) -> dict[str, Any]:
+    """The options, with what the device brought along in place of those that were left out.
+
+    A run of a version whose devices brought less differs in them, although both left them out.
+    """
+    return manifest.options | {FRONT_END_MS: manifest.facts.get(FRONT_END_MS)}
+
+
 def _compared(manifest: Manifest) -> dict[str, Any]:
-    options = {name: value for name, value in manifest.options.items() if later_options().get(name, UNKNOWN) != value}
+    in_effect = _in_effect(manifest).items()
+    options = {name: value for name, value in in_effect if later_options().get(name, UNKNOWN) != value}
     return options | {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
 
 

@@ -98,22 +98,19 @@ def show(
         assume_kernels=assume_kernels,
         speculative=None if speculative is None else speculative_of(speculative),
     )
-    facts = describe(device, context)
+    _print(describe(device, context), plot, as_json=as_json)
+
+
+def _print(facts: DeviceFacts, plot: Path | None, *, as_json: bool) -> None:
+    from ebbench.render.devices import draw, page
+    from ebbench.render.documents import Console
+
     if as_json:
         typer.echo(json.dumps(facts.to_dict()))
     else:
-        _print(facts)
+        console = Console(highlight=False)
+        for part in page(facts):
+            console.print(part)
     if plot is not None:
-        from ebbench.render.devices import draw
-
         draw(facts, plot)
         typer.echo(f"wrote {plot}", err=True)
-
-
-def _print(facts: DeviceFacts) -> None:
-    from ebbench.render.devices import page
-    from ebbench.render.documents import Console
-
-    console = Console(highlight=False)
-    for part in page(facts):
-        console.print(part)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebbench.cli.options import under
 from ebbench.errors import DataError, RunError, UsageError
+
+if TYPE_CHECKING:
+    from ebbench.analysis.verdict import Rules, Verdict
+    from ebbench.gate.interleave import GateSides, PairsWanted
+    from ebbench.gate.verdicts import VerdictFiles
+    from ebbench.render.documents import Console
 
 judging, measuring, output, other = map(under, ("Judging", "Measuring interleaved", "Output", "Other uses"))
 _METRICS = (
@@ -64,8 +70,6 @@ def gate(
     from ebbench.analysis.units import parse_figures, parse_margins
     from ebbench.analysis.verdict import GATED, Rules
     from ebbench.gate import baselines, interleave, verdicts
-    from ebbench.gate import self_test as trial
-    from ebbench.records.files import write_text
     from ebbench.render.documents import Console
 
     messages = Console(stderr=True, highlight=False)
@@ -74,12 +78,7 @@ def gate(
     rules = Rules(default, single, alpha, gated=parse_figures(metric or ()) or GATED, sequential=wanted.sequential)
     given = paths or []
     if self_test:
-        text = verdicts.self_test_page(trial.tried_in_parallel(trials, workers, rules, messages.say))
-        if report is None:
-            typer.echo(text)
-        else:
-            write_text(text, report)
-            messages.say(f"wrote {report}")
+        _test_itself(rules, trials, workers, report, messages)
         return
     if save_baseline is not None:
         messages.say(baselines.save_runs(given, save_baseline))
@@ -87,7 +86,15 @@ def gate(
     if len(given) != 2:
         raise UsageError(f"gate needs two arguments, BASELINE and CANDIDATE, not {len(given)}")
     sides = interleave.GateSides(given[0], given[1], rules, tuple(allow or ()), interleave.policies_of(policy or ()))
-    files = verdicts.VerdictFiles(junit, summary)
+    verdict = _judged(sides, wanted, verdicts.VerdictFiles(junit, summary), messages, as_json=as_json)
+    raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])
+
+
+def _judged(sides: GateSides, wanted: PairsWanted, files: VerdictFiles, messages: Console, *, as_json: bool) -> Verdict:
+    """Measure the pairs that are wanted, judge them, and show and write the verdict."""
+    from ebbench.gate import interleave, verdicts
+    from ebbench.render.documents import Console
+
     try:
         if wanted.given:
             interleave.measure(sides, wanted, messages)
@@ -100,4 +107,17 @@ def gate(
     else:
         Console(highlight=False).print(verdicts.console(verdict))
     files.write(verdict)
-    raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])
+    return verdict
+
+
+def _test_itself(rules: Rules, trials: int, workers: int | None, report: Path | None, messages: Console) -> None:
+    """Measure the gate's own error rates; the page goes to ``report``, else to stdout."""
+    from ebbench.gate import self_test, verdicts
+    from ebbench.records.files import write_text
+
+    text = verdicts.self_test_page(self_test.tried_in_parallel(trials, workers, rules, messages.say))
+    if report is None:
+        typer.echo(text)
+    else:
+        write_text(text, report)
+        messages.say(f"wrote {report}")

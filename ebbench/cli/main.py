@@ -26,6 +26,7 @@ from typer.core import TyperCommand
 from ebbench.cli.options import Command, Group, refuse_repeats
 from ebbench.errors import EbbenchError, UsageError
 from ebbench.process.termination import finish, held, received
+from ebbench.untrusted import visible
 
 # What is wrong with a command's surroundings, found before anything is measured.
 
@@ -398,8 +399,6 @@ _LONGEST = 2000
 def _complain(message: str, code: int) -> int:
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} ... {message[-500:]}"
-    from ebbench.foreign.documents import visible  # `--help` needs none of what reads documents
-
     typer.echo(_wrapped(visible(shown, lines=True)), err=True)
     return code
 

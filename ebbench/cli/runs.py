@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli.options import Command, Format, Group, check_format, given_options, grouped
-from ebbench.foreign.documents import visible
+from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.runs.stored import Listing, StoredRun

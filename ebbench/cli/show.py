@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
-from ebbench.foreign.documents import visible
+from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.analysis.metrics import Slo

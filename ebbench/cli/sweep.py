@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,17 @@ from ebbench.cli.options import grouped
 from ebbench.cli.run_settings import RunSettings
 from ebbench.errors import UsageError
 from ebbench.spec.run import OF_LABELS
+
+if TYPE_CHECKING:
+    from ebbench.spec.run import RunSpec
+    from ebbench.sweep.drive import Result
+    from ebbench.sweep.spec import Sweep
+
+
+_METRIC = (
+    "Figure to maximise: request_throughput, output_throughput, total_token_throughput, request_goodput. "
+    "Default: request_goodput if all cells have limits (goodput), else request_throughput."
+)
 
 
 @grouped
@@ -37,14 +49,7 @@ def sweep(
         float | None, typer.Option("--gpus-per-cell", help="With ray; default 1 for engine vllm, else 0.")
     ] = None,
     labels: Annotated[dict[str, Any], RunSettings(only=OF_LABELS)],
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric",
-            help="Figure to maximise: request_throughput, output_throughput, total_token_throughput, request_goodput. "
-            "Default: request_goodput if all cells have limits (goodput), else request_throughput.",
-        ),
-    ] = None,
+    metric: Annotated[str | None, typer.Option("--metric", help=_METRIC)] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again: earlier results get a name with their date.")
     ] = False,
@@ -66,27 +71,40 @@ def sweep(
     grid = load_sweep(spec).labelled(labels)
     metric = show.ranking_metric(grid, metric)
     store = SweepStore(output_dir or Path("sweeps") / slug(grid.name))
-    output = Console(highlight=False)
     if not quiet:
         for note in trace_notes(grid.cells):
             Console(stderr=True, highlight=False).say(note)
     if dry_run and fresh:
         raise UsageError("--dry-run changes nothing, so leave out --fresh")
     if dry_run:
-        todo = missing(grid, store)
-        if as_json:
-            sys.stdout.write(json.dumps(show.dry_run_json(grid, todo), indent=2) + "\n")
-        else:
-            output.print(show.dry_run(grid, todo))
+        _show_cells(grid, missing(grid, store), as_json=as_json)
         return
     chosen = pool_of(grid, workers, executor, ray_address, gpus_per_cell)
     if fresh and (kept := store.set_aside()) is not None:
         typer.echo(f"earlier results: {kept}", err=True)
     with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
         result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), report=report)
+    _show_result(result, grid, metric, as_json=as_json)
+    require_finished(grid, store, result)
+
+
+def _show_cells(grid: Sweep, todo: Sequence[RunSpec], *, as_json: bool) -> None:
+    """The grid and the cells left to run."""
+    from ebbench.render.documents import Console
+    from ebbench.sweep import show
+
+    if as_json:
+        sys.stdout.write(json.dumps(show.dry_run_json(grid, todo), indent=2) + "\n")
+    else:
+        Console(highlight=False).print(show.dry_run(grid, todo))
+
+
+def _show_result(result: Result, grid: Sweep, metric: str, *, as_json: bool) -> None:
+    from ebbench.render.documents import Console
+    from ebbench.sweep import show
+
     found = show.findings(result.finished, grid.axes, metric)
     if as_json:
         sys.stdout.write(json.dumps(show.to_json(result, found, metric), indent=2, allow_nan=False) + "\n")
     else:
-        output.print(show.console_report(result, found, metric))
-    require_finished(grid, store, result)
+        Console(highlight=False).print(show.console_report(result, found, metric))

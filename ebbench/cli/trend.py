@@ -14,7 +14,7 @@ import typer
 from ebbench.cli.options import Command, Format, check_format, grouped, opt
 from ebbench.cli.runs import Filters
 from ebbench.errors import DataError, UsageError
-from ebbench.foreign.documents import visible
+from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
     from ebbench.report.trend import Series

@@ -291,15 +291,11 @@ async def _drive(
     findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     facts = {
-        "server": str(url),
-        "client_transport": options.transport,
-        "endpoint": options.endpoint,
+        **_asked_facts(url, options, id_prefix),
         **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
         **findings.facts,
-        "request_id_prefix": id_prefix,
         **_server_facts(ready, requests, server_metrics, tally.other_models),
         **_estimates(requests, counter),
-        **({} if options.host_label is None else {"host_label": options.host_label}),
     }
     return DriveResult(
         requests=requests,
@@ -317,6 +313,17 @@ async def _drive(
         facts=facts,
         about_server=_about_server(requests, table, facts, environ, made_up=served.made_up),
     )
+
+
+def _asked_facts(url: ServerUrl, options: ClientOptions, id_prefix: str) -> dict[str, Any]:
+    """Which server was asked, and how."""
+    facts = {
+        "server": str(url),
+        "client_transport": options.transport,
+        "endpoint": options.endpoint,
+        "request_id_prefix": id_prefix,
+    }
+    return facts if options.host_label is None else facts | {"host_label": options.host_label}
 
 
 def _server_facts(

@@ -10,14 +10,9 @@ from functools import cache
 from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from vllm_eb.calibration import device_key
-
-if TYPE_CHECKING:
-    pass
-
 
 ASK_TIMEOUT_S = 20.0
 

@@ -270,13 +270,13 @@ def with_step_parts(engine: Engine) -> Engine:
 
 def without_step_tables(engine: Engine) -> Engine:
     """The engine as a run needs it of which only figures are kept: a simulation of one instance stores no steps."""
-    alone = engine.name == "sim" and simulated_pools(engine) is None
+    alone = hasattr(engine, "figures_only") and simulated_pools(engine) is None
     return replace(engine, figures_only=True) if alone else engine  # type: ignore[type-var]
 
 
 def simulated_pools(engine: Engine) -> TopologySpec | None:
     """The instances of a simulation; None for one, and for other engines."""
-    pools: TopologySpec | None = getattr(engine, "topology", None) if engine.name == "sim" else None
+    pools: TopologySpec | None = getattr(engine, "topology", None)
     return pools
 
 

@@ -20,11 +20,11 @@ from ebbench import __version__
 from ebbench.analysis.units import LABELS
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
 from ebbench.errors import EbbenchError
-from ebbench.foreign.documents import markdown
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
 from ebbench.render import numbers
+from ebbench.untrusted import markdown
 
 
 def self_test_page(done: SelfTest) -> str:

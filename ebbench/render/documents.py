@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import rich.console
 from rich import box
@@ -20,8 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
-from ebbench.engines.base import Progress
-from ebbench.foreign.documents import csv_cell, markdown, visible
+from ebbench.untrusted import csv_cell, markdown, visible
+
+if TYPE_CHECKING:
+    from ebbench.engines.base import Progress
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ebbench.engines.checks import check_counts
 from ebbench.errors import UsageError
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
-from ebbench.runs.conclude import ApiServerBusyError, again_if_busy
+from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
 from ebbench.runs.pool import Pool, pool_of
 from ebbench.runs.prepare import api_server_if_busy, checked_server, each_once, parse_policies
 from ebbench.sizing.choose import DeploymentChoice, choose

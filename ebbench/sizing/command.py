@@ -21,7 +21,7 @@ from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageErr
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
-from ebbench.runs.conclude import ApiServerBusyError, again_if_busy, left_out
+from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
 from ebbench.runs.prepare import Series, device_of, series_of
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, parse_limits

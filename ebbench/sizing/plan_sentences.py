@@ -13,7 +13,7 @@ from ebbench.devices.profiles import find_model
 from ebbench.records.warnings import RunWarning, Texts
 from ebbench.render import numbers
 from ebbench.render.tables import framed
-from ebbench.runs.conclude import left_out
+from ebbench.runs.api_server import left_out
 from ebbench.sizing.choose import Costed, DeploymentChoice
 from ebbench.sizing.deployments import (
     NOISE,

@@ -31,7 +31,7 @@ from ebbench.analysis.validity import FAILURE_LIMIT, of_device
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 from ebbench.records.warnings import KV_CACHE
-from ebbench.runs.conclude import processes_needed
+from ebbench.runs.api_server import processes_needed
 from ebbench.sizing.estimate import Floats, MetCounts, Probe
 from ebbench.sizing.limits import LatencyLimits
 

@@ -17,7 +17,7 @@ from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.warnings import Fact, RunWarning, Texts
 from ebbench.render import numbers
-from ebbench.runs.conclude import left_out
+from ebbench.runs.api_server import left_out
 from ebbench.sizing.drive import SearchOutcome
 from ebbench.sizing.estimate import Estimate
 from ebbench.sizing.limits import LatencyLimits

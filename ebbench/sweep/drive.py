@@ -22,7 +22,7 @@ from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacte
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import unused
-from ebbench.runs.conclude import as_answered
+from ebbench.runs.api_server import as_answered
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
 from ebbench.runs.key import key_of

@@ -59,7 +59,7 @@ def test_the_options_are_in_the_manifest_and_keep_runs_apart(tmp_path: Path) -> 
 
 def test_runs_from_before_these_options_stay_comparable(tmp_path: Path) -> None:
     """A stored baseline does not name them; a run at their defaults must still find it."""
-    options = json.loads(environment_of(run(tmp_path / "plain").manifest)["options"])
+    options = json.loads(environment_of(run(tmp_path / "plain", "--front-end-ms", "0").manifest)["options"])
     assert not set(options) & set(later_options())
     assert {"enforce_eager", "api_server", "speculative"} <= set(later_options())
 
@@ -72,6 +72,18 @@ def test_no_setting_at_its_default_keeps_older_runs_apart(tmp_path: Path) -> Non
         assert name in manifest.options
         options = {key: value for key, value in manifest.options.items() if key != name}
         assert environment_of(msgspec.structs.replace(manifest, options=options)) == ours
+
+
+def test_what_a_device_brings_along_keeps_runs_apart_that_had_less(tmp_path: Path) -> None:
+    """Neither run gave the option; the older one had no time in front of its engine."""
+    manifest = run(tmp_path / "now").manifest
+    assert manifest.facts["front_end_ms"] == 13.0
+    assert "13 ms in front of the engine" in machine_of_run(manifest).limits()
+    facts = {name: value for name, value in manifest.facts.items() if name != "front_end_ms"}
+    older = environment_of(msgspec.structs.replace(manifest, facts=facts))
+    assert differences(older, environment_of(manifest)) == ["options.front_end_ms: None against 13.0"]
+    assert environment_of(run(tmp_path / "without", "--front-end-ms", "0").manifest) == older
+    assert environment_of(run(tmp_path / "given", "--front-end-ms", "13").manifest) == environment_of(manifest)
 
 
 def test_a_setting_that_is_not_the_default_is_a_condition_that_is_shown() -> None:

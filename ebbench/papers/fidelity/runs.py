@@ -30,7 +30,7 @@ from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
-from ebbench.runs.conclude import left_out_of
+from ebbench.runs.api_server import left_out_of
 from ebbench.runs.execute import Task, make
 from ebbench.runs.pool import pool_of
 from ebbench.spec.run import RunSpec
