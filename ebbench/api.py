@@ -48,6 +48,7 @@ from ebbench.render import figures, report
 from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
 from ebbench.runs.file import FURTHER, RUN_FILE, SEARCH_FILE, asked_for, of_keywords
+from ebbench.runs.prepare import refuse_empty
 from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, SearchCommand, known_settings, named_as_keys
 
 if TYPE_CHECKING:
@@ -447,13 +448,19 @@ def plan(
     """
     from ebbench.sizing.candidates import find_plan, plan_tasks
 
+    alternatives = {
+        "device": device, "tp": tp, "instance": instance, "policy": policies,
+        "max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs,
+    }  # fmt: skip
     with _named_as_keywords():
         question = {**_of_keywords(plan, settings), "workload": workload}
+        chosen = {name: _several(value) for name, value in alternatives.items()}
+        for name, values in chosen.items():
+            if values is not None:
+                refuse_empty(name, values)
         tasks = plan_tasks(
             question, request_rate=request_rate, goodput=[goodput], attainment=attainment, scenario=scenario,
-            headroom=headroom, spare=spare, device=_several(device), model=model, tp=_several(tp),
-            instance=_several(instance), policy=_several(policies),
-            max_num_batched_tokens=_several(max_num_batched_tokens), max_num_seqs=_several(max_num_seqs),
+            headroom=headroom, spare=spare, model=model, **chosen,
         )  # fmt: skip
         return PlanResult(
             find_plan(

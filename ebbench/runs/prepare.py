@@ -297,6 +297,8 @@ def series_of(settings: Mapping[str, Any]) -> Series:
     engine = settings["engine"]
     api_server = settings["api_server"], settings.get("api_server_count")
     policies = settings.get("policy")
+    if policies is not None:
+        refuse_empty("policy", policies)
     settings = {name: value for name, value in settings.items() if name != "policy"} | {
         "api_server": first_choice(*api_server),
         "vllm_options": tuple(settings.get("vllm_options") or ()),
@@ -350,6 +352,12 @@ def _check_seconds(spec: PolicySpec) -> None:
                 f"policy {spec.name}: {key}={given:g} is in seconds, and {most:,g} s or more is not a valid target; "
                 f"for {given:g} ms write {key}={given / 1000:g}"
             )
+
+
+def refuse_empty(name: str, values: Sequence[object]) -> None:
+    """Raise UsageError for an empty list of alternatives: taken as left out, it would be the defaults."""
+    if not values:
+        raise UsageError(f"{name} is an empty list; give it a value or leave it out")
 
 
 def each_once(option: str, values: Sequence[Any]) -> None:

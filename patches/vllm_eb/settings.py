@@ -31,7 +31,9 @@ def name_hint(name: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     by_small_letters = {choice.lower(): choice for choice in reversed(choices)}
     near = difflib.get_close_matches(name.lower(), by_small_letters, n=1, cutoff=0.5)
-    return f"did you mean {by_small_letters[near[0]]!r}?" if near else f"known: {', '.join(choices)}"
+    if near:
+        return f"did you mean {by_small_letters[near[0]]!r}?"
+    return f"known: {', '.join(choices)}" if choices else "there is none"
 
 
 REQUIRED = object()

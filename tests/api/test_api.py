@@ -153,6 +153,7 @@ def test_a_file_runs_with_keywords_on_top(tmp_path: Path) -> None:
         ({"polices": ["v1"]}, "did you mean 'policies'"),
         ({"num_prompts": "many"}, "num_prompts: expected int"),
         ({"policies": ["v7"]}, "unknown policy 'v7'"),
+        ({"policies": []}, "policy is an empty list"),
         ({"policies": ["v1"], "policy": "v1"}, "one setting"),
         ({"repeats": 0}, "repeats must be at least 1"),
         ({"enable_prefix_caching": False, "cache_hit_rate": 0.5}, "leave out enable_prefix_caching=False"),
@@ -161,6 +162,12 @@ def test_a_file_runs_with_keywords_on_top(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_with_a_remedy(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(eb.UsageError, match=message):
         eb.run("sharegpt", **settings)
+
+
+@pytest.mark.parametrize("name", ["device", "tp", "policies", "max_num_seqs"])
+def test_a_plan_refuses_an_empty_list_of_alternatives(name: str) -> None:
+    with pytest.raises(eb.UsageError, match="is an empty list"):
+        eb.plan("sharegpt", request_rate=5.0, goodput="ttft:900", **{name: []})
 
 
 def test_the_load_of_a_search_is_not_a_setting() -> None:

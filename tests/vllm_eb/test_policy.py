@@ -22,6 +22,7 @@ from vllm_eb.policy import (
     settings_in_effect,
     settings_of,
 )  # fmt: skip
+from vllm_eb.settings import name_hint
 from vllm_eb.strategy import View
 
 
@@ -158,3 +159,8 @@ def test_the_settings_in_effect_are_those_that_change_the_policy(policy: str) ->
     heeded = {key for key, value in CHANGED.items() if told(unchecked(spec, key, value)) != told(spec)}
     idle = {key for key, value in CHANGED.items() if getattr(spec, key) == value}
     assert heeded == (set(settings_in_effect(spec)) & set(CHANGED)) - idle
+
+
+def test_an_unknown_name_among_none_says_so() -> None:
+    assert name_hint("mine", []) == "there is none"
+    assert name_hint("mine", ["other"]) == "known: other"
