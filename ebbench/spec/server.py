@@ -371,7 +371,7 @@ class EngineOptions:
         None,
         "Speculative decoding, simulated: key=value pairs of method, tokens and acceptance.",
         ENGINE,
-        shown="drafts by {}",
+        shown="",
     )
     warmup: int = declare(
         0,

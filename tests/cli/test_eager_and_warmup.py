@@ -87,7 +87,7 @@ def test_what_a_device_brings_along_keeps_runs_apart_that_had_less(tmp_path: Pat
 
 
 def test_a_setting_that_is_not_the_default_is_a_condition_that_is_shown() -> None:
-    elsewhere = {"quantization", "kv_cache_dtype", "api_server", "api_server_count"}
+    elsewhere = {"quantization", "kv_cache_dtype", "api_server", "api_server_count", "speculative"}
     for name, one in declared_in(EngineOptions).items():
         value = not one.default if isinstance(one.default, bool) else 7
         assert bool(one.condition(value)) is (name not in elsewhere), name
