@@ -166,8 +166,9 @@ def test_what_cannot_be_is_refused_with_a_remedy(settings: dict[str, Any], messa
 
 @pytest.mark.parametrize("name", ["device", "tp", "policies", "max_num_seqs"])
 def test_a_plan_refuses_an_empty_list_of_alternatives(name: str) -> None:
+    settings: dict[str, Any] = {name: []}
     with pytest.raises(eb.UsageError, match="is an empty list"):
-        eb.plan("sharegpt", request_rate=5.0, goodput="ttft:900", **{name: []})
+        eb.plan("sharegpt", request_rate=5.0, goodput="ttft:900", **settings)
 
 
 def test_the_load_of_a_search_is_not_a_setting() -> None:
