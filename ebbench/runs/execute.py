@@ -162,8 +162,8 @@ def execute(
             engine = journalled(engine, writer)
         engine = _recording(engine, stored=directory is not None)
         plan, result = run_plan(engine, ready.plan, ready.policy, ready.device, spec.server, observer)
-        if result.interrupted and not keep_interrupted:
-            raise KeyboardInterrupt
+        if not keep_interrupted:
+            result.uninterrupted()
         if observer is not None:
             observer.update(_last_snapshot(ready.policy, plan, result))
         run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
