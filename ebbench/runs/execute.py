@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,17 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
 from ebbench.engines.checks import stated_limits, unverified_priorities
 from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
+from ebbench.errors import InterruptedRunError
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.render.documents import Console
+from ebbench.render.live import Work, reporter, shown
 from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
-from ebbench.runs.prepare import Prepared, prepare
+from ebbench.runs.prepare import Prepared, Series, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
 from vllm_eb.policy import PolicySpec
@@ -37,6 +40,7 @@ from vllm_eb.policy import PolicySpec
 if TYPE_CHECKING:
     from ebbench.engines.base import Engine
     from ebbench.records.manifest import Manifest
+    from ebbench.runs.store import RunStore
 
 
 # `--duration` in a closed loop: stop the release of sessions after so many seconds, on any engine.
@@ -292,3 +296,46 @@ class _InMemory(RunWriter):
 
     def __exit__(self, *_: object) -> None:
         """Nothing to clean up."""
+
+
+def with_progress(
+    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Execute the cells that the store lacks, with a progress line on stderr."""
+    from ebbench.runs.store import run_missing
+
+    missing = store.missing(cells, whole=whole)
+    if not missing:
+        return
+
+    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
+
+        def done(_cell: RunSpec) -> None:
+            work.done += 1
+
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
+                f"with the other {left}"
+            ) from None
+
+
+def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
+    """The plan of one seed; its reading is shown. Raises UsageError for a request that does not fit."""
+    with shown(messages, Work(f"reading {series.spec.plan.workload}"), quiet=quiet):
+        return series.plan(seed, device)
+
+
+def measured(
+    ready: Prepared, directory: Path, label: str, messages: Console, *, quiet: bool, brief: bool = False
+) -> Executed:
+    """Execute a run and store it in ``directory``, with a progress line named ``label``.
+
+    ``brief``: it is one run of many, of which only long ones are shown.
+    """
+    known = ready.plan.release_for_s is None
+    with reporter(messages, label, len(ready.plan), quiet=quiet, brief=brief, known=known) as observer:
+        return execute(ready, directory, observer)
