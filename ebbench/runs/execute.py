@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineResult, Observer, Progress
 from ebbench.engines.checks import stated_limits, unverified_priorities
 from ebbench.engines.setup import journalled, policy_label, simulated_pools, with_step_parts, without_step_tables
-from ebbench.errors import InterruptedRunError
 from ebbench.process.termination import held, interruptible, raise_if_stopped, signals_here
 from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
@@ -40,7 +39,6 @@ from vllm_eb.policy import PolicySpec
 if TYPE_CHECKING:
     from ebbench.engines.base import Engine
     from ebbench.records.manifest import Manifest
-    from ebbench.runs.store import RunStore
 
 
 # `--duration` in a closed loop: stop the release of sessions after so many seconds, on any engine.
@@ -296,31 +294,6 @@ class _InMemory(RunWriter):
 
     def __exit__(self, *_: object) -> None:
         """Nothing to clean up."""
-
-
-def with_progress(
-    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
-) -> None:
-    """Execute the cells that the store lacks, with a progress line on stderr."""
-    from ebbench.runs.store import run_missing
-
-    missing = store.missing(cells, whole=whole)
-    if not missing:
-        return
-
-    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
-
-        def done(_cell: RunSpec) -> None:
-            work.done += 1
-
-        try:
-            run_missing(missing, store, workers=workers, whole=whole, done=done)
-        except KeyboardInterrupt:
-            left = len(store.missing(missing, whole=whole))
-            raise InterruptedRunError(
-                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
-                f"with the other {left}"
-            ) from None
 
 
 def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
