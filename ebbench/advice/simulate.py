@@ -33,8 +33,7 @@ from ebbench.records.warnings import RunWarning
 from ebbench.render.documents import Console
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out_of
 from ebbench.runs.prepare import device_of, plan_of
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec, simulated
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads import load_scenario

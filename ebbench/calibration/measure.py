@@ -148,7 +148,7 @@ def calibrate(
 ) -> MeasuredCosts:
     """Run the probes and fit. Raises DataError if the engine recorded too few steps of a shape."""
     plan, shapes = probe_plan(grid)
-    result = engine.run(plan, parse_policy("v1"), device, grid.options, observer)
+    result = engine.run(plan, parse_policy("v1"), device, grid.options, observer).uninterrupted()
     seconds = step_medians(result.steps, shapes)
     return fit(cost_grid(grid, seconds), source, grid.points)
 

@@ -13,8 +13,7 @@ from ebbench.spec.server import HostCosts, Speculative, release_of
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
-    from ebbench.devices.geometry import ModelGeometry
-    from ebbench.devices.kv_layout import KvLayout
+    from ebbench.devices.geometry import KvLayout
     from ebbench.devices.profiles import DeviceProfile
 
 

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client import DriveResult
+from ebbench.config.topology import DEFAULT_DISPATCH
 from ebbench.devices.base import Device
-from ebbench.dispatch import DEFAULT_DISPATCH
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import refuse_simulated
 from ebbench.engines.endpoint import SendingEngine, drive, warmed

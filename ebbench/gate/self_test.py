@@ -252,7 +252,7 @@ def _restart(
     disturbed = replace(
         device, cost=_Disturbed(device.cost, speed, noise, np.random.default_rng(drawn.integers(2**63)))
     )
-    result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS)
+    result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS).uninterrupted()
     return figures_of(measure(RequestColumns.of(result.requests)))
 
 

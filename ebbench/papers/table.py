@@ -9,8 +9,7 @@ from typing import Any, Literal
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, relative
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 
 Outputs = Literal["forced", "profile"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
-from ebbench.devices.kv_layout import KvLayout
+from ebbench.devices.geometry import KvLayout
 from ebbench.records.plan import Plan
 from ebbench.simulation.state import RequestState
 

@@ -90,7 +90,8 @@ def rate_figures(row: Row, device: Device, rate: float, seed: int) -> dict[str, 
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, n - 1)
     arrival_s = np.concatenate(([0.0], np.cumsum(gaps)))
     plan = timed_plan(arrival_s, inputs, outputs, np.arange(n) + 1, ["load"] * n)
-    got = RequestColumns.of(SimEngine(figures_only=True).run(plan, parse_policy("v1"), device, options).requests)
+    result = SimEngine(figures_only=True).run(plan, parse_policy("v1"), device, options)
+    got = RequestColumns.of(result.uninterrupted().requests)
     duration_s = float(got.last_token.max()) / 1e9
     return {
         "duration_s": duration_s,

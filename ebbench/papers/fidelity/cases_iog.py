@@ -87,7 +87,7 @@ def session_figures(rows: Sequence[Row], device: Device, seed: int) -> list[dict
         *SIZES, max_model_len=4096, async_scheduling=False, scheduler_reserve_full_isl=False, vllm_version=VLLM
     )
     result = SimEngine(figures_only=True).run(session_plan(rows, seed), parse_policy("v1"), device, options)
-    got = RequestColumns.of(result.requests)
+    got = RequestColumns.of(result.uninterrupted().requests)
     by_row = []
     for row in rows:
         in_phase = got.phase == row["rate"]

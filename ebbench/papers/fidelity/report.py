@@ -34,8 +34,7 @@ from ebbench.papers.fidelity.scores import (
 )
 from ebbench.records import files
 from ebbench.render.documents import section_lines
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import HostCosts
 

@@ -175,12 +175,16 @@ def replay_cells() -> list[PublishedFigure]:
     plan = timed_plan(
         arrival - arrival.min(), columns["input_toks"], columns["output_toks"], np.arange(n) + 1, ["replay"] * n
     )
-    result = SimEngine().run(
-        plan,
-        parse_policy("v1"),
-        load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048, vllm_version="0.19"),
-        EngineOptions(256, 2048, max_model_len=32_768, num_kv_blocks=2588),
-        None,
+    result = (
+        SimEngine()
+        .run(
+            plan,
+            parse_policy("v1"),
+            load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048, vllm_version="0.19"),
+            EngineOptions(256, 2048, max_model_len=32_768, num_kv_blocks=2588),
+            None,
+        )
+        .uninterrupted()
     )
     got = RequestColumns.of(result.requests)
     ours = latencies(got.intended / 1e9, got.first_token / 1e9, got.last_token / 1e9, got.output_tokens)
