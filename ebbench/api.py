@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CapacityResult", "Comparison", "DataError", "EbbenchError", "InputFileError", "PlanResult", "ProgressEvent",
     "RunError", "RunResult", "Runs", "UnknownNameError", "UsageError", "capacity", "capacity_async", "compare", "load",
-    "plan", "run", "run_async",
+    "plan", "plan_async", "run", "run_async",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -499,6 +499,15 @@ async def capacity_async(
     return await _beside(partial(capacity, workload, goodput=goodput, progress=progress, **settings))
 
 
+async def plan_async(
+    workload: str, *, request_rate: float, goodput: str, progress: OnProgress = None, **settings: Any
+) -> PlanResult:
+    """As :func:`plan`, beside the event loop. ``progress`` is called in another thread."""
+    return await _beside(
+        partial(plan, workload, request_rate=request_rate, goodput=goodput, progress=progress, **settings)
+    )
+
+
 async def _beside(work: Callable[[], T]) -> T:
     """The result of ``work`` in a thread of its own. Cancelled, it stops as by Ctrl-C and is waited for."""
     signals, stopped = Signals(), list[BaseException]()
@@ -610,6 +619,8 @@ def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
 
 
 _documented(run, ())
-_documented(run_async, ())
 _documented(capacity, (*FURTHER, *SET_BY_SEARCH))
 _documented(plan, tuple(name for name in (*known_settings(), *FURTHER) if name not in OF_A_PLAN))
+for _awaited, _function in ((run_async, run), (capacity_async, capacity), (plan_async, plan)):
+    _awaited.__signature__ = inspect.signature(_function)  # type: ignore[union-attr]
+    _awaited.__doc__ = f"{_awaited.__doc__}\n\n{_function.__doc__}"

@@ -20,9 +20,9 @@ from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
 from ebbench.runs import prepare
 from ebbench.runs.api_server import CODE, ApiServerBusyError, again_if_busy
+from ebbench.runs.execute import measured, planned
 from ebbench.runs.file import FURTHER
 from ebbench.runs.prepare import Series, needs_saturation, series_of
-from ebbench.runs.progress import measured, planned
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import AUTO, is_server
 

@@ -24,7 +24,6 @@ from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
-from ebbench.engines.machine import engine_versions
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
@@ -412,8 +411,13 @@ def _manifest(
         **plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {}),
         **_front_end(context, device),
     }  # fmt: skip
+    versions = dict(context.versions)
+    if context.engine != "sim":
+        from ebbench.engines.machine import engine_versions
+
+        versions = engine_versions(context.engine) | versions
     return Manifest(
-        versions=software_versions({**engine_versions(context.engine), **context.versions}),
+        versions=software_versions(versions),
         git_commit=git_commit(),
         labels=context.labels,
         anchor_unix_ns=context.anchor_unix_ns,

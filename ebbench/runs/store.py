@@ -25,7 +25,7 @@ import msgspec
 from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
 from ebbench.analysis.validity import of_device
-from ebbench.errors import DataError, EbbenchError, RunError
+from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
@@ -281,6 +281,32 @@ def run_missing(
 
     run_cells(todo, store, pool, whole=whole, stored=stored)
     return len(todo)
+
+
+def with_progress(
+    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Execute the cells that the store lacks, with a progress line on stderr."""
+    from ebbench.render.documents import Console
+    from ebbench.render.live import Work, shown
+
+    missing = store.missing(cells, whole=whole)
+    if not missing:
+        return
+
+    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
+
+        def done(_cell: RunSpec) -> None:
+            work.done += 1
+
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
+                f"with the other {left}"
+            ) from None
 
 
 def run_cells(

@@ -38,6 +38,7 @@ from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan, with_class
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
+from ebbench.runs.execute import stoppable
 from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
 from ebbench.sizing.limits import LatencyLimits
@@ -391,7 +392,8 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
         topology = TopologySpec(replicas=pool)
     engine = SimEngine(topology, figures_only=True)
-    return engine.run(plan, parse_policy(candidate.policy), device_of(task.spec), task.spec.server)
+    policy, device = parse_policy(candidate.policy), device_of(task.spec)
+    return engine.run(plan, policy, device, task.spec.server, stoppable(None)).uninterrupted()
 
 
 def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[str, ...]:

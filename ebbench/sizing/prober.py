@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.records.run import MANIFEST, Run, slug, unused
-from ebbench.runs.progress import measured, planned
+from ebbench.runs.execute import measured, planned
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
