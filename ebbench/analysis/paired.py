@@ -98,16 +98,17 @@ class Compared:
     alone: tuple[str, ...] = ()
 
 
-def load_groups(paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
+def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, list[GateUnit]]:
     """Units by policy, in the order given; a policy that several arguments name is one group per argument.
 
-    Raises DataError if a run is missing, damaged or INVALID.
+    An argument is what the user calls it, a directory or a name, and its runs, or directories of them. Raises DataError
+    if a run is missing, damaged or INVALID.
     """
     found: dict[tuple[str, int], list[GateUnit]] = {}
-    for place, path in enumerate(paths):
-        for unit in load_units([path]):
+    for place, (_, paths) in enumerate(arguments):
+        for unit in load_units(paths):
             found.setdefault((unit.policy, place), []).append(unit)
-    return _merged(found, paths)
+    return _merged(found, [called for called, _ in arguments])
 
 
 def _merged(found: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
