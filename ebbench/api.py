@@ -153,8 +153,8 @@ class Runs(Shown, Sequence[RunResult]):
 
         Empty if every session is a single request.
         """
-        found = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
-        return self._joined(SESSIONS.empty_table() if table is None else table for table in found)
+        session_tables = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
+        return self._joined(SESSIONS.empty_table() if table is None else table for table in session_tables)
 
     def classes(self) -> pa.Table:
         """Figures of each class of requests, one row per run and class, with ``policy`` and ``seed`` first.
@@ -210,10 +210,10 @@ class CapacityResult(Shown):
     directory: Path | None = None
 
     def __getitem__(self, policy: str) -> Mapping[str, Any]:
-        found = {row["policy"]: row for row in self.rows}
-        if policy not in found:
-            raise UnknownNameError("policy of this search", policy, found)
-        return found[policy]
+        by_policy = {row["policy"]: row for row in self.rows}
+        if policy not in by_policy:
+            raise UnknownNameError("policy of this search", policy, by_policy)
+        return by_policy[policy]
 
     def to_arrow(self) -> pa.Table:
         """One row per policy: capacity, interval (``low``, ``high``), what limits it, latencies near it."""
@@ -226,8 +226,8 @@ class CapacityResult(Shown):
 
     def __repr__(self) -> str:
         name = "capacity_concurrency" if self.searched.search.by_concurrency else "capacity_requests_per_s"
-        found = ", ".join(f"{row['policy']} {row[name]:.4g}" for row in self.rows if row[name] is not None)
-        return f"<CapacityResult: {name.removeprefix('capacity_')}: {found or 'none'}>"
+        capacities = ", ".join(f"{row['policy']} {row[name]:.4g}" for row in self.rows if row[name] is not None)
+        return f"<CapacityResult: {name.removeprefix('capacity_')}: {capacities or 'none'}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.command import parts
@@ -252,12 +252,12 @@ class CapacityResult(Shown):
 class PlanResult(Shown):
     """The deployments that carry a load, cheapest first."""
 
-    found: DeploymentPlan
+    plan: DeploymentPlan
 
     @property
     def deployments(self) -> tuple[Costed, ...]:
         """Cheapest first; empty if no candidate carries the load."""
-        return self.found.deployments.found
+        return self.plan.deployments.carrying
 
     @property
     def best(self) -> Costed | None:
@@ -268,7 +268,7 @@ class PlanResult(Shown):
         """The object of ``ebbench plan --json``."""
         from ebbench.sizing.plan_sentences import as_dict
 
-        return as_dict(*self.found.shown)
+        return as_dict(*self.plan.shown)
 
     def to_arrow(self) -> pa.Table:
         """One row per deployment, cheapest first."""
@@ -284,7 +284,7 @@ class PlanResult(Shown):
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.plan_sentences import parts as plan_parts
 
-        for part in plan_parts(*self.found.shown):
+        for part in plan_parts(*self.plan.shown):
             yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
@@ -292,7 +292,7 @@ class PlanResult(Shown):
 
         text = Console(width=WIDTH, highlight=False, record=True, file=io.StringIO())
         text.print(self)
-        drawn = _image(frontiers(self.found.deployments, bool(self.found.prices))) if self.deployments else ""
+        drawn = _image(frontiers(self.plan.deployments, bool(self.plan.prices))) if self.deployments else ""
         return text.export_html(inline_styles=True, code_format=_PRE) + drawn
 
 
@@ -315,13 +315,21 @@ class Comparison(Shown):
         sections = comparison.plain(self.compared).sections
         names = [column.name for column in sections[0].columns] if sections else []
         return pa.Table.from_pylist(
-            [{"case": each.title, **dict(zip(names, row, strict=True))} for each in sections for row in each.rows]
+            [
+                {"case": section.title, **dict(zip(names, row, strict=True))}
+                for section in sections
+                for row in section.rows
+            ]
         )
 
     def __repr__(self) -> str:
         from ebbench.report import comparison
 
-        said = [comparison.verdict_sentence(each, other) for each in self.compared.comparisons for other in each.others]
+        said = [
+            comparison.verdict_sentence(comparison_of_load, other)
+            for comparison_of_load in self.compared.comparisons
+            for other in comparison_of_load.others
+        ]
         return f"<Comparison: {' '.join(said)}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
@@ -393,8 +401,8 @@ def load(*paths: str | Path, goodput: str | None = None) -> Runs:
     Raises DataError for a run that is missing or damaged.
     """
     slo = None if goodput is None else parse_slo([goodput])
-    found = find_runs(run_paths(paths, warnings.warn))
-    return Runs(tuple(result_of(Run.load(path), slo) for path in found))
+    directories = find_runs(run_paths(paths, warnings.warn))
+    return Runs(tuple(result_of(Run.load(path), slo) for path in directories))
 
 
 def capacity(
@@ -610,14 +618,20 @@ def _named_as_keywords() -> Iterator[None]:
 def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
     """Name the keywords of ``**settings`` in the signature, from which notebooks complete, and in the help."""
     own = inspect.signature(function)
-    kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    names = {one.name for one in kept}
-    known = {name: one for name, one in known_settings().items() if name not in (*but, *names, "workload", "policy")}
-    known |= {name: one for name, one in FURTHER.items() if name not in (*but, *names)}
+    kept = [declared for declared in own.parameters.values() if declared.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {declared.name for declared in kept}
+    known = {
+        name: declared
+        for name, declared in known_settings().items()
+        if name not in (*but, *names, "workload", "policy")
+    }
+    known |= {name: declared for name, declared in FURTHER.items() if name not in (*but, *names)}
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
-    helps = [f"    {name}: {named_as_keys(one.about.help)}".replace("\\[", "[") for name, one in known.items()]
+    helps = [
+        f"    {name}: {named_as_keys(declared.about.help)}".replace("\\[", "[") for name, declared in known.items()
+    ]
     described.__doc__ = "\n".join([f"{function.__doc__}", "    Settings:", "", *helps, ""])
 
 

@@ -59,8 +59,8 @@ def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False)
     """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
     from ebbench.analysis.statistics import holm
 
-    found = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
-    return dict(zip(found, holm(list(found.values())), strict=True))
+    p_values = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
+    return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
 
 def pairs_needed(tests: int, alpha: float = ALPHA) -> int:
@@ -134,7 +134,7 @@ def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
 def identical(group: Group, baseline: Group) -> bool:
     """Whether every pair of runs agrees in every tested figure: the two policies behaved identically."""
     logs = [log_ratios(group, baseline, figure) for figure in TESTED.values()]
-    return all(found is not None and not any(found) for found in logs)
+    return all(ratios is not None and not any(ratios) for ratios in logs)
 
 
 def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | None:

@@ -72,7 +72,7 @@ class Mixer:
     @property
     def params(self) -> int:
         """Parameters of the products of one layer."""
-        return sum(one.params for one in self.products)
+        return sum(product.params for product in self.products)
 
     @property
     def measured_alike(self) -> bool:
@@ -94,7 +94,7 @@ class Mixer:
         indices are stored by every GPU."""
         if tp == 1:
             return self
-        products = tuple(one.sliced(tp) for one in self.products)
+        products = tuple(product.sliced(tp) for product in self.products)
         if self.kind == "index":
             return replace(self, products=products)
         sizes = tuple((name, max(size // tp, 1) if name.startswith("n") else size) for name, size in self.sizes)
@@ -104,7 +104,7 @@ class Mixer:
         if not self.kv_heads:
             return part
         kept = max(self.kv_heads // tp, 1)
-        cached, reads = (each * kept // self.kv_heads for each in (self.cached, self.reads))
+        cached, reads = (values_per_token * kept // self.kv_heads for values_per_token in (self.cached, self.reads))
         return replace(part, kv_heads=kept, cached=cached, reads=reads)
 
 
@@ -247,8 +247,8 @@ class ModelGeometry:
     @property
     def weight_dtypes(self) -> tuple[str, ...]:
         """Data types of all weights in the layers, without repetition."""
-        found = [self.weight_dtype, self.dtype_of_attention, *([self.dtype_of_experts] if self.experts else [])]
-        return tuple(dict.fromkeys(found))
+        dtypes = [self.weight_dtype, self.dtype_of_attention, *([self.dtype_of_experts] if self.experts else [])]
+        return tuple(dict.fromkeys(dtypes))
 
     @property
     def plain(self) -> bool:
@@ -516,12 +516,12 @@ def _window(mixer: Mixer) -> int:
 
 def _merged(kept: Iterable[Mixer]) -> list[Mixer]:
     """Layers that keep as much as each other, in one way, as one kind."""
-    found: dict[tuple[int, int, int], Mixer] = {}
+    by_layout: dict[tuple[int, int, int], Mixer] = {}
     for mixer in kept:
         key = (_window(mixer), mixer.cached, mixer.cached_bytes)
-        before = found.get(key)
-        found[key] = mixer if before is None else replace(before, layers=before.layers + mixer.layers)
-    return list(found.values())
+        before = by_layout.get(key)
+        by_layout[key] = mixer if before is None else replace(before, layers=before.layers + mixer.layers)
+    return list(by_layout.values())
 
 
 def _tokens_beside_states(kept: Iterable[Mixer], states: Iterable[Mixer], element: float) -> int:

@@ -96,14 +96,14 @@ def listed(roots: Sequence[Path]) -> Listing:
 
     Raises DataError for a root that is no directory.
     """
-    found: dict[Path, StoredRun] = {}
+    by_path: dict[Path, StoredRun] = {}
     problems: dict[Path, str] = {}
     for root in roots:
         if not root.is_dir():
             raise DataError(f"{root}: no such directory; make a run, or give another one with --runs")
         for entry in _below(root, problems):
-            found.setdefault(entry.path.resolve(), entry)
-    return Listing(tuple(sorted(found.values(), key=lambda one: (-one.begun_ns, str(one.path)))), problems)
+            by_path.setdefault(entry.path.resolve(), entry)
+    return Listing(tuple(sorted(by_path.values(), key=lambda run: (-run.begun_ns, str(run.path)))), problems)
 
 
 def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterator[StoredRun]:
@@ -121,14 +121,14 @@ def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterat
             problems[directory] = str(error).removeprefix(f"{directory}/")
         return
     strange = len(problems)
-    found = False
+    holds_runs = False
     for entry in entries:
         if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=depth == 0):
             for run in _below(Path(entry.path), problems, depth + 1):
-                found = True
+                holds_runs = True
                 yield run
     foreign = any(entry.is_file() and not _KNOWN.fullmatch(entry.name) for entry in entries)
-    if depth and foreign and not found and len(problems) == strange:
+    if depth and foreign and not holds_runs and len(problems) == strange:
         problems[directory] = "holds no run"
 
 

@@ -59,8 +59,8 @@ class Stage:
         self.woken = [False] * len(self.engines)
         self.received = [0] * len(self.units)
         for place, servers in enumerate(self.api_servers):
-            for one in self.engines[place].units:
-                one.scheduler.api_servers = servers if servers.streams else None
+            for served in self.engines[place].units:
+                served.scheduler.api_servers = servers if servers.streams else None
 
     def api_servers_of(self, unit: int) -> ApiServers | None:
         """The API servers of the unit's engine; None if it has none."""

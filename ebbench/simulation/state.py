@@ -109,9 +109,9 @@ class RequestState:
         # Not a cached_property: one makes a dictionary of the attributes, and Python 3.11 then takes twice as long to
         # read each of them, hundreds of thousands of times in a run.
         if self._last_of_content is None:
-            found = np.zeros(self.count, np.bool_)
-            found[self.count - 1 - np.unique(self.content[::-1], return_index=True)[1]] = True
-            self._last_of_content = found.tolist()
+            last = np.zeros(self.count, np.bool_)
+            last[self.count - 1 - np.unique(self.content[::-1], return_index=True)[1]] = True
+            self._last_of_content = last.tolist()
         return self._last_of_content
 
     def intend(self, rows: Sequence[int], time_ns: int) -> None:
@@ -262,10 +262,10 @@ def with_failures(requests: pa.Table, failed: Mapping[int, Failure], never_sent:
 
 def _together(gap_values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Per request whether several of its tokens came in one message, as accepted drafts do."""
-    found = np.zeros(len(offsets) - 1, np.bool_)
+    together = np.zeros(len(offsets) - 1, np.bool_)
     none = np.flatnonzero(gap_values == 0)
-    found[np.searchsorted(offsets, none, side="right") - 1] = True
-    return found
+    together[np.searchsorted(offsets, none, side="right") - 1] = True
+    return together
 
 
 def _gap_values(state: RequestState, token_ns: Ints) -> np.ndarray:
@@ -273,11 +273,11 @@ def _gap_values(state: RequestState, token_ns: Ints) -> np.ndarray:
     inner = token_ns[1:] != UNSET  # a request fills its slots from the first one on
     firsts = state.first_slot[(state.first_slot > 0) & (state.first_slot <= len(inner))]
     inner[firsts - 1] = False
-    found = np.empty(np.count_nonzero(inner), np.int64)
+    kept = np.empty(np.count_nonzero(inner), np.int64)
     filled = 0
     for start in range(0, len(inner), _SLOTS_AT_ONCE):  # all differences at once would take as much memory again
         chosen = inner[start : start + _SLOTS_AT_ONCE]
         gaps = np.diff(token_ns[start : start + len(chosen) + 1])[chosen]
-        found[filled : filled + len(gaps)] = gaps
+        kept[filled : filled + len(gaps)] = gaps
         filled += len(gaps)
-    return found
+    return kept

@@ -47,11 +47,11 @@ def capacity_cells() -> list[PublishedFigure]:
 def row_cells(row: Row) -> Iterator[PublishedFigure]:
     """The two capacities of one GPU."""
     device = served(row)
-    found = [capacity(row, device, seed) for seed in SEEDS]
+    by_seed = [capacity(row, device, seed) for seed in SEEDS]
     for metric, column in (
         ("requests_per_s", "capacity_requests_per_s"), ("output_tokens_per_s", "capacity_output_tokens_per_s"),
     ):  # fmt: skip
-        ours = float(np.mean([one[metric] for one in found]))
+        ours = float(np.mean([rates[metric] for rates in by_seed]))
         yield PublishedFigure(
             SOURCE, DEVICES[row["gpu"]], device.model, "prompts of 4,400 tokens", "v1", metric, float(row[column]), ours
         )
