@@ -13,7 +13,7 @@ from rich.text import Text
 from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Document
 from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
-from ebbench.analysis.summary import Summary
+from ebbench.analysis.summary import Drafted, Summary
 from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
 from ebbench.render.documents import Console, section_tables
@@ -87,19 +87,33 @@ def _drafted(summaries: Sequence[Summary]) -> str:
     """How many drafted tokens were accepted, per policy if it differs."""
     shown: dict[str, list[str]] = {}
     for summary in summaries:
-        if (drafted := summary.drafted) is not None:
-            rates = ", ".join(f"{rate:.2f}" for rate in drafted.acceptance)
-            text = f"{drafted.mean_acceptance_length:.2f} tokens per step (accepted by position: {rates})"
-            shown.setdefault(text, []).append(summary.policy)
+        if summary.drafted is not None:
+            shown.setdefault(_accepted(summary.drafted), []).append(summary.policy)
     if not shown:
         return ""
     if len(shown) == 1:
         return f"Drafts: {next(iter(shown))}."
     by_policy = [f"{text} with {', '.join(dict.fromkeys(names))}" for text, names in shown.items()]
-    lengths = [one.drafted.mean_acceptance_length for one in summaries if one.drafted is not None]
-    unlike = max(lengths) > (1.0 + ACCEPTED_ALIKE) * min(lengths)
-    doubt = " A difference in speed may come from what was accepted, not from the policy." if unlike else ""
-    return f"Drafts: {'; '.join(by_policy)}.{doubt}"
+    doubt = " A difference in speed may come from what was accepted, not from the policy."
+    return f"Drafts: {'; '.join(by_policy)}.{doubt if accepted_unlike(summaries) else ''}"
+
+
+def _accepted(drafted: Drafted) -> str:
+    counts = f"{drafted.accepted_tokens:,}"
+    if sum(drafted.drafted):
+        counts += f" of {sum(drafted.drafted):,} drafted tokens"
+    if drafted.mean_acceptance_length is None:
+        return f"{counts} accepted"
+    rates = ", ".join(f"{rate:.2f}" for rate in drafted.acceptance)
+    positions = f", by position: {rates}" if rates else ""
+    return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts (accepted {counts}{positions})"
+
+
+def accepted_unlike(summaries: Sequence[Summary]) -> bool:
+    """Whether so different shares of drafts were accepted that speeds differ by that alone."""
+    lengths = [one.metrics.mean_acceptance_length for one in summaries if one.drafted is not None]
+    known = [length for length in lengths if length is not None]
+    return bool(known) and max(known) > (1.0 + ACCEPTED_ALIKE) * min(known)
 
 
 def _clients(summaries: Sequence[Summary]) -> str:
