@@ -42,6 +42,7 @@ from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, mer
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
 from ebbench.records.warnings import ESTIMATED, RunWarning
+from vllm_eb.policy import PolicyError, parse_policy
 
 FACT = "speculative"
 """Name of the counts among the facts of a run."""
@@ -74,6 +75,17 @@ class Drafted:
             return None
         return Drafted(counts["steps"], drafted, accepted, tokens, counts.get("source") == "answers")
 
+    @staticmethod
+    def over(runs: Sequence[Drafted]) -> Drafted:
+        """The sums over several runs; what one of them does not know is unknown."""
+        steps = [run.steps for run in runs]
+        drafted, accepted = ([sum(place) for place in zip(*each, strict=False)] for each in (
+            [run.drafted for run in runs], [run.accepted for run in runs],
+        ))  # fmt: skip
+        tokens = sum(run.accepted_tokens for run in runs)
+        known = [count for count in steps if count is not None]
+        return Drafted(sum(known) if len(known) == len(steps) else None, tuple(drafted), tuple(accepted), tokens)
+
     @property
     def mean_acceptance_length(self) -> float | None:
         """Tokens per step and sequence: the accepted ones and one more. vLLM's name and definition."""
@@ -99,6 +111,18 @@ class Drafted:
             "drafted_tokens": sum(self.drafted) if self.drafted else None,
             "accepted_tokens": self.accepted_tokens,
         }
+
+
+ACCEPTED_ALIKE = 0.02
+"""Share by which tokens per step may differ between runs before their speeds are doubted: gains of less are noise."""
+
+
+def sets_drafts(policy: str) -> bool:
+    """Whether a policy sets how many tokens are drafted, so that tokens per step are its own doing."""
+    try:
+        return parse_policy(policy).varies_drafts
+    except PolicyError:  # the label of a server's policy
+        return False
 
 
 def mean_acceptance(rates: Sequence[Sequence[float]]) -> list[float]:
@@ -195,6 +219,12 @@ class Summary:
         sessions = {"": self.sessions[name]} if name and name in self.sessions else {}
         slo = self.slo.of_class(name)
         return replace(self, metrics=self.classes[name], slo=slo, classes={}, sessions=sessions, drafted=None)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens over those that the same decode steps would have made without drafts; None without drafts."""
+        tokens, accepted = self.metrics.total_output_tokens, self.drafted.accepted_tokens if self.drafted else 0
+        return tokens / (tokens - accepted) if self.drafted is not None and accepted < tokens else None
 
     @property
     def worst_class(self) -> str | None:
