@@ -142,8 +142,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("facts", "versions"):
             msgspec.structs.force_setattr(self, name, _visible(getattr(self, name)))
         reasons = (
-            msgspec.structs.replace(one, message=_visible(one.message), values=_visible(one.values))
-            for one in self.reasons
+            msgspec.structs.replace(reason, message=_visible(reason.message), values=_visible(reason.values))
+            for reason in self.reasons
         )
         msgspec.structs.force_setattr(self, "reasons", tuple(reasons))
 
@@ -177,7 +177,8 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
         msgspec.convert(value, _Computed)
         value["reasons"] = [
-            {"code": "", "message": one} if isinstance(one, str) else one for one in value.get("reasons", ())
+            {"code": "", "message": reason} if isinstance(reason, str) else reason
+            for reason in value.get("reasons", ())
         ]
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:

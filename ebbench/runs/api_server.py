@@ -126,7 +126,7 @@ def as_answered(cells: Iterable[RunSpec], figures: Callable[[RunSpec], Figures |
     run, None for others.
     """
     chosen = list(dict.fromkeys(cells))
-    busy = {_load(cell) for cell in chosen if (found := figures(cell)) is not None and left_out_of(cell, found)}
+    busy = {_load(cell) for cell in chosen if (known := figures(cell)) is not None and left_out_of(cell, known)}
     return {cell: cell.changed(api_server=DEFAULT_CLASS) if _load(cell) in busy else cell for cell in chosen}
 
 
