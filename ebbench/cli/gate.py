@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 judging, measuring, output, other = map(under, ("Judging", "Measuring interleaved", "Output", "Other uses"))
 _METRICS = (
-    "Figure to gate: throughput, requests, tokens, goodput, or ttft, tpot, itl, e2el (medians), or one of these with "
-    "-mean, -p90, -p95, -p99. Repeatable. Default throughput, ttft and tpot."
+    "Figure to gate: throughput, requests, tokens, goodput, tokens-per-step, or ttft, tpot, itl, e2el (medians), or "
+    "one of these with -mean, -p90, -p95, -p99. Repeatable. Default throughput, ttft and tpot."
 )
 _MAX_PAIRS = (
     "Measure pairs until the answer is known, so many at most; default 40. Without commands: judge the runs there by "
