@@ -9,12 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.untrusted import visible
 
 # Refuses options that would have no effect.
 
@@ -62,6 +64,27 @@ def opt(*names: str, help: str, panel: str, complete: Callable[[str], Any] | Non
     """An option under a heading of ``--help``; ``complete`` returns the names that the shell offers for its value."""
     option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel, autocompletion=complete)
     return option
+
+
+def runs_meant(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with those of runs for a ``--name``. Raises DataError for what is neither."""
+    if all(path.exists() for path in paths):
+        return list(paths)
+    from ebbench.runs.stored import run_paths
+
+    return run_paths(paths, lambda line: typer.echo(visible(line), err=True))
+
+
+def _named(paths: list[Path] | None) -> list[Path] | None:
+    return paths and runs_meant(paths)
+
+
+RUNS = "Run directories, directories of runs, or --name of runs."
+RunPaths = Annotated[list[Path], typer.Argument(help=RUNS, callback=_named)]
+RunRoots = Annotated[
+    list[Path] | None,
+    typer.Option("--runs", "-r", help="Directories, or --name, of runs. Repeatable. Default: runs.", callback=_named),
+]
 
 
 def under(panel: str) -> Callable[..., typer.models.OptionInfo]:

@@ -119,7 +119,7 @@ def plan(
         tasks, question, price, Console(stderr=True, highlight=False), arrivals_given=target.scenario is not None,
         workers=output.workers, quiet=output.quiet,
     )  # fmt: skip
-    if output.plot is not None and sized.deployments.found:
+    if output.plot is not None and sized.deployments.carrying:
         chart.save_frontier(sized.deployments, bool(sized.prices), output.plot)
     if output.as_json:
         sys.stdout.write(json.dumps(plan_sentences.as_dict(*sized.shown), indent=2, allow_nan=False) + "\n")
@@ -127,7 +127,7 @@ def plan(
         console = Console(highlight=False)
         for part in plan_sentences.parts(*sized.shown):
             console.print(part, markup=False, soft_wrap=isinstance(part, str))
-    if not sized.deployments.found:
+    if not sized.deployments.carrying:
         sys.exit(UsageError.exit_code)
 
 
