@@ -231,11 +231,16 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return drafter
 
 
-@pytest.mark.parametrize(
-    ("method", "policy"),
-    [(method, policy) for method in DRAFTERS for policy in (*POLICIES[:5], "deferred:k=8")]
-    + [("eagle", policy) for policy in (*POLICIES[5:], *RIVALS, ADAPTIVE)],
-)
+def with_drafts() -> list[Any]:
+    """Methods with policies; those that `make test` leaves to `make nightly` are marked."""
+    every = [(method, policy) for method in DRAFTERS for policy in (*POLICIES[:5], "deferred:k=8")]
+    every += [("eagle", policy) for policy in (*POLICIES[5:], *RIVALS, ADAPTIVE)]
+    often = {("ngram", policy) for policy in POLICIES[:5]} | {("eagle", policy) for policy in POLICIES[2:5]}
+    often |= {(method, policy) for method in DRAFTERS for policy in POLICIES[1:3]}
+    return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.nightly) for pair in every]
+
+
+@pytest.mark.parametrize(("method", "policy"), with_drafts())
 def test_answers_are_those_of_v1_with_drafts(
     drafters: Callable[[str], tuple[Drafter, Served]], method: str, policy: str
 ) -> None:
