@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.untrusted import visible
 
 # Refuses options that would have no effect.
 
@@ -25,7 +26,7 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
     """Raise UsageError for the first of ``options`` (parameter names) that was given but is not read by ``what``."""
     names = {param.name: _shown(param) for param in context.command.params}
     for option in given_options(context, [option for option in options if option not in reads]):
-        it = f"it uses {', '.join(names[one] for one in reads)}" if reads else "leave it out"
+        it = f"it uses {', '.join(names[name] for name in reads)}" if reads else "leave it out"
         raise UsageError(f"{what} does not use {option}; {it}")
 
 
@@ -66,6 +67,27 @@ def opt(*names: str, help: str, panel: str, complete: Callable[[str], Any] | Non
     return option
 
 
+def runs_meant(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with those of runs for a ``--name``. Raises DataError for what is neither."""
+    if all(path.exists() for path in paths):
+        return list(paths)
+    from ebbench.runs.stored import run_paths
+
+    return run_paths(paths, lambda line: typer.echo(visible(line), err=True))
+
+
+def _named(paths: list[Path] | None) -> list[Path] | None:
+    return paths and runs_meant(paths)
+
+
+RUNS = "Run directories, directories of runs, or --name of runs."
+RunPaths = Annotated[list[Path], typer.Argument(help=RUNS, callback=_named)]
+RunRoots = Annotated[
+    list[Path] | None,
+    typer.Option("--runs", "-r", help="Directories, or --name, of runs. Repeatable. Default: runs.", callback=_named),
+]
+
+
 def under(panel: str) -> Callable[..., typer.models.OptionInfo]:
     """:func:`opt` under one heading; without a name the option is called as its parameter."""
     return partial(opt, panel=panel)
@@ -103,7 +125,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     def call(**given: Any) -> None:
         made: dict[str, Any] = {name: marker.take(given["context"], given) for name, marker in of_runs.items()}
         made |= {
-            name: group(**{one.name: given.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+            name: group(**{member.name: given.pop(member.name) for member in fields(group)})
+            for name, group in groups.items()
         }
         command(**made, **given)
 

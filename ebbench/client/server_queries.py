@@ -58,7 +58,7 @@ def unused_proxy(server: ServerUrl, environ: Mapping[str, str]) -> str | None:
     if any(name in ("*", host) or host.endswith(f".{name}") for name in direct):
         return None
     names = ("https_proxy" if server.secure else "http_proxy", "all_proxy")
-    named = next((one for name in names for one in (name, name.upper()) if environ.get(one)), None)
+    named = next((variable for name in names for variable in (name, name.upper()) if environ.get(variable)), None)
     if named is None:
         return None
     return f"{named} names a proxy, and ebbench uses none: give an address that this machine reaches without it"
@@ -171,7 +171,7 @@ class _Direct:
     async def ask(self, method: str, url: str, timeout_s: float, limit_bytes: int | None, json: bytes | None) -> Answer:
         """See :func:`ebbench.network.questions.ask`. Raises TransportError, UsageError for the URL."""
         kind = {} if json is None else {"content-type": "application/json"}
-        head = RequestHead.of(method, url, self._headers | kind | {"connection": "close"})
+        head = RequestHead.of(method, url, {**self._headers, **kind, "connection": "close"})
         page = _Page(limit_bytes or 0)
         pool = ConnectionPool(head, self._tls, 2 * timeout_s, "per-request")
         try:
@@ -346,10 +346,10 @@ class ServerQueries:
         """The version that the server names at /version, as vLLM does; None if it names none."""
         try:
             answer = await self._ask("GET", self._server.page("version"), _OTHER_BYTES)
-            found = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
+            version = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
         except (TransportError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return self._redacted(found)[:LONGEST_VERSION] if isinstance(found, str) and found else None
+        return self._redacted(version)[:LONGEST_VERSION] if isinstance(version, str) and version else None
 
     async def metrics(self) -> str | None:
         """The text of /metrics, or None if the server has none that can be read."""
@@ -396,22 +396,22 @@ class ServerQueries:
                 return _Ready(self._redacted(_reason(error)))
         if 200 <= status < 300:
             return _Ready()
-        found = f"/health gives no answer within {timeout_s:.3g} s" if slow else f"/health answers {status}"
+        problem = f"/health gives no answer within {timeout_s:.3g} s" if slow else f"/health answers {status}"
         passing = slow or status >= 500 or status in (408, 429)
-        return await self._state_without_health(found, passing and status != 501, timeout_s)
+        return await self._state_without_health(problem, passing and status != 501, timeout_s)
 
-    async def _state_without_health(self, found: str, passing: bool, timeout_s: float) -> _Ready:
+    async def _state_without_health(self, problem: str, passing: bool, timeout_s: float) -> _Ready:
         """Judge by /v1/models. ``passing``: /health may still become good."""
         try:
             status = (await self._models(timeout_s)).status
         except _NoModelsError as error:
-            return _Ready(f"{found}, and /v1/models {error}")
+            return _Ready(f"{problem}, and /v1/models {error}")
         if passing:
-            return _Ready(found, f"The server's {found}" if status == 200 else None)
+            return _Ready(problem, f"The server's {problem}" if status == 200 else None)
         if status in _FORBIDDEN and self._options.model is None:
-            raise RunError(f"{self._server}: {found}, /v1/models {status}; {self._key_remedy()}")
+            raise RunError(f"{self._server}: {problem}, /v1/models {status}; {self._key_remedy()}")
         if status >= 500 or status in (408, 429):
-            return _Ready(f"{found}, /v1/models {status}")
+            return _Ready(f"{problem}, /v1/models {status}")
         return _Ready()
 
     async def _completes(self) -> bool:
@@ -478,11 +478,11 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
 
 def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
-    found: dict[str, Any] = {
+    typed: dict[str, Any] = {
         name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
     }
     limit = whole_number(entry.get("max_model_len"), at_least=1)
-    return found if limit is None else found | {"max_model_len": limit}
+    return typed if limit is None else typed | {"max_model_len": limit}
 
 
 def _refusal(answer: Answer) -> str:
@@ -501,7 +501,9 @@ def _refusal(answer: Answer) -> str:
 def _cut(text: str) -> str:
     """The beginning of a server's words, without characters that a terminal would obey."""
     shown = text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in shown
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -604,14 +606,14 @@ def reported_settings(samples: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
     A setting in which the engines of a server differ is left out.
     """
-    found: dict[str, set[Any]] = {}
+    values_by_name: dict[str, set[Any]] = {}
     for name, labels in samples:
         if name == _POLICY_INFO:
-            found.setdefault(POLICY, set()).add(msgspec.json.decode(labels).get("policy"))
+            values_by_name.setdefault(POLICY, set()).add(msgspec.json.decode(labels).get("policy"))
         elif name == _CACHE_INFO:
             for ours, value in _cache_settings(msgspec.json.decode(labels)):
-                found.setdefault(ours, set()).add(value)
-    return {name: values.pop() for name, values in found.items() if len(values) == 1 and values != {None}}
+                values_by_name.setdefault(ours, set()).add(value)
+    return {name: values.pop() for name, values in values_by_name.items() if len(values) == 1 and values != {None}}
 
 
 def _cache_settings(labels: Mapping[str, str]) -> Iterable[tuple[str, Any]]:

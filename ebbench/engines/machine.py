@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -102,14 +101,16 @@ def engine_versions(engine: str) -> dict[str, str]:
     """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
     if engine not in ("emulated", "vllm"):
         return {}
-    found = {"vllm": version} if (version := _vllm_version()) else {}
+    versions = {"vllm": version} if (version := _vllm_version()) else {}
     if engine == "vllm":
         gpus = visible_gpus()
-        found |= {"driver": gpus[0].driver} if gpus else {}
-    return found
+        versions |= {"driver": gpus[0].driver} if gpus else {}
+    return versions
 
 
 def _vllm_version() -> str:
+    from importlib import metadata
+
     for name in _DISTRIBUTIONS:
         try:
             return metadata.version(name)
