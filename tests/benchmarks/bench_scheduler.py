@@ -277,7 +277,7 @@ def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
 
 
 def fitted(chosen: list[str], rounds: int, bench: Bench, smaller: list[Bench]) -> None:
-    """Print the fit of stock's calls (also at ``smaller`` loads), and each policy's time against stock's for its steps."""
+    """Print the fit of stock's calls (also at ``smaller`` loads), each policy's time against it."""
     few = [pair_of(less, (STOCK, STOCK))[0] for less in smaller]
     print(f"{'schedule()':32}{'calls':>14}{'fixed us':>10}{'us/seq.':>9}{'us/prompt':>11}  ", end="")
     print("per sequence, to stock; predicted; measured/predicted (smallest to largest)")
