@@ -85,7 +85,9 @@ def gate(
         return
     if len(given) != 2:
         raise UsageError(f"gate needs two arguments, BASELINE and CANDIDATE, not {len(given)}")
-    sides = interleave.GateSides(given[0], given[1], rules, tuple(allow or ()), interleave.policies_of(policy or ()))
+    sides = interleave.GateSides(
+        given[0], given[1], rules, tuple(allow or ()), interleave.policies_of_sides(policy or ())
+    )
     verdict = _judged(sides, wanted, verdicts.VerdictFiles(junit, summary), messages, as_json=as_json)
     raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])
 

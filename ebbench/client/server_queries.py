@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import finite_number, whole_number
-from ebbench.client.stream_messages import document_of
+from ebbench.client.stream_messages import parse_document
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.connections import tls_context
@@ -373,7 +373,7 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
     """The models by id, each with those of its fields that have the right type. Raises _NoModelsError."""
     if answer.status != 200:
         raise _NoModelsError(_refusal(answer))
-    document = document_of(answer.body)
+    document = parse_document(answer.body)
     if document is None:
         kind = answer.headers.get("content-type", "no content type")
         if "json" in kind or answer.body.lstrip()[:1] in (b"[", b"{"):

@@ -44,7 +44,7 @@ class Module(NamedTuple):
     params: int
 
 
-def modules_of(
+def read_modules(
     model: ModelGeometry, names: ModuleNames, mixers: Sequence[Sequence[Mixer]], mlps: Sequence[str], dense: str
 ) -> Iterator[Module]:
     """The weights of all layers; ``mixers`` and ``mlps``: of every layer, of which ``dense`` is a dense MLP's name."""
@@ -147,7 +147,7 @@ class _Scheme(NamedTuple):
     dtype: str
 
 
-def types_of(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
+def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
     """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
 
     ``modules``: its weights. Raises InputFileError, by the right name, for what vLLM does not read or what has no size

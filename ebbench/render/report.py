@@ -18,7 +18,7 @@ from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
 from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
-from ebbench.render.sentences import doubts_of
+from ebbench.render.sentences import doubts_by_case
 
 # The conditions that all runs share, in sentences: machine, load, requests, limits. Tables show what differs.
 
@@ -200,7 +200,7 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
     parts += notes("Requests that did not complete", failure_lines(summaries))
-    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_of(cases), *sentences.caveats(groups)])
+    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_by_case(cases), *sentences.caveats(groups)])
     parts += notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
@@ -216,7 +216,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
         *(f"Did not complete: {line}" for line in failure_lines(summaries)),
         *sentences.missing(groups),
-        *doubts_of(cases),
+        *doubts_by_case(cases),
         *sentences.caveats(groups),
     ]
     parts = [section for case in cases for section in tables.parts(case)]

@@ -88,7 +88,7 @@ class Speculative:
 
 
 @cache
-def speculative_of(text: str) -> Speculative:
+def parse_speculative(text: str) -> Speculative:
     """Read the setting. Raises UsageError."""
     given = _pairs(text)
     method = given.pop("method", None)
@@ -276,7 +276,7 @@ class HostCosts:
         )
 
 
-def release_of(version: str) -> tuple[int, int] | None:
+def parse_release(version: str) -> tuple[int, int] | None:
     """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
     matched = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
     return None if matched is None else (int(matched[1]), int(matched[2]))
@@ -288,7 +288,7 @@ _SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}
 
 def version_defaults(version: str | None) -> dict[str, bool]:
     """Settings that are off by default in this version of vLLM, unlike here; {} for None and for other texts."""
-    release = release_of(version or "")
+    release = parse_release(version or "")
     return {} if release is None else {name: False for name, since in _SINCE.items() if release < since}
 
 
@@ -428,7 +428,7 @@ class EngineOptions:
         check_ranges(self)
         if self.speculative is None:
             return
-        drafts = speculative_of(self.speculative)
+        drafts = parse_speculative(self.speculative)
         # A run's settings hold the rates, not the file that they are read from.
         object.__setattr__(self, "speculative", drafts.text)
         if not drafts.rules.asynchronous:
@@ -437,7 +437,7 @@ class EngineOptions:
     @property
     def drafts(self) -> Speculative | None:
         """How the server drafts tokens; None: not at all. Raises UsageError."""
-        return None if self.speculative is None else speculative_of(self.speculative)
+        return None if self.speculative is None else parse_speculative(self.speculative)
 
     @property
     def running_limit(self) -> int:
