@@ -101,16 +101,17 @@ class Compared:
     alone: tuple[str, ...] = ()
 
 
-def load_groups(paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
+def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, list[GateUnit]]:
     """Units by policy, in the order given; a policy that several arguments name is one group per argument.
 
-    Raises DataError if a run is missing, damaged or INVALID.
+    An argument is what the user calls it, a directory or a name, and its runs, or directories of them. Raises DataError
+    if a run is missing, damaged or INVALID.
     """
     by_place: dict[tuple[str, int], list[GateUnit]] = {}
-    for place, path in enumerate(paths):
-        for unit in load_units([path]):
+    for place, (_, paths) in enumerate(arguments):
+        for unit in load_units(paths):
             by_place.setdefault((unit.policy, place), []).append(unit)
-    return _merged(by_place, paths)
+    return _merged(by_place, [called for called, _ in arguments])
 
 
 def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
