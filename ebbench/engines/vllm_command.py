@@ -15,7 +15,7 @@ from pathlib import Path
 from ebbench.devices.base import Parallel
 from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, served_drafts
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec, import_root
@@ -211,7 +211,10 @@ _SIZES = {
 
 
 def serve_arguments(serving: Serving) -> list[str]:
-    """Arguments after ``vllm serve``. Raises UsageError if the policy needs a calibration and has none."""
+    """Arguments after ``vllm serve``.
+
+    Raises UsageError if the policy needs a calibration and has none, and for drafts of an emulated server.
+    """
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
     # v1 is vLLM unchanged, unless its steps are to be recorded.
@@ -219,6 +222,11 @@ def serve_arguments(serving: Serving) -> list[str]:
         config |= _plugin_config(serving)
         arguments += ["--scheduler-cls", plugin.SCHEDULER]
     if serving.emulation is not None:
+        if served_drafts(serving.extra):
+            raise UsageError(
+                "an emulated server drafts no tokens; leave out --speculative-config after --, or simulate drafts with "
+                "`ebbench run --engine emulated --speculative`"
+            )
         config[EMULATED_KEY] = _emulated_config(serving.emulation, serving.options)
         arguments += ["--distributed-executor-backend", EMULATED_EXECUTOR, "--load-format", "dummy"]
     if config:

@@ -102,11 +102,11 @@ def parse_speculative(text: str) -> Speculative:
     rates = _acceptance(given.pop("acceptance", None), tokens)
     if given:
         raise UnknownNameError(f"setting of {OPTION}", next(iter(given)), ("method", "tokens", "acceptance"))
-    tokens = len(rates) if tokens is None else tokens
-    if len(rates) > tokens:
+    if len(rates) > (most := tokens or MOST_TOKENS):
         raise UsageError(
-            f"{OPTION}: acceptance has {len(rates)} rates for {tokens} drafted tokens; give at most one per token"
+            f"{OPTION}: acceptance has {len(rates)} rates for {most} drafted tokens; give at most one per token"
         )
+    tokens = tokens or len(rates)
     return Speculative(method, tokens, _continued(rates, tokens))
 
 
@@ -163,7 +163,7 @@ def _pairs(text: str) -> dict[str, str]:
 def _tokens(text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MOST_TOKENS:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MOST_TOKENS:
         raise UsageError(f"{OPTION}: tokens must be a whole number from 1 to {MOST_TOKENS}, not {text}")
     return int(text)
 
@@ -214,12 +214,14 @@ def _measured(path: Path) -> tuple[float, ...]:
 
     The mean per position over several runs.
     """
+    from msgspec import ValidationError, convert
+
     from ebbench.foreign.documents import read_json
 
     read = read_json(path)
     try:
-        runs = [[float(rate) for rate in run["acceptance"]] for run in (read if isinstance(read, list) else [read])]
-    except (ValueError, TypeError, KeyError):
+        runs = [convert(run["acceptance"], list[float]) for run in (read if isinstance(read, list) else [read])]
+    except (ValidationError, TypeError, KeyError):
         raise UsageError(
             f"{OPTION}: {path} must be what `ebbench show RUN --json` prints of a run with drafts, or a JSON object "
             'with "acceptance": [0.8, 0.6, ...]'
