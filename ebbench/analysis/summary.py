@@ -79,7 +79,7 @@ class Drafted:
     def over(runs: Sequence[Drafted]) -> Drafted:
         """The sums over several runs; what one of them does not know is unknown."""
         steps = [run.steps for run in runs]
-        drafted, accepted = ([sum(place) for place in zip(*each, strict=False)] for each in (
+        drafted, accepted = ([sum(place) for place in zip(*by_run, strict=False)] for by_run in (
             [run.drafted for run in runs], [run.accepted for run in runs],
         ))  # fmt: skip
         tokens = sum(run.accepted_tokens for run in runs)

@@ -319,8 +319,8 @@ class _Typed:
     def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
         targets: dict[str, list[str]] = {}
         for scheme in schemes:
-            targets.setdefault(scheme.dtype, []).extend(one for one in scheme.targets if one != "Linear")
-        for_all = (one.dtype for one in schemes if not one.targets or "Linear" in one.targets)
+            targets.setdefault(scheme.dtype, []).extend(target for target in scheme.targets if target != "Linear")
+        for_all = (target.dtype for target in schemes if not target.targets or "Linear" in target.targets)
         named = tuple((_Names.of(path, listed), dtype) for dtype, listed in targets.items() if listed)
         return _Typed(named, next(for_all, PLAIN), _Names.of(path, left_out), only_experts)
 

@@ -374,9 +374,9 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
     if isinstance(frequency, list):
         flags = v.per_layer("moe_layer_freq", layers) or []
     else:
-        each = v.number("moe_layer_freq", default=0) or 1
+        frequency_of_experts = v.number("moe_layer_freq", default=0) or 1
         flags = [
-            layer % each == 0 and (layer + 1) % every == 0 and layer % period == offset % period
+            layer % frequency_of_experts == 0 and (layer + 1) % every == 0 and layer % period == offset % period
             for layer in range(layers)
         ]
     return [bool(flag) and start <= layer <= last and layer not in named for layer, flag in enumerate(flags)]

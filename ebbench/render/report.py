@@ -99,14 +99,16 @@ def _accepted(drafted: Drafted) -> str:
     rate = "" if drafted.rate is None else f"{percent(drafted.rate)} of the drafted tokens accepted"
     if drafted.mean_acceptance_length is None:
         return rate or f"{drafted.accepted_tokens:,} tokens accepted"
-    positions = f"by position: {', '.join(f'{one:.2f}' for one in drafted.acceptance)}" if drafted.acceptance else ""
+    positions = (
+        f"by position: {', '.join(f'{rate_at:.2f}' for rate_at in drafted.acceptance)}" if drafted.acceptance else ""
+    )
     said = ", ".join(filter(None, (rate, positions)))
     return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({said})' if said else ''}"
 
 
 def _unlike(summaries: Sequence[Summary]) -> bool:
     """Whether so different shares of drafts were accepted that speeds differ by that alone."""
-    known = [one.tokens_per_step or 1.0 for one in summaries if not sets_drafts(one.policy)]
+    known = [summary.tokens_per_step or 1.0 for summary in summaries if not sets_drafts(summary.policy)]
     return bool(known) and max(known) > (1.0 + ACCEPTED_ALIKE) * min(known)
 
 

@@ -84,8 +84,8 @@ def api_server_warning(
         return None
     drafted = Drafted.of(facts)
     accepted = 0 if drafted is None else drafted.accepted_tokens  # which leave in the message of another token
-    each = metrics.completed, metrics.total_input_tokens, max(metrics.total_output_tokens - accepted, 0)
-    rates = [amount / metrics.duration_s for amount in each]
+    amounts = metrics.completed, metrics.total_input_tokens, max(metrics.total_output_tokens - accepted, 0)
+    rates = [amount / metrics.duration_s for amount in amounts]
     units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
     if options.api_server == OFF:
         return left_out(processes_needed(*rates), units)

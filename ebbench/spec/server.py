@@ -115,15 +115,15 @@ def served_drafts(vllm_options: Sequence[str]) -> dict[str, Any]:
 
     Empty without one, and for what is no JSON object, which vLLM refuses.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word, following in zip(vllm_options, (*vllm_options[1:], ""), strict=False):
         name, _, value = word.partition("=")
         option, _, key = name.replace("_", "-").partition(".")
         key = _SHORT.get(option) or key.replace("-", "_")
         if option in ("--speculative-config", "-sc", *_SHORT):
             read = _json_or_text(value or following)
-            found |= {key: read} if key else read if isinstance(read, dict) else {}
-    return found
+            settings |= {key: read} if key else read if isinstance(read, dict) else {}
+    return settings
 
 
 def _json_or_text(text: str) -> Any:
