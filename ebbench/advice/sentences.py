@@ -263,7 +263,7 @@ def candidates(advice: Advice) -> Table:
     headers += [f"{'goodput' if limits else 'tokens/s'} over v1\n(95 % interval)", "TTFT\nmedian", "TPOT\nmedian"]
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
-    for score in _shown(advice):
+    for score in _scores_shown(advice):
         budget = [f"{score.max_num_batched_tokens}"] if advice.question.budgets else []
         cells = [*budget, rate(score.tokens_per_s)]
         if score.attainment is not None:
@@ -273,7 +273,7 @@ def candidates(advice: Advice) -> Table:
     return table
 
 
-def _shown(advice: Advice) -> list[PolicyScore]:
+def _scores_shown(advice: Advice) -> list[PolicyScore]:
     """Each policy at its best budget, or at the reference budget where no other is better by more than a tie.
 
     Of v1, the reference and its best other budget; and the chosen candidate in any case.

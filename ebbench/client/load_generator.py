@@ -48,7 +48,7 @@ from ebbench.records.plan import Plan, primed
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
-from ebbench.workloads.tokens import TokenizerCount, tokenizer_of
+from ebbench.workloads.tokens import TokenizerCount, load_tokenizer
 
 # Warm-up: requests before the start with the plan's lengths and other content, and then, once the prefix cache was
 # emptied, those that put what the plan takes for held into it; none of them is recorded.
@@ -365,7 +365,7 @@ def _about_server(
 
 def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | None:
     """The tokenizer that counts what the server does not; where it is not available, a note says so."""
-    counter = tokenizer_of(options.tokenizer)
+    counter = load_tokenizer(options.tokenizer)
     if counter is None and options.tokenizer is not None:
         server.notes.append(
             f"--tokenizer {options.tokenizer} is not available here, so answers without usage fail; give a local "

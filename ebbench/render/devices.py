@@ -43,7 +43,7 @@ def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]])
     yield ""
 
 
-def _kept(facts: DeviceFacts) -> str:
+def _kv_per_sequence(facts: DeviceFacts) -> str:
     """What a sequence keeps in the KV cache."""
     model = facts.model
     element = model.kv_dtype_bytes
@@ -76,7 +76,7 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
         f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
         f"{facts.profile.memory_bytes / 1e9:.1f} GB{of_each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"set aside {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
-        f"{_kept(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
+        f"{_kv_per_sequence(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
     )
     yield ""
     yield _step_table(facts)

@@ -198,7 +198,7 @@ def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> st
             f"No winner: {other.label} and {comparison.baseline} have the same figures in every pair of runs: under "
             "this load they behave identically."
         )
-    by = f"{numbers.change(contrast.change)} {_named(contrast)} of {other.label} against {comparison.baseline}"
+    by = f"{numbers.change(contrast.change)} {_figure_name(contrast)} of {other.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
     leader = other.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
@@ -253,7 +253,7 @@ def _gate_notes(comparison: PairedComparison) -> list[str]:
     return [f"undecided here, but worse by the gate's one-sided test: {', '.join(worse)}"] if worse else []
 
 
-def _named(contrast: Contrast) -> str:
+def _figure_name(contrast: Contrast) -> str:
     return {
         "output_throughput": "output tokens/s",
         "request_goodput": "requests/s within the limits",
