@@ -326,9 +326,9 @@ class Comparison(Shown):
         from ebbench.report import comparison
 
         said = [
-            comparison.verdict_sentence(comparison_of_load, other)
+            comparison.verdict_sentence(comparison_of_load, policy)
             for comparison_of_load in self.compared.comparisons
-            for other in comparison_of_load.others
+            for policy in comparison_of_load.others
         ]
         return f"<Comparison: {' '.join(said)}>"
 

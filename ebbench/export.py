@@ -489,7 +489,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _unique(run: Run, runs: Sequence[Run]) -> str:
     """The run directory's name, preceded by its parent's if another run has the same name."""
     name = run.path.resolve().name
-    same = [other for other in runs if other.path.resolve().name == name]
+    same = [candidate for candidate in runs if candidate.path.resolve().name == name]
     return name if len(same) == 1 else f"{run.path.resolve().parent.name}-{name}"
 
 

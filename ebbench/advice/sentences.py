@@ -57,9 +57,9 @@ def _with_gains(rivals: Rivals) -> str:
 
 def _some(names: Iterable[str]) -> str:
     """At most MOST_NAMED names, and how many others there are."""
-    every = list(names)
-    left = len(every) - MOST_NAMED
-    return listed([*every[:MOST_NAMED], f"{left} other policies"] if left >= 2 else every)
+    all_names = list(names)
+    left = len(all_names) - MOST_NAMED
+    return listed([*all_names[:MOST_NAMED], f"{left} other policies"] if left >= 2 else all_names)
 
 
 def _simplest(equal: Rivals, ahead: Rivals, unsure: Rivals, seeds: int, level: bool) -> str:

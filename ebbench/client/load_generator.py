@@ -133,12 +133,12 @@ def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str,
     sent_ns, answered_ns = _times(requests)
     first = np.zeros(len(sent_ns), np.bool_)
     first[list(first_rows)] = True
-    first, other = first & (sent_ns >= 0), ~first & (sent_ns >= 0)
-    slow = _overtaken(sent_ns, answered_ns, first, other)
+    first, later = first & (sent_ns >= 0), ~first & (sent_ns >= 0)
+    slow = _overtaken(sent_ns, answered_ns, first, later)
     if len(slow) < _FEWEST:
         return ()
-    slow_others = len(_overtaken(sent_ns, answered_ns, other, other))
-    if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(other.sum())):
+    slow_others = len(_overtaken(sent_ns, answered_ns, later, later))
+    if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(later.sum())):
         return ()
     waits_s = (answered_ns - sent_ns)[slow] / 1e9
     return (

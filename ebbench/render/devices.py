@@ -49,15 +49,17 @@ def _kv_per_sequence(facts: DeviceFacts) -> str:
     element = model.kv_dtype_bytes
     windows = {
         mixer.window: sum(
-            layers.layers * layers.bytes_per_token(element) for layers in model.windows if layers.window == mixer.window
+            same_window.layers * same_window.bytes_per_token(element)
+            for same_window in model.windows
+            if same_window.window == mixer.window
         )
         for mixer in model.windows
     }
-    every = model.kv_bytes_per_token - sum(windows.values())
-    parts = [f"at {every / 1e3:.0f} kB per token"] if every or not windows else []
+    bytes_of_all = model.kv_bytes_per_token - sum(windows.values())
+    parts = [f"at {bytes_of_all / 1e3:.0f} kB per token"] if bytes_of_all or not windows else []
     parts += [f"{kept / 1e3:.0f} kB per token of the last {window:,}" for window, kept in windows.items()]
     parts += [f"{model.state_bytes / 1e6:.1f} MB per sequence"] if model.state_bytes else []
-    return ", ".join(parts) if every else f"at {', '.join(parts)}"
+    return ", ".join(parts) if bytes_of_all else f"at {', '.join(parts)}"
 
 
 def _of_which(facts: DeviceFacts) -> str:

@@ -171,5 +171,5 @@ def _frontier(alt: Any, rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis, c
 
 def _is_dominated(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis) -> bool:
     own = (x[2] * row[x[0]], y[2] * row[y[0]])
-    others = [(x[2] * other[x[0]], y[2] * other[y[0]]) for other in rows]
+    others = [(x[2] * other_row[x[0]], y[2] * other_row[y[0]]) for other_row in rows]
     return any(a <= own[0] and b <= own[1] and (a, b) != own for a, b in others)

@@ -276,7 +276,7 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
     Raises UsageError if a column that was asked for does not exist, or would have two roles.
     """
     chosen: dict[str, str] = {}
-    other: list[str] = []
+    also_named: list[str] = []
     units: dict[str, str] = {}
     for role in ALIASES:
         if (column := asked.get(role)) is not None:
@@ -291,11 +291,11 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
             matches = _matches(role, names, asked.values())
             if matches:
                 chosen[role] = matches[0]
-                other += matches[1:] if role in ("input", "output", "time", "session") else []
+                also_named += matches[1:] if role in ("input", "output", "time", "session") else []
         if role in _TIMES and role in chosen and (unit := _UNIT.search(plain_name(chosen[role]))):
             units[role] = _UNITS.get(unit[1], unit[1])
     added = () if "input" in asked else _parts_of_input(chosen.get("input", ""), names)
-    return Columns(chosen, units, tuple(other), added)
+    return Columns(chosen, units, tuple(also_named), added)
 
 
 def _parts_of_input(column: str, names: Sequence[str]) -> tuple[str, ...]:

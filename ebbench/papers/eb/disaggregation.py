@@ -320,18 +320,18 @@ def _why_best(title: str, best: Measured) -> str:
     return f": prefill GPUs busy {_busy(best):.0f} %, so that neither side waits long for the other"
 
 
-def _why(title: str, other: Measured, best: Measured) -> str:
-    """Why ``other`` was slower, if its figures show it."""
+def _why(title: str, measured: Measured, best: Measured) -> str:
+    """Why ``measured`` was slower, if its figures show it."""
     if title not in _POOLS:
-        tpot, best_tpot = other.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
+        tpot, best_tpot = measured.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
         if tpot > best_tpot:
             return f" (prompts among the decodes: TPOT {tpot:.1f} ms against {best_tpot:.1f})"
-        if _ttft(other) > _ttft(best):
-            return f" (decodes while prompts wait: first token after {_ttft(other):.1f} s against {_ttft(best):.1f})"
+        if _ttft(measured) > _ttft(best):
+            return f" (decodes while prompts wait: first token after {_ttft(measured):.1f} s against {_ttft(best):.1f})"
         return ""
-    if _busy(other) >= 100 * STARVED:
-        return f" (prefill is the bottleneck: busy {_busy(other):.0f} %, first token after {_ttft(other):.1f} s)"
-    return f" (decode is the bottleneck: prefill GPUs idle {100 - _busy(other):.0f} %)"
+    if _busy(measured) >= 100 * STARVED:
+        return f" (prefill is the bottleneck: busy {_busy(measured):.0f} %, first token after {_ttft(measured):.1f} s)"
+    return f" (decode is the bottleneck: prefill GPUs idle {100 - _busy(measured):.0f} %)"
 
 
 _POOLS = frozenset(choice.title for choice in FOUR.values() if choice.topology.disaggregated)
