@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbench.devices.base import Parallel
-from ebbench.devices.model_config import positions_of, read_model_file
+from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.spec.server import EngineOptions, served_drafts
 from vllm_eb import config as plugin
@@ -45,7 +45,7 @@ def model_config(folder: Path | None) -> Mapping[str, object]:
 
 def position_limit(folder: Path | None) -> int | None:
     """The longest sequence of a local model in tokens; None where it is not known."""
-    return positions_of(model_config(folder)) or None
+    return max_positions(model_config(folder)) or None
 
 
 def check_positions(model: str, needed_tokens: int) -> None:
@@ -171,7 +171,7 @@ def _name_of(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
 
 
-def parallel_of(options: Sequence[str]) -> Parallel:
+def parse_parallel(options: Sequence[str]) -> Parallel:
     """How ``vllm serve`` with these options divides a model among GPUs. Raises UsageError for a division without costs.
 
     Data-parallel ranks that do not share experts are one unit each.
@@ -189,7 +189,7 @@ def parallel_of(options: Sequence[str]) -> Parallel:
     return Parallel(sizes["tp"], sizes["dp"] if shared > 1 else 1, shared)
 
 
-def types_of(options: Sequence[str]) -> dict[str, str]:
+def parse_types(options: Sequence[str]) -> dict[str, str]:
     """``quantization`` and ``kv_cache_dtype`` that ``vllm serve`` with these options has; only those given."""
     types = {_TYPES[name]: value for name, value in _values(options) if name in _TYPES}
     if types.get("kv_cache_dtype", "").startswith("fp8"):  # fp8_e4m3 and others have the same size

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.records.run import Run
-from ebbench.spec.run import spec_of
+from ebbench.spec.run import make_spec
 from ebbench.spec.server import served_drafts
 
 SETTING = "method=eagle3,tokens=3,acceptance=0.8,0.6,0.4"
@@ -168,9 +168,9 @@ WAYS = (
 @pytest.mark.parametrize("words", WAYS, ids=" ".join)
 def test_a_server_with_n_grams_is_not_asked_to_schedule_ahead(words: tuple[str, ...]) -> None:
     settings = {"workload": "balanced", "engine": "vllm", "model": "qwen3-8b"}
-    assert not spec_of({**settings, "vllm_options": words}).server.async_scheduling
+    assert not make_spec({**settings, "vllm_options": words}).server.async_scheduling
     for others in ((), ("--speculative-config", '{"method": "mtp"}'), ("--speculative-config", "[1]"), ("-sc",)):
-        assert spec_of({**settings, "vllm_options": others}).server.async_scheduling
+        assert make_spec({**settings, "vllm_options": others}).server.async_scheduling
 
 
 def test_the_draft_settings_of_a_server_are_read_in_any_form() -> None:
