@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 
@@ -31,7 +31,7 @@ class Server:
     gpu: str
     model: str
     method: str
-    drafters: Mapping[str, tuple[int, ...]]
+    drafters: Mapping[str, tuple[int, ...]] = field(hash=False)
     parallel: Parallel = SINGLE
 
     @property
@@ -63,16 +63,16 @@ model a decode with drafts uses the attention kernel of mixed batches in any ste
 a kernel that verifies at the price of a pure decode would leave exclusive batches more to gain."""
 SECOND_HEAD = "qwen3-30b-a3b-eagle3"
 """Left out of the plot, which has one curve per policy."""
-ABOUT = """qwen3-8b on four GPUs without drafts, with 1, 3 and 5 drafted tokens and the acceptance published for
-MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15, 0.08,
-0.04); DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own MTP layer: 1
+ABOUT = """qwen3-8b on four GPUs without drafts, with 1, 3 and 5 drafted tokens and the acceptance published for MiniMax-M3's
+EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15, 0.08, 0.04);
+DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own MTP layer: 1
 drafted token at its published acceptance (0.85), 3 at that of DeepSeek-V4-Pro's (0.79, 0.48, 0.22), since for V3 only
 the first is published (sources: ebbench/spec/acceptance.toml). Its latent attention is priced by the extra
 ebbench[tables]. Qwens with MTP (Qwen3-Next, Qwen3.5) keep a recurrent state, whose KV blocks are not simulated with
 drafts."""
-BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the
-cells and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`; eq. 8:
-cells in which the theory prefers exclusive batches:"""
+BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the cells
+and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`;
+eq. 8: cells in which the theory prefers exclusive batches:"""
 BY_CELL = """By cell: tokens/s of v1, gains of the others, and the advantage of exclusive batches by equation 8 in us
 per computed token (positive: exclusive). *: the number of drafted tokens with which v1 is fastest."""
 ABOUT_ADAPTIVE = """`marginal:draft=adaptive` compares steps of decodes alone. Where mixed batches are as fast as
