@@ -226,4 +226,4 @@ def test_a_number_of_drafts_is_a_number() -> None:
     calibration = measured_on(stepped()).calibration
     for odd in (-1, 1.5, True):
         with pytest.raises(CalibrationError, match="drafts must be a whole number"):
-            replace(calibration, drafts=odd)
+            replace(calibration, drafts=odd)  # type: ignore[arg-type]
