@@ -23,9 +23,9 @@ from ebbench.analysis.verdict import (
     Pair,
     drafts_apart,
     left_out,
-    losses_of,
     measured_somewhere,
     pair_units,
+    paired_losses,
     repeated_until_clear,
     worse_by_gate,
 )
@@ -101,16 +101,17 @@ class Compared:
     alone: tuple[str, ...] = ()
 
 
-def load_groups(paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
+def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, list[GateUnit]]:
     """Units by policy, in the order given; a policy that several arguments name is one group per argument.
 
-    Raises DataError if a run is missing, damaged or INVALID.
+    An argument is what the user calls it, a directory or a name, and its runs, or directories of them. Raises DataError
+    if a run is missing, damaged or INVALID.
     """
     by_place: dict[tuple[str, int], list[GateUnit]] = {}
-    for place, path in enumerate(paths):
-        for unit in load_units([path]):
+    for place, (_, paths) in enumerate(arguments):
+        for unit in load_units(paths):
             by_place.setdefault((unit.policy, place), []).append(unit)
-    return _merged(by_place, paths)
+    return _merged(by_place, [called for called, _ in arguments])
 
 
 def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
@@ -198,7 +199,7 @@ def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str])
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
     figures = [figure for figure in (*FIGURES, DRAFTS) if measured_somewhere(figure, pairs)]
-    losses_by_figure = {figure: losses_of(figure, pairs) for figure in figures}
+    losses_by_figure = {figure: paired_losses(figure, pairs) for figure in figures}
     skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]
     deciding = _deciding(contrasts, pairs)
@@ -215,7 +216,7 @@ def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
     sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
     known = [[rate for rate in side if rate is not None] for side in sides]
     if all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
-        return THROUGHPUT if isinstance(losses_of(REQUEST_TIME, pairs), str) else REQUEST_TIME
+        return THROUGHPUT if isinstance(paired_losses(REQUEST_TIME, pairs), str) else REQUEST_TIME
     return THROUGHPUT
 
 

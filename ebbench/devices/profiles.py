@@ -337,7 +337,7 @@ _WORDS = frozenset(
 """Fields of a profile that no figure depends on."""
 
 
-def identity_of(
+def device_identity(
     profile: DeviceProfile, model: ModelGeometry, *, cost: str, host: HostCosts | None
 ) -> tuple[tuple[str, str], ...]:
     """Names and values for a manifest that tell own models and devices from others of their names; empty for bundled

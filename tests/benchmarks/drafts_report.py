@@ -17,7 +17,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.render import figures
 from ebbench.render.palette import policy_colours
-from ebbench.spec.server import EngineOptions, published_acceptance, speculative_of
+from ebbench.spec.server import EngineOptions, parse_speculative, published_acceptance
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import NO_DRAFTS, Drafts, crossover, optimal_threshold
@@ -63,15 +63,15 @@ model a decode with drafts uses the attention kernel of mixed batches in any ste
 a kernel that verifies at the price of a pure decode would leave exclusive batches more to gain."""
 SECOND_HEAD = "qwen3-30b-a3b-eagle3"
 """Left out of the plot, which has one curve per policy."""
-ABOUT = """qwen3-8b on four GPUs without drafts, with 1, 3 and 5 drafted tokens and the acceptance published for MiniMax-M3's
-EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15, 0.08, 0.04);
+ABOUT = """qwen3-8b on four GPUs without drafts, with 1, 3 and 5 drafted tokens and the acceptance published for
+MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15, 0.08, 0.04);
 DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own MTP layer: 1
 drafted token at its published acceptance (0.85), 3 at that of DeepSeek-V4-Pro's (0.79, 0.48, 0.22), since for V3 only
 the first is published (sources: ebbench/spec/acceptance.toml). Its latent attention is priced by the extra
 ebbench[tables]. Qwens with MTP (Qwen3-Next, Qwen3.5) keep a recurrent state, whose KV blocks are not simulated with
 drafts."""
-BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the cells
-and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`;
+BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the
+cells and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`;
 eq. 8: cells in which the theory prefers exclusive batches:"""
 BY_CELL = """By cell: tokens/s of v1, gains of the others, and the advantage of exclusive batches by equation 8 in us
 per computed token (positive: exclusive). *: the number of drafted tokens with which v1 is fastest."""
@@ -117,7 +117,7 @@ def cells(prompts: int, servers: Sequence[Server] = SERVERS) -> Iterator[Cell]:
 def _cell(server: Server, workload: str, plan: Plan, drafter: str, tokens: int) -> Cell:
     rates = ",".join(map(str, published_acceptance()[drafter][:tokens])) if tokens else ""
     text = f"method={server.method},acceptance={rates}" if tokens else None
-    speculative = speculative_of(text) if text else None
+    speculative = parse_speculative(text) if text else None
     device = load_device(server.gpu, server.model, parallel=server.parallel, speculative=speculative)
     options = EngineOptions(max_num_seqs=SEQS, speculative=text)
     speeds = {}

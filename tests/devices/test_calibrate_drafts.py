@@ -19,7 +19,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.costs import serving_costs
 from ebbench.engines.setup import unknown_device
 from ebbench.errors import UsageError
-from ebbench.spec.server import speculative_of
+from ebbench.spec.server import parse_speculative
 from vllm_eb.calibration import CalibrationError, calibration_from_json, calibration_to_json
 from vllm_eb.policy import parse_policy
 
@@ -131,7 +131,7 @@ def test_costs_of_decodes_are_per_computed_token() -> None:
 def test_a_profile_prices_steps_by_their_drafts(tmp_path: Path) -> None:
     profile = profile_of(measured_on(stepped()), tmp_path / "made")
     for tokens in (1, 2, DRAFTS, 4):
-        speculative = speculative_of(f"method=ngram,tokens={tokens},acceptance=0.5")
+        speculative = parse_speculative(f"method=ngram,tokens={tokens},acceptance=0.5")
         device = load_device(profile, "qwen3-8b", speculative=speculative)
         shape = StepShape((), 8, 8 * 200, 8, 8 * tokens)
         between = DECODE_S * 8 + STEP_S + (DRAFT_S * 8 * DRAFTS + DRAFTER_S) * tokens / DRAFTS
@@ -150,7 +150,7 @@ def test_steps_that_were_not_measured_are_refused(tmp_path: Path) -> None:
     profile = profile_of(measured_on(stepped(switches=False)), tmp_path / "made")
     with pytest.raises(UsageError, match="only steps with 3 drafted tokens were measured"):
         load_device(profile, "qwen3-8b")
-    assert load_device(profile, "qwen3-8b", speculative=speculative_of("method=ngram,tokens=3,acceptance=0.5"))
+    assert load_device(profile, "qwen3-8b", speculative=parse_speculative("method=ngram,tokens=3,acceptance=0.5"))
 
 
 def test_the_check_runs_with_drafts_and_is_predicted_with_them() -> None:
