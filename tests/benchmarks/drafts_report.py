@@ -64,12 +64,12 @@ a kernel that verifies at the price of a pure decode would leave exclusive batch
 SECOND_HEAD = "qwen3-30b-a3b-eagle3"
 """Left out of the plot, which has one curve per policy."""
 ABOUT = """qwen3-8b on four GPUs without drafts, with 1, 3 and 5 drafted tokens and the acceptance published for
-MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15, 0.08, 0.04);
-DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own MTP layer: 1
-drafted token at its published acceptance (0.85), 3 at that of DeepSeek-V4-Pro's (0.79, 0.48, 0.22), since for V3 only
-the first is published (sources: ebbench/spec/acceptance.toml). Its latent attention is priced by the extra
-ebbench[tables]. Qwens with MTP (Qwen3-Next, Qwen3.5) keep a recurrent state, whose KV blocks are not simulated with
-drafts."""
+MiniMax-M3's EAGLE-3 head (0.78, 0.60, 0.45, 0.28, 0.24), and with 5 and that for Qwen3-30B-A3B's (0.59, 0.30, 0.15,
+0.08, 0.04); DeepSeek-V3 in FP8 on eight H200 (tp = 8) and eight B200 (tp = 8, experts over all eight) with its own
+MTP layer: 1 drafted token at its published acceptance (0.85), 3 at that of DeepSeek-V4-Pro's (0.79, 0.48, 0.22),
+since for V3 only the first is published (sources: ebbench/spec/acceptance.toml). Its latent attention is priced by
+the extra ebbench[tables]. Qwens with MTP (Qwen3-Next, Qwen3.5) keep a recurrent state, whose KV blocks are not
+simulated with drafts."""
 BY_DRAFTS = f"""Output tokens/s of v1 over those without drafts, then gain over v1 with the same drafts, mean over the
 cells and, in brackets, the number of cells in which a policy is more than 1 % ahead of v1. Adaptive: `{ADAPTIVE}`;
 eq. 8: cells in which the theory prefers exclusive batches:"""
