@@ -115,7 +115,7 @@ class Gain:
 def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explanation] = ()) -> tuple[Group, ...]:
     """Groups in the order in which policies first appear. ``explanations`` is empty or has one entry per summary.
 
-    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.cases_of` does.
+    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.comparison_cases` does.
     """
     policies = dict.fromkeys(summary.policy for summary in summaries)
     return tuple(_group(policy, summaries, explanations) for policy in policies)
@@ -128,7 +128,7 @@ def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Exp
     return Group(policy, tuple(summaries[place] for place in own), explained)
 
 
-def baseline_of(groups: Sequence[Group]) -> Group:
+def baseline_group(groups: Sequence[Group]) -> Group:
     """The group of ``v1``, else the first group."""
     return next((group for group in groups if group.policy == "v1"), groups[0])
 
@@ -251,7 +251,7 @@ class ComparisonCase:
     @property
     def baseline(self) -> Group:
         """The group that the others are compared with."""
-        return baseline_of(self.groups)
+        return baseline_group(self.groups)
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
@@ -259,7 +259,7 @@ class ComparisonCase:
         return tuple(summary for group in self.groups for summary in group.summaries)
 
 
-def cases_of(
+def comparison_cases(
     summaries: Sequence[Summary], explanations: Sequence[Explanation] = (), phases: Sequence[Summary] = ()
 ) -> tuple[ComparisonCase, ...]:
     """Cases in the order of their first runs; in each case the baseline comes first.
@@ -294,7 +294,7 @@ def cases_of(
 def cases_of_results(results: Sequence[RunResult]) -> tuple[ComparisonCase, ...]:
     """The cases of runs that were read as a whole."""
     phases = [phase for result in results for phase in result.phases]
-    return cases_of([result.summary for result in results], [result.explanation for result in results], phases)
+    return comparison_cases([result.summary for result in results], [result.explanation for result in results], phases)
 
 
 MEASUREMENT = "measurement"
@@ -312,7 +312,7 @@ def measurements(summaries: Sequence[Summary]) -> list[str]:
         members.setdefault(tuple(sorted(summary.conditions.items())), []).append(place)
     labels = [""] * len(summaries)
     for places in members.values():
-        if len({_asked(summaries[place]) for place in places}) == len(places):
+        if len({_policy_seed_plan(summaries[place]) for place in places}) == len(places):
             continue
         rounds = _rounds(places, summaries)
         named = _places_and_dates([[summaries[place] for place in part] for part in rounds])
@@ -322,7 +322,7 @@ def measurements(summaries: Sequence[Summary]) -> list[str]:
     return labels
 
 
-def _asked(summary: Summary) -> tuple[str, int, str]:
+def _policy_seed_plan(summary: Summary) -> tuple[str, int, str]:
     """The key that runs of different measurements of one thing share: policy, seed and plan."""
     return summary.policy, summary.seed, summary.plan_hash
 
@@ -336,8 +336,8 @@ def _rounds(places: Sequence[int], summaries: Sequence[Summary]) -> list[list[in
             number
             for number in itertools.count()
             if (parent, number + 1) not in rounds
-            and _asked(summaries[place])
-            not in {_asked(summaries[placed]) for placed in rounds.get((parent, number), ())}
+            and _policy_seed_plan(summaries[place])
+            not in {_policy_seed_plan(summaries[placed]) for placed in rounds.get((parent, number), ())}
         )
         rounds.setdefault((parent, number), []).append(place)
     return list(rounds.values())
@@ -358,7 +358,7 @@ def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
 
 
 def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     return (baseline, *(group for group in groups if group is not baseline))
 
 
@@ -416,11 +416,11 @@ def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
 
 
 def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, complete: bool) -> str:
-    words = [_worded(name, conditions.get(name, ""), complete=complete) for name in apart]
+    words = [_with_name(name, conditions.get(name, ""), complete=complete) for name in apart]
     return ", ".join([*(word for word in words if word), *([f"plan {plan}"] if plan else [])])
 
 
-def _worded(name: str, text: str, *, complete: bool) -> str:
+def _with_name(name: str, text: str, *, complete: bool) -> str:
     if not text or text == "None":
         return f"{name} not recorded" if complete else ""
     return f"{NAMES.get(name, name)} {text}".strip()

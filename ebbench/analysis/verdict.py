@@ -263,7 +263,7 @@ def judge(
     losses, skipped = {}, {}
     drafted = [DRAFTS] if measured_somewhere(DRAFTS, pairs) else []
     for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted]):
-        losses_or_why = losses_of(figure, pairs)
+        losses_or_why = paired_losses(figure, pairs)
         if isinstance(losses_or_why, str):
             skipped[figure] = losses_or_why
         else:
@@ -272,7 +272,7 @@ def judge(
     adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
-    partial = [figure for figure in rules.gated if figure in skipped and _missed(figure, pairs, rules)]
+    partial = [figure for figure in rules.gated if figure in skipped and _leaves_open(figure, pairs, rules)]
     cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)), cause)
@@ -284,7 +284,7 @@ def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[s
     losses = {
         figure: losses_or_why
         for figure in rules.gated
-        if not isinstance(losses_or_why := losses_of(figure, pairs), str)
+        if not isinstance(losses_or_why := paired_losses(figure, pairs), str)
     }
     adjusted = zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True)
     return {figure: p for figure, p in adjusted if p <= rules.alpha}
@@ -295,7 +295,7 @@ def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
     return any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
 
 
-def _missed(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
+def _leaves_open(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
     """Whether a gated figure that cannot be judged leaves the verdict open: it was chosen, or some runs have it."""
     return rules.gated != GATED or measured_somewhere(figure, pairs)
 
@@ -323,7 +323,7 @@ def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
     return any(unit.figures.get(figure) is not None for unit in units)
 
 
-def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
+def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
     """Log ratios, positive if the candidate is worse, or the reason why they cannot be computed."""
     if (
         figure == "request_goodput"

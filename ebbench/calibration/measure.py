@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.declare import Setting, values_of
+from ebbench.config.declare import Setting, parse_values
 from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import fixed_and_each
@@ -106,7 +106,7 @@ SMALL = ("32,128,512", "1,8,32", "32,256")
 """Prompt tokens, sequences and KV tokens per decode that are measured on a GPU, and where vLLM runs on a CPU."""
 
 
-def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
+def parse_grid(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
     """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
     default = SMALL if engine == "vllm" and not machine.visible_gpus() else LARGE
     return ProbeGrid(
@@ -118,7 +118,7 @@ def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | N
 
 def _sizes(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas and increasing. Raises UsageError."""
-    sizes = values_of(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
+    sizes = parse_values(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
     if len(sizes) < 2 or any(b <= a for a, b in pairwise(sizes)):
         raise UsageError(f"{option} {text}: at least two sizes, increasing")
     return sizes
@@ -298,8 +298,8 @@ def fit(
 ) -> MeasuredCosts:
     """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
     alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
-    every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
-    alpha_d, beta_d, decode_r2 = _line([n for n, _ in every], [t for _, t in every])
+    decode_points = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
+    alpha_d, beta_d, decode_r2 = _line([n for n, _ in decode_points], [t for _, t in decode_points])
     alpha_mb, mixed, mixed_r2 = _mixed(grid, alpha_p)
     calibration = Calibration(
         alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
@@ -394,9 +394,9 @@ def read_steps(path: Path) -> TorchSteps:
 
 def costs_of_steps(steps: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
     """The costs of the model by those steps. Raises UsageError for a model of other sizes."""
-    other = [name for name, size in steps.decoder.items() if getattr(model, name, None) != size]
-    if other or not model.plain or model.experts:
-        sizes = ", ".join(f"{name} {steps.decoder[name]:,}" for name in other) or "a dense decoder in 16 bits"
+    unlike = [name for name, size in steps.decoder.items() if getattr(model, name, None) != size]
+    if unlike or not model.plain or model.experts:
+        sizes = ", ".join(f"{name} {steps.decoder[name]:,}" for name in unlike) or "a dense decoder in 16 bits"
         raise UsageError(f"the steps are of a decoder with {sizes}, unlike {model.name}: give its --model")
     grid = ProbeGrid(steps.grid.tokens, steps.grid.seqs, steps.grid.contexts, steps.grid.repeats)
     seconds = {timed.step: float(np.median(timed.times_s)) for timed in steps.steps}

@@ -44,7 +44,7 @@ class Module(NamedTuple):
     params: int
 
 
-def modules_of(
+def read_modules(
     model: ModelGeometry, names: ModuleNames, mixers: Sequence[Sequence[Mixer]], mlps: Sequence[str], dense: str
 ) -> Iterator[Module]:
     """The weights of all layers; ``mixers`` and ``mlps``: of every layer, of which ``dense`` is a dense MLP's name."""
@@ -147,7 +147,7 @@ class _Scheme(NamedTuple):
     dtype: str
 
 
-def types_of(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
+def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
     """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
 
     ``modules``: its weights. Raises InputFileError, by the right name, for what vLLM does not read or what has no size
@@ -171,10 +171,10 @@ def _configuration(path: Path, raw: Mapping[str, Any]) -> tuple[str, Mapping[str
             raise InputFileError(path, f"{key} must be an object")
         if value:
             return key, value
-    return BESIDE, _beside(path)
+    return BESIDE, _hf_quant_config(path)
 
 
-def _beside(path: Path) -> Mapping[str, Any]:
+def _hf_quant_config(path: Path) -> Mapping[str, Any]:
     """ModelOptimizer's file beside a config.json; empty without one."""
     beside = path.with_name(BESIDE)
     return read_object(beside) if beside.is_file() else {}
@@ -319,8 +319,8 @@ class _Typed:
     def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
         targets: dict[str, list[str]] = {}
         for scheme in schemes:
-            targets.setdefault(scheme.dtype, []).extend(one for one in scheme.targets if one != "Linear")
-        for_all = (one.dtype for one in schemes if not one.targets or "Linear" in one.targets)
+            targets.setdefault(scheme.dtype, []).extend(target for target in scheme.targets if target != "Linear")
+        for_all = (target.dtype for target in schemes if not target.targets or "Linear" in target.targets)
         named = tuple((_Names.of(path, listed), dtype) for dtype, listed in targets.items() if listed)
         return _Typed(named, next(for_all, PLAIN), _Names.of(path, left_out), only_experts)
 
@@ -419,7 +419,7 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     # Scales of the cache are in the checkpoint, whatever config.json calls its weights.
     places = [
         *((config, _inner(config)) if method.startswith("modelopt") else ()),
-        beside := _beside(path),
+        beside := _hf_quant_config(path),
         _inner(beside),
     ]
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")

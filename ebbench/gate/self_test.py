@@ -25,14 +25,14 @@ import numpy as np
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.analysis.statistics import evidence
-from ebbench.analysis.units import GateUnit, figures_of
+from ebbench.analysis.units import GateUnit, unit_figures
 from ebbench.analysis.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.runs.pool import pool_of, values
+from ebbench.runs.pool import make_pool, values
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -117,7 +117,7 @@ def tried_in_parallel(trials: int, workers: int | None, rules: Rules, say: Calla
     """The self-test with so many trials per noise in worker processes. Raises UsageError."""
     if trials < 20:
         raise UsageError(f"--trials must be at least 20, not {trials}")
-    pool = pool_of(workers, trials)
+    pool = make_pool(workers, trials)
     return run_self_test(
         trials=trials,
         power_trials=trials // 5,
@@ -253,7 +253,7 @@ def _restart(
         device, cost=_Disturbed(device.cost, speed, noise, np.random.default_rng(drawn.integers(2**63)))
     )
     result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS).uninterrupted()
-    return figures_of(measure(RequestColumns.of(result.requests)))
+    return unit_figures(measure(RequestColumns.of(result.requests)))
 
 
 class _Disturbed:

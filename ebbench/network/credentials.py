@@ -19,12 +19,12 @@ def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
 
 
-def forms_of(values: Iterable[str]) -> tuple[str, ...]:
+def written_forms(values: Iterable[str]) -> tuple[str, ...]:
     """The forms in which a server may repeat secret values, longest first.
 
     Parts of a value count too where they are long enough for a secret: ``Basic dXNlcjpwYXNz``, ``session=4f3a1c2b9d``.
     """
-    texts = {text for value in values for text in (value.strip(), *_parts(value)) if text}
+    texts = {text for value in values for text in (value.strip(), *_secret_parts(value)) if text}
     forms = {
         form
         for text in texts
@@ -34,7 +34,7 @@ def forms_of(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, hidden: tuple[str, ...]) -> str:
-    """``text`` without the texts of ``hidden``, which come from :func:`forms_of`; cut it afterwards, not before.
+    """``text`` without the texts of ``hidden``, which come from :func:`written_forms`; cut it afterwards, not before.
 
     The beginning of one at the very end is hidden as well: the text may have been cut where it was received.
     """
@@ -48,5 +48,5 @@ def redacted(text: str, hidden: tuple[str, ...]) -> str:
     return text
 
 
-def _parts(value: str) -> list[str]:
+def _secret_parts(value: str) -> list[str]:
     return [part for part in re.split(r"[\s;,=]+", value) if len(part) >= LONG]

@@ -220,7 +220,7 @@ class StepLog:
         kept, self._kept = self._kept, _Kept((), [])
         folded, last = deque(kept.folded), _columns_of(kept.steps)
         del kept
-        parts = _after(first, chain((_unfold(folded.popleft()) for _ in range(len(folded))), [last]))
+        parts = _without_first_rows(first, chain((_unfold(folded.popleft()) for _ in range(len(folded))), [last]))
         made: list[pa.Table] = []
         for part in _by_time(parts) if by_time else parts:
             made.append(_finished(part, request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
@@ -274,7 +274,7 @@ class FigureLog:
         return pa.table({name: pa.array(columns[name]) for name in schema.names}).cast(schema)
 
 
-def phase_of(step: Step) -> str:
+def step_phase(step: Step) -> str:
     """What a step held: prefill, decode or mixed."""
     if not step.prefill_tokens:
         return "decode"
@@ -306,7 +306,7 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
     offsets = _offsets(rows)
     columns = {name: pa.array(_column(made, name), STEPS.field(name).type) for name in PLAIN_COLUMNS} | {
         "instance": pa.array([instance for instance, _ in steps], pa.int32()),
-        "phase": pa.array(list(map(phase_of, made)), pa.string()),
+        "phase": pa.array(list(map(step_phase, made)), pa.string()),
         "request_ids": pa.ListArray.from_arrays(offsets, pa.array(_flat(rows))),
         "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(_flat(_column(made, "tokens")))),
         "preemptions": pa.array(list(map(len, preempted)), pa.int32()),
@@ -315,7 +315,7 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
     return pa.table(columns)
 
 
-def _after(first: int, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def _without_first_rows(first: int, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """The parts without the ``first`` rows of them all."""
     for part in parts:
         yield part.slice(first)
@@ -351,13 +351,13 @@ def _finished(
     finished |= {
         "step_id": np.arange(first_id, first_id + count, dtype=np.int64),
         "kv_blocks_total": pa.array(blocks.astype(np.int32)),
-        "request_ids": _named(columns["request_ids"], request_ids),
-        "preempted_ids": _named(columns["preempted_ids"], request_ids),
+        "request_ids": _rows_to_ids(columns["request_ids"], request_ids),
+        "preempted_ids": _rows_to_ids(columns["preempted_ids"], request_ids),
     }
     return pa.table({name: finished[name] for name in STEPS.names}, schema=STEPS)
 
 
-def _named(rows: pa.ChunkedArray, request_ids: pa.Array) -> pa.ListArray:
+def _rows_to_ids(rows: pa.ChunkedArray, request_ids: pa.Array) -> pa.ListArray:
     """Lists of rows as lists of names."""
     lists = rows.combine_chunks()
     if isinstance(lists, pa.ChunkedArray):  # no chunk, or several

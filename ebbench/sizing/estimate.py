@@ -36,7 +36,7 @@ _FLATTEST = -0.5
 """Slopes of logit(share) over log(load) above this do not locate the crossing."""
 
 
-def crossing_of(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
+def fit_crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
     """Capacity under one requirement; None if there are too few probes, or none above it."""
     usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
     centre, reach = math.log(middle), _NEAR
@@ -133,14 +133,14 @@ def _variation(count: MetCounts, merged: int) -> tuple[float, int]:
 
     Every further probe of a search fits the earlier ones again.
     """
-    batches = _joined([(met, counted) for met, counted in count.batches if counted], merged)
+    batches = _merge_batches([(met, counted) for met, counted in count.batches if counted], merged)
     if len(batches) < 2 or not 0 < count.met < count.counted:
         return 0.0, 0
     p = count.share
     return sum((met - counted * p) ** 2 / (counted * p * (1 - p)) for met, counted in batches), len(batches) - 1
 
 
-def _joined(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, int]]:
+def _merge_batches(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, int]]:
     """Sums of ``merged`` neighbouring batches each."""
     parts = [batches[first : first + merged] for first in range(0, len(batches), merged)]
     return [(sum(met for met, _ in part), sum(counted for _, counted in part)) for part in parts]
@@ -277,7 +277,7 @@ def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
     crossings = [
         crossing
         for index, requirement in enumerate(search.requirements)
-        if (crossing := crossing_of(requirement, index, probes, middle)) is not None
+        if (crossing := fit_crossing(requirement, index, probes, middle)) is not None
     ]
     known = Estimate(middle, *_undisputed(search, probes), _blame(search, probes), fitted=False)
     best = min(crossings, key=lambda crossing: crossing.capacity or math.inf, default=None)

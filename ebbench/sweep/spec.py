@@ -20,7 +20,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, speculative_of
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, parse_speculative
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
@@ -81,7 +81,7 @@ def load_sweep(path: Path) -> Sweep:
     """
     file = load_toml(path, _File)
     lists = {f.name: values for f in _SETTINGS.values() if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
-    common = _given(path, file.common)
+    common = _given_settings(path, file.common)
     _check_file(path, file, lists, common)
     if file.repeats > 1:
         seeds = lists.get("seed", [common.pop("seed", 0)])
@@ -143,7 +143,7 @@ def _policy(path: Path, name: str) -> str:
         raise InputFileError(path, str(error)) from None
 
 
-def _given(path: Path, table: Any) -> dict[str, Any]:
+def _given_settings(path: Path, table: Any) -> dict[str, Any]:
     given = {f.name: value for f in _SETTINGS.values() if (value := getattr(table, f.name)) is not msgspec.UNSET}
     return given | ({"policy": _policy(path, given["policy"])} if "policy" in given else {})
 
@@ -153,7 +153,9 @@ _Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides:
     """Pairs of conditions on a cell and settings for it. The axes stay as listed in the grid."""
-    overrides = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
+    overrides = [
+        (_given_settings(path, override.when), _given_settings(path, override.set)) for override in file.overrides
+    ]
     for when, change in overrides:
         if not when or not change:
             raise InputFileError(path, "an override needs both `when` and `set`")
@@ -205,7 +207,7 @@ def check_cells(cells: Sequence[RunSpec]) -> None:
     cell."""
     _check_names(cells)
     _check_labels(cells)
-    problems = [problem_of(cell) for cell in cells]
+    problems = [cell_problem(cell) for cell in cells]
     if all(problems):
         raise UsageError(f"no cell of the grid can run: {problems[0]}")
     _check_engines(cells)
@@ -221,7 +223,7 @@ def _check_labels(cells: Sequence[RunSpec]) -> None:
             )
 
 
-def problem_of(cell: RunSpec) -> str:
+def cell_problem(cell: RunSpec) -> str:
     """Why no engine can run a cell's scheduler settings; empty if one can."""
     return _problem(cell.server, cell.policy)
 
@@ -281,7 +283,7 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     for model, assumed, drafts in dict.fromkeys(served):
         geometry = find_model(as_decoder(model) if assumed else model)
         if drafts is not None:
-            check_drafts(speculative_of(drafts), geometry)
+            check_drafts(parse_speculative(drafts), geometry)
 
 
 def trace_notes(cells: Sequence[RunSpec]) -> list[str]:

@@ -111,7 +111,7 @@ def _case(ended: int, running: int) -> int:
     return _SOME if ended else _NONE
 
 
-def starts_of(requests: Requests) -> Starts:
+def find_starts(requests: Requests) -> Starts:
     """The later requests of a log's sessions with what had ended when they started."""
     streams = requests.session if requests.content is None else requests.content
     after = requests.after or [None] * len(requests)
@@ -229,7 +229,7 @@ def draw_session(overlap: Overlap, turns: int, rng: np.random.Generator) -> Sess
     drawn, running = Session([_ONLY], [0]), 0
     for what, size in rng.random((turns - 1, 2)).tolist():
         running += 1
-        ended = _ended(overlap.after[drawn.case[-1]], running, what, size)
+        ended = _draw_ended(overlap.after[drawn.case[-1]], running, what, size)
         drawn.case.append(_case(ended, running))
         drawn.ended.append(ended)
         running -= ended
@@ -267,7 +267,7 @@ def draw_order(
     return order
 
 
-def _ended(after: Step, running: int, what: float, size: float) -> int:
+def _draw_ended(after: Step, running: int, what: float, size: float) -> int:
     """How many of the running requests have ended."""
     at = min(bisect_left(after.running, running), len(after.running) - 1)
     none, single = after.none_ended[at], after.one_ended[at]
@@ -304,7 +304,7 @@ def _add(order: Order, before: list[int], gone: list[int], grew: int) -> None:
     before.append(done)
 
 
-def pauses_of(session: Session, pauses: Sequence[Sequence[float]], staggers: Sequence[float]) -> list[float]:
+def pauses_before(session: Session, pauses: Sequence[Sequence[float]], staggers: Sequence[float]) -> list[float]:
     """Pause of each turn (s) from the end of what it waits for; the first has none, and the number there is unused.
 
     ``pauses``: as drawn for each kind of :attr:`Session.overlaps`, and ``staggers``, with an entry per turn.

@@ -36,9 +36,9 @@ from ebbench.workloads.requests import (
     ImageSettings,
     Int64s,
     Requests,
+    first_sessions,
     int_lists,
     ints,
-    part_of,
     repeatable,
     strings,
 )
@@ -317,16 +317,16 @@ def make_plan(options: PlanOptions) -> Plan:
 
 def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
     """The requests of all classes, each from its own workload with its own options, as of :func:`_single`."""
-    from ebbench.workloads.mixture import mixed, mixture_of, options_of
+    from ebbench.workloads.mixture import class_options, mixed, read_mixture
 
-    mixture, scenario = mixture_of(options.workload), load_scenario(options.scenario or "saturated")
+    mixture, scenario = read_mixture(options.workload), load_scenario(options.scenario or "saturated")
     assert mixture is not None  # the caller checked
     if scenario.loop == "trace" or scenario.own_lengths:
         own = "replays recorded times" if scenario.loop == "trace" else "brings its own lengths"
         raise UsageError(f"scenario {scenario.name!r} {own}; several workloads take --request-rate, -c or both")
     _check_times(options, scenario, trace=False)
-    own_options = [options_of(request_class, options) for request_class in mixture.classes]
-    default = mixture.num_prompts or mixture.most([_held(of_class) for of_class in own_options])
+    own_options = [class_options(request_class, options) for request_class in mixture.classes]
+    default = mixture.num_prompts or mixture.most([_sessions_held(of_class) for of_class in own_options])
     schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
     counts, parts = mixture.counts(schedule.sessions), []
     for request_class, of_class, count in zip(mixture.classes, own_options, counts, strict=True):
@@ -338,13 +338,13 @@ def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
     if have != counts:  # a data set has texts for no more
         schedule = make_schedule(scenario, options.load, mixture.most(have), default, options.seed)
         parts = [
-            part_of(request_class, count)
+            first_sessions(request_class, count)
             for request_class, count in zip(parts, mixture.counts(schedule.sessions), strict=True)
         ]
     return mixed(mixture, parts, options.seed, options.priorities), schedule, scenario
 
 
-def _held(options: PlanOptions) -> int:
+def _sessions_held(options: PlanOptions) -> int:
     """Sessions that a workload holds, or plans by default."""
     path = recorded_file(options.workload)
     if path is None:
@@ -535,10 +535,10 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     # The recorded lengths in order, at the scenario's times.
     schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
     asker = "--num-prompts asks" if options.num_prompts is not None else f"scenario {scenario.name} asks"
-    requests, sessions, first = _enough(requests, schedule.sessions, options, asker)
+    requests, sessions, first = _repeat_log(requests, schedule.sessions, options, asker)
     if sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, sessions, sessions, options.seed)
-    return part_of(requests, sessions, first), schedule
+    return first_sessions(requests, sessions, first), schedule
 
 
 def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
@@ -548,16 +548,16 @@ def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) ->
     if options.speed is not None:
         replay = msgspec.structs.replace(replay, speed=options.speed)
     part = sliced(requests, replay)
-    part, asked, first = _enough(part, options.num_prompts or 0, options, "--num-prompts asks", replay.repeat)
+    part, asked, first = _repeat_log(part, options.num_prompts or 0, options, "--num-prompts asks", replay.repeat)
     requests = replayed(part, replay, options.request_rate, first + asked)
-    requests = part_of(requests, asked or requests.sessions, first)
+    requests = first_sessions(requests, asked or requests.sessions, first)
     if options.duration_s is not None:
         assert requests.arrival_s is not None  # a replay has times
         requests = requests.keep((requests.arrival_s < options.duration_s)[requests.session])
     return requests, Schedule((scenario.name,), (requests.sessions,), arrival_s=requests.arrival_s)
 
 
-def _enough(
+def _repeat_log(
     requests: Requests, asked: int, options: PlanOptions, asker: str, times: int = 1
 ) -> tuple[Requests, int, int]:
     """A log, with a note if it has too few sessions, how many of those asked for it gives, and the first to take.

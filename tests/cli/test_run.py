@@ -275,7 +275,7 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
                 "--seed",
                 "--max-num-active-seqs",
             )
-        ),  # fmt: skip
+        ),
         (["--api-server", "datacenter", "--api-server-count", "99999999999999999999"], "--api-server-count must be"),
         (["--topology", "dp=20000"], "at most 10,000 units are simulated, not 20,000"),
         (["--topology", "1p99999999999999999999d"], "at most 10,000 units"),
