@@ -40,7 +40,7 @@ class SeriesKind:
 
     @classmethod
     def of(cls, unit: GateUnit) -> SeriesKind:
-        """That of a run."""
+        """The kind of series that a run belongs to."""
         return cls(unit.policy, unit.configuration_hash, unit.server, unit.load, unit.slo)
 
     @property
@@ -61,7 +61,7 @@ class Member:
 
     @classmethod
     def of(cls, manifest: Manifest, unit: GateUnit) -> Member:
-        """Of a run's manifest and unit.
+        """The point of a history that a run's manifest and unit give.
 
         Without a stated commit it is that of ebbench, which holds simulator and plugin; of a server its own version.
         """
@@ -104,7 +104,7 @@ class Point:
 
     @property
     def begun(self) -> str:
-        """The same in UTC, to the minute."""
+        """Start of the first run in UTC, to the minute."""
         return datetime.fromtimestamp(self.begun_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
 
     @property
@@ -218,7 +218,7 @@ def trend_of(kind: SeriesKind, points: Sequence[Point], figure: str, rules: Rule
     alert: Alert = "worse" if changes and changes[-1].direction == "worse" else ""
     if newest is not None and newest.outcome == "fail":
         alert = "worse"
-    elif not alert and newest is not None and _outside(since, figure, rules):
+    elif not alert and newest is not None and _newest_is_worst(since, figure, rules):
         alert = "doubt"
     return Trend(kind, figure, tuple(points), values, tuple(changes), newest, alert)
 
@@ -311,7 +311,7 @@ def _stands_out(levels: Sequence[float], place: int) -> float:
     return abs(fmean(after) - fmean(before)) * math.sqrt(len(before) * len(after) / len(levels))
 
 
-def _outside(points: Sequence[Point], figure: str, rules: Rules) -> bool:
+def _newest_is_worst(points: Sequence[Point], figure: str, rules: Rules) -> bool:
     """Whether the last point is worse than every other one, and than their mean by the margin."""
     sign = -1.0 if figure in HIGHER_IS_BETTER else 1.0
     *earlier, last = [sign * level for level in _levels(points, figure)]

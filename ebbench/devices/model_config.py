@@ -115,7 +115,7 @@ def is_params(raw: Mapping[str, Any]) -> bool:
 
 
 def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model as a config.json. Raises InputFileError for a quantization of another kind."""
+    """Mistral's params.json as a config.json. Raises InputFileError for a quantization of another kind."""
     config = {_KEYS.get(key, key): value for key, value in raw.items()}
     config.setdefault("max_position_embeddings", 128_000)
     config["model_type"] = "mistral"
@@ -369,14 +369,14 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
     end = v.get("moe_layer_end_index")
     last = end if isinstance(end, int) and end >= 0 else layers - 1
     steps = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-    every = max(v.number(key, default=0) for key in steps) or 1
+    interval = max(v.number(key, default=0) for key in steps) or 1
     period, offset = v.number("expert_layer_period", default=0) or 1, v.number("expert_layer_offset", default=0)
     if isinstance(frequency, list):
         flags = v.per_layer("moe_layer_freq", layers) or []
     else:
         frequency_of_experts = v.number("moe_layer_freq", default=0) or 1
         flags = [
-            layer % frequency_of_experts == 0 and (layer + 1) % every == 0 and layer % period == offset % period
+            layer % frequency_of_experts == 0 and (layer + 1) % interval == 0 and layer % period == offset % period
             for layer in range(layers)
         ]
     return [bool(flag) and start <= layer <= last and layer not in named for layer, flag in enumerate(flags)]
