@@ -207,7 +207,7 @@ def parameters(advice: Advice) -> list[str]:
     lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
-        lines += map(sentence, rank_notes(policy, topology.pools[0].dp))
+        lines += [sentence(str(note)) for note in rank_notes(policy, topology.pools[0].dp)]
     return lines
 
 

@@ -267,7 +267,7 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
-            *plan.warnings, *_caveats(question, store, found.finalists),
+            *map(str, plan.warnings), *_caveats(question, store, found.finalists),
             *filter(None, [time_note(plan.facts), _api_server(question, store, found.finalists)]),
         ),
         dropped=found.dropped, engines=engines,

@@ -29,6 +29,7 @@ from ebbench.analysis.verdict import (
     worse_by_gate,
 )
 from ebbench.errors import DataError, UnknownNameError
+from ebbench.records.warnings import Fact
 
 THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "median_e2el_ms"
 """Figures that can decide a comparison."""
@@ -62,7 +63,7 @@ class PolicyContrasts:
 
     ``deciding``: the figure that decides which is better, by the rule of ``show``
     (:func:`ebbench.analysis.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
-    finds the policy worse, with its p-value. ``left_out``: notes about runs that are in no pair.
+    finds the policy worse, with its p-value. ``left_out``: runs that are in no pair.
     """
 
     label: str
@@ -71,7 +72,7 @@ class PolicyContrasts:
     skipped: Mapping[str, str]
     deciding: str = THROUGHPUT
     worse: Mapping[str, float] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Fact, ...] = ()
 
     @property
     def identical(self) -> bool:

@@ -41,7 +41,7 @@ from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class
 from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
-from ebbench.records.warnings import ESTIMATED, RunWarning
+from ebbench.records.warnings import ESTIMATED, RunWarning, columns_of_told, text_of
 
 FACT = "speculative"
 """Name of the counts among the facts of a run."""
@@ -207,9 +207,9 @@ class Summary:
         }
         verdict = {
             "valid": self.valid,
-            "reasons": [str(reason) for reason in self.reasons],
+            "reasons": [reason.to_dict(str(reason)) for reason in self.reasons],
             "interrupted": self.interrupted,
-            "warnings": [str(warning) for warning in self.warnings],
+            "warnings": [warning.to_dict(str(warning)) for warning in self.warnings],
             "failures": [asdict(failure) for failure in self.failures],
             "goodput_slo_ms": self.slo.limits() or None,
         }
@@ -244,7 +244,8 @@ class Summary:
 
     def to_table(self) -> pa.Table:
         """One row with the figures of :meth:`to_dict` under its keys, for Parquet: those of a steady window as
-        ``steady_...``, limits as ``limit_..._ms``, lists of texts as lists; undefined figures are null doubles."""
+        ``steady_...``, limits as ``limit_..._ms``, lists of texts as lists, also the codes and values (JSON) of
+        warnings and reasons; undefined figures are null doubles."""
         return _one_row(self.to_dict())
 
     def classes_table(self) -> pa.Table:
@@ -259,6 +260,8 @@ def named(name: str) -> str:
 
 
 def _one_row(row: dict[str, Any]) -> pa.Table:
+    told: dict[str, Any] = {name: row[name] for name in ("reasons", "warnings") if name in row}
+    row |= {name: [text_of(one) for one in each] for name, each in told.items()} | columns_of_told(told)
     nested = {"steady": row.pop("steady"), "limit": row.pop("goodput_slo_ms"), "session": row.pop("per_session", None)}
     for prefix, figures in nested.items():
         tail = "_ms" if prefix == "limit" else ""
@@ -429,13 +432,13 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
     if "acceptance" in first:
         merged["acceptance"] = mean_acceptance([summary["acceptance"] for summary in summaries])
-    warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
-    reasons = dict.fromkeys(reason for summary in summaries for reason in summary["reasons"])
     merged |= {
         "valid": all(summary["valid"] for summary in summaries),
         "interrupted": any(summary["interrupted"] for summary in summaries),
-        "warnings": list(warnings),
-        "reasons": list(reasons),
+        **{
+            name: list({text_of(each): each for summary in summaries for each in summary[name]}.values())
+            for name in ("warnings", "reasons")
+        },
         "failures": [asdict(failure) for failure in merge_failures(_failures_in(summaries))],
         "steady": None,
         "seeds": [summary["seed"] for summary in summaries],

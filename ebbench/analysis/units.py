@@ -83,7 +83,7 @@ class GateUnit:
     conditions: Mapping[str, str] = field(default_factory=dict)
     until_clear: bool = False
     steady_rate: float | None = None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     invalid_tries: int = 0
     server: str = ""
     cache_unknown: bool = False

@@ -82,7 +82,11 @@ def show(
         length_distribution=length_distribution, tokenizer=tokenizer,
         time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
-    found = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
+    found = {
+        **describe(plan),
+        "facts": dict(plan.facts),
+        "warnings": [each.to_dict(str(each)) for each in plan.warnings],
+    }
     if logged is not None:
         found["log"] = logged
     if as_json:

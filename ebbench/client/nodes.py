@@ -28,6 +28,7 @@ from ebbench.config.server_url import ServerUrl
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.ray_connection import given_address, joined, ray_for
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.client import ClientOptions
 
 START_S = 60.0
@@ -330,31 +331,20 @@ class NodeSenders:
         errors_ms = [error / 1e6 for one in self.sending if (error := one.alignment_error_ns()) is not None]
         worst_ms = max(errors_ms, default=0.0)
         invalid = [
-            f"client node {one.node.address} was lost ({one.lost_why}); its unfinished requests are {NODE_LOST}"
-            for one in self.sending
-            if one.lost_ns
+            warning("node-lost", address=one.node.address, why=one.lost_why) for one in self.sending if one.lost_ns
         ]
         if worst_ms > limit_ms:
-            invalid.append(
-                f"the clocks of the client nodes agree to {worst_ms:.1f} ms only, limit {limit_ms:.4g} ms; "
-                "synchronise them (NTP, PTP), or allow more with --lag-limit-ms"
-            )
+            invalid.append(warning("clocks-apart", error_ms=worst_ms, limit_ms=limit_ms))
         facts = {"client_nodes": [one.fact() for one in self.sending], "clock_alignment_error_ms": worst_ms}
         return Findings(facts, tuple(self._warnings()), tuple(invalid))
 
-    def _warnings(self) -> list[str]:
+    def _warnings(self) -> list[RunWarning]:
         machines = {one.node.place.machine for one in self.sending}
         found = []
         if len(machines) < len(self.sending):
-            found.append(
-                f"the {len(self.sending)} client nodes are on {len(machines)} machine(s): nodes of one machine share "
-                "its processors"
-            )
+            found.append(warning("nodes-share-machine", nodes=len(self.sending), machines=len(machines)))
         if len(self.sending[0].part.phases) > 1 and len(self.sending) > 1:
-            found.append(
-                "each client node begins a phase when it has released its own sessions of the phase before, so phases "
-                "do not change at one time on all nodes"
-            )
+            found.append(warning("phases-by-node"))
         return found
 
     def _released(self, one: Sending) -> int:

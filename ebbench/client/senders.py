@@ -42,6 +42,7 @@ from ebbench.network.connections import CA_VARIABLES
 from ebbench.network.credentials import KEY_VARIABLES
 from ebbench.process.child import OTHER_FILES, Child, allow_open_files, child_command, child_environ
 from ebbench.process.termination import on_signal
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.client import ClientOptions
 
 # Worker processes as seen by their parent: starting, messages, stopping, and ending in every case.
@@ -273,8 +274,8 @@ class Findings:
     """Facts for the manifest, warnings, and reasons that make the run INVALID."""
 
     facts: Mapping[str, Any]
-    warnings: tuple[str, ...] = ()
-    invalid: tuple[str, ...] = ()
+    warnings: tuple[RunWarning, ...] = ()
+    invalid: tuple[RunWarning, ...] = ()
 
 
 @dataclass

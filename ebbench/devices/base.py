@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import HostCosts, Speculative, release_of
 from vllm_eb.calibration import Calibration
 
@@ -288,7 +289,7 @@ class Device:
     kv_capacity_tokens: int
     calibration: Calibration
     provenance: str
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[RunWarning, ...] = field(default=())
     profile: DeviceProfile | None = None
     geometry: ModelGeometry | None = None
     request: DeviceRequest | None = None

@@ -15,7 +15,7 @@ from ebbench.devices.base import QUANTIZATIONS, Device
 from ebbench.engines.vllm_command import parallel_of, types_of
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import read_text
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import warning
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
@@ -120,7 +120,7 @@ def local_hardware(
         return here
     warnings = here.warnings
     if calibration is None and device is not None and (named := find_profile(device).name) != here.name:
-        warnings += (caveat("costs-of-another-device", costs_of=named, device=here.name),)
+        warnings += (warning("costs-of-another-device", costs_of=named, device=here.name),)
     return replace(here, calibration=costs, costs_known=True, warnings=warnings)
 
 

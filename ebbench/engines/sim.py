@@ -34,7 +34,7 @@ from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
 from ebbench.records.plan import Plan
 from ebbench.records.schema import STEPS
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.simulation.api_server import QueueLimits
 from ebbench.simulation.engine import Unit
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, LaidOutKv, StreamKv, streams_take_turns
@@ -267,7 +267,7 @@ class _Simulation:
         self._beginning = Beginning(begun=not warmup)
         self._controllers: list[Controller] = []
         self._kv_totals: list[int] = []  # by unit, all stages
-        self._notes: list[str] = []
+        self._notes: list[RunWarning] = []
         self._units: list[Device] = []  # of each pool of a topology
         self._drafting: Drafting | None = None
         topology = engine.topology
@@ -427,7 +427,7 @@ class _Simulation:
         mean, longest = float(pc.mean(tokens).as_py()), int(pc.max(tokens).as_py())
         effective = max(layout.effective_tokens(blocks, mean), longest) // options.block_size + 1
         held = effective * options.block_size
-        self._notes.append(caveat("kv-of-mean-request", model=device.model, tokens=held, mean_tokens=mean))
+        self._notes.append(warning("kv-of-mean-request", model=device.model, tokens=held, mean_tokens=mean))
         return effective, self._make_kv
 
     # Results.

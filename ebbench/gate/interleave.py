@@ -26,6 +26,7 @@ from ebbench.analysis.verdict import (
 )
 from ebbench.errors import RunError, UsageError
 from ebbench.gate.baselines import stored_units
+from ebbench.gate.verdicts import VERDICTS
 from ebbench.process.child import run_supervised
 from ebbench.records import files
 from ebbench.records.files import sole_use
@@ -168,7 +169,7 @@ def measure(sides: GateSides, wanted: PairsWanted, messages: Console) -> None:
         if not rules.sequential or pairs < least:
             return False
         verdict = sides.judged(with_detectable=False)
-        cause = f": {verdict.cause}" if verdict.cause else ""
+        cause = f": {verdict.cause.worded(VERDICTS)}" if verdict.cause else ""
         goes_on = f", continuing{cause}" if verdict.outcome == "inconclusive" and pairs < most else ""
         messages.say(f"after {pairs} pairs: {verdict.outcome}{goes_on}")
         return verdict.outcome != "inconclusive"

@@ -33,7 +33,7 @@ def print_workload(name: str, found: dict[str, Any], console: Console) -> None:
     elif "arrivals" in found:
         console.print(arrival_line(found["arrivals"]))
     for warning in found["warnings"]:
-        console.print(f"note: {warning}", markup=False)
+        console.print(f"note: {warning['text']}", markup=False)
 
 
 def arrival_line(arrivals: dict[str, float]) -> str:

@@ -24,10 +24,11 @@ from ebbench.analysis.paired import (
 from ebbench.analysis.units import HIGHER_IS_BETTER, LABELS, GateUnit
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.records.warnings import fact
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
-from ebbench.render.sentences import AHEAD, WINS
+from ebbench.render.sentences import AHEAD, PAIRING, SKIPPED, WINS
 from ebbench.report import page_tables
 
 BETTER, WORSE, UNDECIDED, IDENTICAL = "better", "worse", "undecided", "identical"
@@ -246,7 +247,7 @@ def legend(comparison: PairedComparison) -> str:
     text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in other.pairs) for other in comparison.others):
-        text += f"; {copies} {COPIES}"
+        text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
         if pairs < needed:
             return f"{text}. {counted} {'does' if pairs == 1 else 'do'} not rule out chance."
     if pairs < 2:
@@ -265,7 +266,7 @@ def legend(comparison: PairedComparison) -> str:
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{LABELS[figure]} left out for {each.label}: {why}"
+        f"{LABELS[figure]} left out for {each.label}: {SKIPPED[why]}"
         for each in comparison.others
         for figure, why in each.skipped.items()
     ]
@@ -276,7 +277,7 @@ def _left_out(comparison: PairedComparison) -> list[str]:
     notes: dict[str, list[str]] = {}
     for other in comparison.others:
         for note in other.left_out:
-            notes.setdefault(note, []).append(other.label)
+            notes.setdefault(note.worded(PAIRING), []).append(other.label)
     return [f"{note} ({', '.join(labels)})" for note, labels in notes.items()]
 
 
@@ -334,6 +335,6 @@ def _other_json(other: PolicyContrasts) -> dict[str, Any]:
         "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in other.contrasts],
         "skipped": dict(other.skipped),
         "copies": sum(pair.copies for pair in pairs),
-        "left_out": list(other.left_out),
+        "left_out": [each.to_dict(each.worded(PAIRING)) for each in other.left_out],
         "worse_one_sided": dict(other.worse),
     }

@@ -42,10 +42,7 @@ from ebbench.records.warnings import (
     HOST_DOUBTED,
     HOST_UNFITTED,
     MIXING_UNMEASURED,
-    Caveat,
     RunWarning,
-    as_stored,
-    caveat,
     warning,
 )
 from ebbench.runs.api_server import api_server_warning
@@ -104,15 +101,15 @@ def _shape(prompt_tokens: float, decodes: float, context: float) -> StepShape:
     return StepShape(((tokens, 0),) if tokens else (), seqs, round(seqs * context), seqs + (tokens > 0))
 
 
-def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> list[str]:
+def said_of_run(device: Device, batches: Batches, warnings: Iterable[RunWarning]) -> list[RunWarning]:
     """The warnings as far as they matter to a run of such batches, with their direction and size there."""
     if device.profile is None or device.request is None or device.geometry is None or not batches.steps:
         return list(warnings)
-    found = (_sized(each, device, batches) if isinstance(each, Caveat) else each for each in warnings)
+    found = (_sized(each, device, batches) for each in warnings)
     return [each for each in found if each is not None]
 
 
-def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
+def _sized(said: RunWarning, device: Device, batches: Batches) -> RunWarning | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
     from ebbench.devices.roofline import RooflineCost
     from ebbench.devices.table import TableCost
@@ -125,17 +122,17 @@ def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
         changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(request.parallel.tp)]
         least, most = min(changes), max(changes)
         matters = max(-least, most) >= MATTERS
-        return caveat(said.code, **said.values, change_low=least, change_high=most) if matters else None
+        return warning(said.code, **said.values, change_low=least, change_high=most) if matters else None
     if said.code == MIXING_UNMEASURED:
         share = batches.steps.get("mixed", (0.0, None))[0]
         leaning = profile.mixed_leaning
-        return caveat(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
+        return warning(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
     if said.code == HOST_DOUBTED and isinstance(cost, TableCost):
         return said if _host_decides(cost, batches) else None
     return said
 
 
-def shown_by_servers(device: Device, batches: Batches) -> list[str]:
+def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     """What measured servers with this GPU had that is not modelled, where it is much of a run of such batches."""
     profile, model, request = device.profile, device.geometry, device.request
     if profile is None or model is None or request is None or not profile.front_end:
@@ -145,16 +142,16 @@ def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     if not isinstance(device.cost, TableCost):
         return []
 
-    said: list[str] = []
+    said: list[RunWarning] = []
     spent, decodes = batches.steps.get("decode", (0.0, None))
     mixture = model.experts > 0
     if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
         if mixture:
-            said.append(caveat("experts-first-tokens"))
+            said.append(warning("experts-first-tokens"))
         elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
-            said.append(caveat("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
+            said.append(warning("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
     if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
-        said.append(caveat("experts-few-sequences"))
+        said.append(warning("experts-few-sequences"))
     return said
 
 
@@ -271,7 +268,7 @@ def pool_figures(result: EngineResult, spec: TopologySpec, max_num_batched_token
     ``max_num_batched_tokens``: token budget of instances for which the topology sets none.
     """
     figures: dict[str, Any] = {name: result.facts.get(name) for name in ("dispatch_wait_ms", "device_wait_ms")}
-    figures["dead"] = result.invalid[0] if result.invalid else None
+    figures["dead"] = result.invalid[0].to_dict(str(result.invalid[0])) if result.invalid else None
     figures["receive_store_peak_gb"] = result.facts.get("receive_store_peak_gb")
     if not result.steps.num_rows:
         return figures
@@ -319,7 +316,7 @@ class RunContext:
 def begin(writer: RunWriter, context: RunContext) -> None:
     """Store what is known before a run in real time, so that an interrupted run can be rebuilt."""
     nothing = EngineResult(REQUESTS.empty_table(), STEPS.empty_table(), DECISIONS.empty_table(), interrupted=True)
-    reasons = (caveat("cut-off"),)
+    reasons = (warning("cut-off"),)
     writer.begin(_manifest(context, nothing, context.kind_of_time, reasons, ()), context.plan.table)
 
 
@@ -404,7 +401,7 @@ def _manifest(
     context: RunContext,
     result: EngineResult,
     clock: Clock,
-    reasons: tuple[str, ...],
+    reasons: tuple[RunWarning, ...],
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = context.plan, result.device or context.device
@@ -437,7 +434,7 @@ def _manifest(
         slo=context.slo.limits(),
         warnings=warnings,
         valid=not reasons,
-        reasons=tuple(_of("", reasons)),
+        reasons=reasons,
         interrupted=result.interrupted,
     )
 
@@ -487,7 +484,7 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
     return tuple(once.values())
 
 
-def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[str], list[str]]:
+def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tuple[list[RunWarning], list[RunWarning]]:
     """The warnings of the device, and of the engine about its units, that matter to this run.
 
     Measured times depend on the device's caveats only if the policy computes with its costs.
@@ -499,8 +496,8 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
-    return [as_stored(each, about) for each in said]
+def _of(about: str, said: Iterable[RunWarning]) -> list[RunWarning]:
+    return [msgspec.structs.replace(each, about=about) for each in said]
 
 
 _LONGER = 3.0

@@ -27,7 +27,7 @@ from ebbench.records.files import TableParts
 from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
-from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.records.warnings import RunWarning, warning
 from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
 from ebbench.runs.prepare import Prepared, prepare
 from ebbench.spec.run import RunSpec
@@ -127,7 +127,7 @@ def part_of(plan: Plan, table: pa.Table) -> Plan:
 def exhausted(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
     """Add a warning if all sessions were released before the time was over."""
     sessions = len(_sessions_in_order(plan))
-    note = caveat("plan-exhausted", sessions=sessions, duration_s=plan.release_for_s)
+    note = warning("plan-exhausted", sessions=sessions, duration_s=plan.release_for_s)
     return plan, replace(result, warnings=(*result.warnings, note))
 
 
@@ -248,7 +248,7 @@ class Made:
 
     figures: Mapping[str, Any]
     phases: tuple[Mapping[str, Any], ...] = ()
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
 
 
 def make(task: Task, engine: Engine | None = None) -> Made:

@@ -29,6 +29,7 @@ from ebbench.errors import DataError, EbbenchError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
+from ebbench.records.warnings import RunWarning, stored_warning
 from ebbench.runs.execute import Made, Task, make
 from ebbench.runs.key import directory_name, key_of, with_absolute_paths
 from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
@@ -56,7 +57,7 @@ class Measured:
     path: Path
     seconds: float = 0.0
     worker: str = ""
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
 
     def get(self, key: str, scale: float = 1.0) -> float | None:
         """One figure times ``scale``; None if it is undefined."""
@@ -151,7 +152,7 @@ class RunStore:
             working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
             content = {
                 "key": key_of(cell), "cell": stored_form(cell), "figures": figures, "phases": list(made.phases),
-                "caveats": list(made.caveats), "seconds": outcome.seconds, "worker": outcome.worker,
+                "caveats": made.caveats, "seconds": outcome.seconds, "worker": outcome.worker,
             }  # fmt: skip
             try:
                 files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
@@ -220,7 +221,7 @@ def _read(directory: Path) -> Measured | None:
         return None
     content = files.read_stored_json(path)
     try:
-        parts, caveats = tuple(content["phases"]), tuple(content["caveats"])
+        parts, caveats = tuple(content["phases"]), tuple(map(stored_warning, content["caveats"]))
         return Measured(content["figures"], parts, directory, content["seconds"], content["worker"], caveats)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete the directory to run the cell again") from None

@@ -36,7 +36,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan, with_class
-from ebbench.records.warnings import Fact, fact
+from ebbench.records.warnings import Fact, RunWarning, fact
 from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
 from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
@@ -221,7 +221,7 @@ class Stress:
     lost: Level | None
     ttft_ms: float | None
     tpot_ms: float | None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
 
 
 def bound(task: PlanTask) -> Bound:
@@ -315,7 +315,7 @@ def _alone(task: PlanTask) -> Fact | None:
     return fact("missed_alone", met=met, attainment=task.limits.attainment, least_ms=least_ms) if met else None
 
 
-def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[str, ...]:
+def plan_notes(task: PlanTask, replicas: int = 1) -> tuple[RunWarning, ...]:
     """Notes about the requests of that many replicas: rows of a log that are left out, a log that is read again.
 
     Raises UsageError for a workload or scenario that no plan can be built from.
@@ -379,9 +379,7 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
     said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
     said += shown_by_servers(device, batches)
-    return replace(
-        read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
-    )
+    return replace(read_measured(tables, load, task.limits), caveats=(*said, *(kv.warnings if kv is not None else ())))
 
 
 def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
@@ -394,7 +392,7 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
     return engine.run(plan, parse_policy(candidate.policy), device_of(task.spec), task.spec.server)
 
 
-def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[str, ...]:
+def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[RunWarning, ...]:
     """What is estimated on the candidate's device rather than measured as far as it matters to the deployment, what a
     full KV cache costs it, and what a real server needs to start. ``whole``: its complete simulation, if there is one.
     """

@@ -311,7 +311,7 @@ def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
     return [f"{line.removesuffix('.')}." for line in lines]
 
 
-def _caveats_of(each: Costed, task: PlanTask) -> tuple[str, ...]:
+def _caveats_of(each: Costed, task: PlanTask) -> tuple[RunWarning, ...]:
     return caveats(task.on(each.deployment.candidate), each.deployment, each.stress)
 
 
@@ -376,7 +376,7 @@ def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> di
     reading, stress = each.deployment.reading, each.stress
     return {
         **vars(each.deployment.candidate),
-        "caveats": list(_caveats_of(each, task)),
+        "caveats": [said.to_dict(str(said)) for said in _caveats_of(each, task)],
         "replicas": each.deployment.replicas,
         "gpus": each.deployment.gpus,
         "cost_per_hour": each.cost if prices else None,

@@ -90,7 +90,7 @@ def as_dict(
         "refused": to_builtins(outcome.refused),
         "probes": len(outcome.readings),
         **near.kv_figures,
-        "warnings": [*notes, *near.kv_warnings, *told_once(outcome.caveats, lambda _: "")],
+        "warnings": [*notes, *map(str, near.kv_warnings), *told_once(outcome.caveats, lambda _: "")],
         "nearest_run_dir": near.run_dir,
         "nearest_load": factor * near.probe.load,
         "window": "steady",
@@ -176,7 +176,9 @@ def _missed_alone(
     why = [f"too many answers have no {name}" for name in without]
     known = ", ".join(f"{name}:{numbers.up(value)}" for name, value in least_ms.items())
     why += [f"the least that can be had is about {known}"] if known else []
-    share = f"{100 * met:.0f}" if round(met, 2) < required else f"{100 * met:.2f}"  # 94.6 is not shown as the 95 required
+    share = (
+        f"{100 * met:.0f}" if round(met, 2) < required else f"{100 * met:.2f}"
+    )  # 94.6 is not shown as the 95 required
     return f"one request at a time, {share} % meet {limits}, and {100 * required:g} % must; {'; '.join(why)}"
 
 

@@ -25,6 +25,7 @@ from ebbench.engines.vllm import VllmEngine, server_environment
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
 from ebbench.process.child import child_environ, run_supervised
 from ebbench.records import files
+from ebbench.records.warnings import text_of
 from ebbench.runs.execute import Made, make
 from ebbench.runs.pool import InProcess, Outcome
 from ebbench.runs.prepare import device_of
@@ -333,5 +334,5 @@ def _no_progress(_log: Path) -> Callable[[float], None]:
 def _tell(say: Say, where: str, cell: RunSpec, found: Measured) -> None:
     load, rate = cell.plan.max_concurrency, found.get("output_throughput")
     figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
-    invalid = "" if found.valid else f"; INVALID: {'; '.join(found.figures.get('reasons', ()))}"
+    invalid = "" if found.valid else f"; INVALID: {'; '.join(map(text_of, found.figures.get('reasons', ())))}"
     say(f"{where}, {cell.policy} at {load} open: {figures} in {found.seconds:.0f} s{invalid}")
