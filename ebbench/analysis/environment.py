@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbench.config.declare import declared_in
 from ebbench.errors import UnknownNameError
@@ -426,45 +425,54 @@ def conditions_of(environment: Mapping[str, str], load: LoadFacts) -> dict[str, 
     return found | load.conditions() | named
 
 
-def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:
-    """The keys in which two environments differ, as ``device: h200 against l40s``; options one by one."""
-    return [f"{name}: {ours} against {theirs}" for name, ours, theirs in _differing(one, other, allowed)]
+class Difference(NamedTuple):
+    """What two environments differ in: a key of ENVIRONMENT, of ``options`` the option; both values as text."""
+
+    key: str
+    ours: str
+    theirs: str
+    option: str = ""
+
+    def __str__(self) -> str:
+        """``device: h200 against l40s``."""
+        return f"{self.key}.{self.option}".rstrip(".") + f": {self.ours} against {self.theirs}"
 
 
-def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names of conditions in which any environment differs from the first; options by their own names."""
-    found = [name for other in environments[1:] for name, _, _ in _differing(environments[0], other)]
-    return list(dict.fromkeys(name.removeprefix(_OPTION) for name in found))
-
-
-_OPTION = "options."
-
-
-def _differing(
-    one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()
-) -> Iterator[tuple[str, str, str]]:
-    """Names and both values of what differs; options one by one, after their prefix."""
+def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[Difference]:
+    """What two environments differ in, apart from ``allowed`` keys; options one by one."""
+    found = []
     for name in ENVIRONMENT:
         ours, theirs = one.get(name, UNKNOWN), other.get(name, UNKNOWN)
         if ours == theirs or name in allowed:
             continue
         if name != "options":
-            yield name, _shown(ours), _shown(theirs)
+            found.append(Difference(name, ours or _UNRECORDED, theirs or _UNRECORDED))
             continue
         sides = [json.loads(text) if text else {} for text in (ours, theirs)]
         for option in sorted({*sides[0], *sides[1]}):
             values = [side.get(option) for side in sides]
             if values[0] != values[1]:
-                yield _OPTION + option, str(values[0]), str(values[1])
+                found.append(Difference(name, str(values[0]), str(values[1]), option))
+    return found
 
 
-def _shown(value: str) -> str:
-    return value or "not recorded"
+_UNRECORDED = "not recorded"
 
 
-def remedy(found: Sequence[str]) -> str:
-    """The options that allow these :func:`differences`."""
-    return " ".join(f"--allow {key}" for key in dict.fromkeys(re.split(r"[.:]", text)[0] for text in found))
+def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of conditions in which any environment differs from the first; options by their own names."""
+    found = [each for other in environments[1:] for each in differences(environments[0], other)]
+    return list(dict.fromkeys(each.option or each.key for each in found))
+
+
+def listed(found: Sequence[Difference]) -> str:
+    """The differences in one line."""
+    return "; ".join(map(str, found))
+
+
+def remedy(found: Sequence[Difference]) -> str:
+    """The options that allow these differences."""
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(each.key for each in found))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

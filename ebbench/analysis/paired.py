@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ebbench.analysis.cases import TIE, alike, partition
 from ebbench.analysis.certainty import ALPHA, pairs_needed, two_sided_p
-from ebbench.analysis.environment import differences, remedy
+from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
 from ebbench.analysis.units import FIGURES, GateUnit, load_units
 from ebbench.analysis.verdict import (
@@ -188,7 +188,7 @@ def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str])
     for unit in units[1:]:
         found = differences(units[0].environment, unit.environment, allowed)
         if found:
-            return f"{units[0].run} and {unit.run} are not comparable: {'; '.join(found)}; {remedy(found)} allows it"
+            return f"{units[0].run} and {unit.run} are not comparable: {listed(found)}; {remedy(found)} allows it"
     several = len({unit.plan_hash for unit in units}) > 1
     plans = f", whose {len(units)} runs have different plans (plan: seeds or requests differ)" if several else ""
     return f"a comparison needs runs of two policies or more on the same plans; found only {only}{plans}"

@@ -16,7 +16,16 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, differences, load_of, machine_of_run, remedy
+from ebbench.analysis.environment import (
+    ENVIRONMENT,
+    LATER,
+    UNKNOWN,
+    differences,
+    listed,
+    load_of,
+    machine_of_run,
+    remedy,
+)
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
@@ -213,7 +222,7 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     for unit in units[1:]:
         found = differences(first.environment, unit.environment, allowed)
         if found:
-            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(found)})"
+            apart = f"{first.run} and {unit.run} are not comparable ({listed(found)})"
             raise DataError(f"{side}: {apart}; {remedy(found)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")

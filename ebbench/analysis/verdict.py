@@ -22,7 +22,7 @@ from typing import Literal
 
 from msgspec import to_builtins
 
-from ebbench.analysis.environment import differences, remedy
+from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import (
     PairedInterval,
     anytime_p,
@@ -152,7 +152,7 @@ def require_comparable(
     found = differences(baseline[0].environment, candidate[0].environment, allowed)
     if found:
         alike = "measure both alike, or allow what is meant to differ"
-        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}; {alike}: {remedy(found)}")
+        raise DataError(f"baseline and candidate are not comparable: {listed(found)}; {alike}: {remedy(found)}")
     for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
         seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
         unlike = [unit for unit in ours if unit.plan_hash not in plans and unit.seed in seeds]
@@ -420,9 +420,9 @@ def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
     if len(policies) > 1:
         notes.append(fact("policies_differ", policies=list(policies)))
-    apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
+    apart = [each for pair in pairs for each in differences(pair.baseline.environment, pair.candidate.environment)]
     if apart:
-        notes.append(fact("sides_differ", differences=list(dict.fromkeys(apart))))
+        notes.append(fact("sides_differ", differences=[each._asdict() for each in dict.fromkeys(apart)]))
     if repeated_until_clear(pairs):
         notes.append(fact("repeated_until_clear"))
     if copies := sum(pair.copies for pair in pairs):

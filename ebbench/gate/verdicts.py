@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench import __version__
+from ebbench.analysis.environment import Difference, listed
 from ebbench.analysis.units import LABELS
 from ebbench.analysis.validity import told_once
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
@@ -202,7 +203,9 @@ VERDICTS: Texts = {
     "repeated_until_clear": (
         "these runs were repeated until it was clear (--repeats auto), so the test holds at every look"
     ),
-    "sides_differ": lambda differences: f"the sides differ, as allowed, in {'; '.join(differences)}",
+    "sides_differ": lambda differences: (
+        f"the sides differ, as allowed, in {listed([Difference(**each) for each in differences])}"
+    ),
     **PAIRING,
 }
 """What a verdict says, by code."""

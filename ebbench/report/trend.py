@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, remedy
+from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, listed
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
 from ebbench.analysis.units import LABELS
@@ -61,12 +61,9 @@ def _apart(all_series: Sequence[Series]) -> list[str]:
         first = known.setdefault((kind.policy, kind.load, kind.limits), point)
         found = differences(first.units[0].environment, point.units[0].environment)
         if found:
-            said.append(
-                f"Apart, since they differ in {'; '.join(found)}: runs of {kind.policy}. A host that has another name "
-                "every night gets one with --host-label."
-                if remedy(found) == "--allow host"
-                else f"Apart, since they differ in {'; '.join(found)}: runs of {kind.policy}."
-            )
+            renamed = {each.key for each in found} == {"host"}
+            label = " A host that has another name every night gets one with --host-label." if renamed else ""
+            said.append(f"Apart, since they differ in {listed(found)}: runs of {kind.policy}.{label}")
     return said
 
 
