@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CapacityResult", "Comparison", "DataError", "EbbenchError", "InputFileError", "PlanResult", "ProgressEvent",
     "RunError", "RunResult", "Runs", "UnknownNameError", "UsageError", "capacity", "capacity_async", "compare", "load",
-    "plan", "run", "run_async",
+    "plan", "plan_async", "run", "run_async",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -152,8 +152,8 @@ class Runs(Shown, Sequence[RunResult]):
 
         Empty if every session is a single request.
         """
-        found = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
-        return self._joined(SESSIONS.empty_table() if table is None else table for table in found)
+        session_tables = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
+        return self._joined(SESSIONS.empty_table() if table is None else table for table in session_tables)
 
     def classes(self) -> pa.Table:
         """Figures of each class of requests, one row per run and class, with ``policy`` and ``seed`` first.
@@ -209,10 +209,10 @@ class CapacityResult(Shown):
     directory: Path | None = None
 
     def __getitem__(self, policy: str) -> Mapping[str, Any]:
-        found = {row["policy"]: row for row in self.rows}
-        if policy not in found:
-            raise UnknownNameError("policy of this search", policy, found)
-        return found[policy]
+        by_policy = {row["policy"]: row for row in self.rows}
+        if policy not in by_policy:
+            raise UnknownNameError("policy of this search", policy, by_policy)
+        return by_policy[policy]
 
     def to_arrow(self) -> pa.Table:
         """One row per policy: capacity, interval (``low``, ``high``), what limits it, latencies near it."""
@@ -225,8 +225,8 @@ class CapacityResult(Shown):
 
     def __repr__(self) -> str:
         name = "capacity_concurrency" if self.searched.search.by_concurrency else "capacity_requests_per_s"
-        found = ", ".join(f"{row['policy']} {row[name]:.4g}" for row in self.rows if row[name] is not None)
-        return f"<CapacityResult: {name.removeprefix('capacity_')}: {found or 'none'}>"
+        capacities = ", ".join(f"{row['policy']} {row[name]:.4g}" for row in self.rows if row[name] is not None)
+        return f"<CapacityResult: {name.removeprefix('capacity_')}: {capacities or 'none'}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.command import parts
@@ -251,12 +251,12 @@ class CapacityResult(Shown):
 class PlanResult(Shown):
     """The deployments that carry a load, cheapest first."""
 
-    found: DeploymentPlan
+    plan: DeploymentPlan
 
     @property
     def deployments(self) -> tuple[Costed, ...]:
         """Cheapest first; empty if no candidate carries the load."""
-        return self.found.deployments.found
+        return self.plan.deployments.carrying
 
     @property
     def best(self) -> Costed | None:
@@ -267,7 +267,7 @@ class PlanResult(Shown):
         """The object of ``ebbench plan --json``."""
         from ebbench.sizing.plan_sentences import as_dict
 
-        return as_dict(*self.found.shown)
+        return as_dict(*self.plan.shown)
 
     def to_arrow(self) -> pa.Table:
         """One row per deployment, cheapest first."""
@@ -283,7 +283,7 @@ class PlanResult(Shown):
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.plan_sentences import parts as plan_parts
 
-        for part in plan_parts(*self.found.shown):
+        for part in plan_parts(*self.plan.shown):
             yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
@@ -291,7 +291,7 @@ class PlanResult(Shown):
 
         text = Console(width=WIDTH, highlight=False, record=True, file=io.StringIO())
         text.print(self)
-        drawn = _image(frontiers(self.found.deployments, bool(self.found.prices))) if self.deployments else ""
+        drawn = _image(frontiers(self.plan.deployments, bool(self.plan.prices))) if self.deployments else ""
         return text.export_html(inline_styles=True, code_format=_PRE) + drawn
 
 
@@ -314,13 +314,21 @@ class Comparison(Shown):
         sections = comparison.plain(self.compared).sections
         names = [column.name for column in sections[0].columns] if sections else []
         return pa.Table.from_pylist(
-            [{"case": each.title, **dict(zip(names, row, strict=True))} for each in sections for row in each.rows]
+            [
+                {"case": section.title, **dict(zip(names, row, strict=True))}
+                for section in sections
+                for row in section.rows
+            ]
         )
 
     def __repr__(self) -> str:
         from ebbench.report import comparison
 
-        said = [comparison.verdict_sentence(each, other) for each in self.compared.comparisons for other in each.others]
+        said = [
+            comparison.verdict_sentence(comparison_of_load, other)
+            for comparison_of_load in self.compared.comparisons
+            for other in comparison_of_load.others
+        ]
         return f"<Comparison: {' '.join(said)}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
@@ -392,8 +400,8 @@ def load(*paths: str | Path, goodput: str | None = None) -> Runs:
     Raises DataError for a run that is missing or damaged.
     """
     slo = None if goodput is None else parse_slo([goodput])
-    found = find_runs([Path(path).expanduser() for path in paths])
-    return Runs(tuple(result_of(Run.load(path), slo) for path in found))
+    directories = find_runs([Path(path).expanduser() for path in paths])
+    return Runs(tuple(result_of(Run.load(path), slo) for path in directories))
 
 
 def capacity(
@@ -480,7 +488,7 @@ def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, a
     from ebbench.analysis.environment import check_allowed
     from ebbench.analysis.paired import compare_cases, load_groups
 
-    paths = [path for each in runs for path in _paths(each)]
+    paths = [path for given in runs for path in _paths(given)]
     with _named_as_keywords():
         return Comparison(compare_cases(load_groups(paths), baseline, check_allowed(allow)))
 
@@ -497,6 +505,15 @@ async def capacity_async(
 ) -> CapacityResult:
     """As :func:`capacity`, beside the event loop. ``progress`` is called in another thread."""
     return await _beside(partial(capacity, workload, goodput=goodput, progress=progress, **settings))
+
+
+async def plan_async(
+    workload: str, *, request_rate: float, goodput: str, progress: OnProgress = None, **settings: Any
+) -> PlanResult:
+    """As :func:`plan`, beside the event loop. ``progress`` is called in another thread."""
+    return await _beside(
+        partial(plan, workload, request_rate=request_rate, goodput=goodput, progress=progress, **settings)
+    )
 
 
 async def _beside(work: Callable[[], T]) -> T:
@@ -598,18 +615,26 @@ def _named_as_keywords() -> Iterator[None]:
 def _documented(function: Callable[..., Any], but: Sequence[str]) -> None:
     """Name the keywords of ``**settings`` in the signature, from which notebooks complete, and in the help."""
     own = inspect.signature(function)
-    kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    names = {one.name for one in kept}
-    known = {name: one for name, one in known_settings().items() if name not in (*but, *names, "workload", "policy")}
-    known |= {name: one for name, one in FURTHER.items() if name not in (*but, *names)}
+    kept = [declared for declared in own.parameters.values() if declared.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {declared.name for declared in kept}
+    known = {
+        name: declared
+        for name, declared in known_settings().items()
+        if name not in (*but, *names, "workload", "policy")
+    }
+    known |= {name: declared for name, declared in FURTHER.items() if name not in (*but, *names)}
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
-    helps = [f"    {name}: {named_as_keys(one.about.help)}".replace("\\[", "[") for name, one in known.items()]
+    helps = [
+        f"    {name}: {named_as_keys(declared.about.help)}".replace("\\[", "[") for name, declared in known.items()
+    ]
     described.__doc__ = "\n".join([f"{function.__doc__}", "    Settings:", "", *helps, ""])
 
 
 _documented(run, ())
-_documented(run_async, ())
 _documented(capacity, (*FURTHER, *SET_BY_SEARCH))
 _documented(plan, tuple(name for name in (*known_settings(), *FURTHER) if name not in OF_A_PLAN))
+for _awaited, _function in ((run_async, run), (capacity_async, capacity), (plan_async, plan)):
+    _awaited.__signature__ = inspect.signature(_function)  # type: ignore[union-attr]
+    _awaited.__doc__ = f"{_awaited.__doc__}\n\n{_function.__doc__}"

@@ -68,8 +68,8 @@ def own_distributions() -> tuple[str, ...]:
         requirements = importlib.metadata.requires("ebbench") or []
     except importlib.metadata.PackageNotFoundError:
         return ()
-    found = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
-    return tuple(match.group() for match in found if match is not None)
+    names = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
+    return tuple(match.group() for match in names if match is not None)
 
 
 def _installed(distribution: str) -> bool:

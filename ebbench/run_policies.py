@@ -20,9 +20,9 @@ from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
 from ebbench.runs import prepare
 from ebbench.runs.api_server import CODE, ApiServerBusyError, again_if_busy
+from ebbench.runs.execute import measured, planned
 from ebbench.runs.file import FURTHER
 from ebbench.runs.prepare import Series, needs_saturation, series_of
-from ebbench.runs.progress import measured, planned
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import AUTO, is_server
 
@@ -336,7 +336,7 @@ def _take_up(series: Series, output: Output, stored: Executed, done: MadeRuns) -
 
 def _refuse_busy(run: Run, done: MadeRuns) -> None:
     """Raise ApiServerBusyError, without the runs so far, if ``run`` would have kept vLLM's API server busy."""
-    warning = next((one for one in run.manifest.warnings if one.code == CODE), None)
+    warning = next((stored for stored in run.manifest.warnings if stored.code == CODE), None)
     if warning is None or run.manifest.interrupted:
         return
     for path in (run.path, *(result.run.path for result in done.results)):
@@ -359,8 +359,13 @@ def _show(series: Series, output: Output, done: MadeRuns) -> None:
         from ebbench.analysis.summary import mean_over_repeats
 
         names = [result.summary.policy for result in results]
-        groups = sorted((group for case in cases for group in case.groups), key=lambda each: names.index(each.policy))
-        rows = [[one.to_dict(all_percentiles=output.all_percentiles) for one in group.summaries] for group in groups]
+        groups = sorted(
+            (group for case in cases for group in case.groups),
+            key=lambda group_of_case: names.index(group_of_case.policy),
+        )
+        rows = [
+            [summary.to_dict(all_percentiles=output.all_percentiles) for summary in group.summaries] for group in groups
+        ]
         merged = [row[0] if series.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
     elif cases:

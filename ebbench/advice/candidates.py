@@ -168,17 +168,17 @@ def engines_of(question: AdviceQuestion) -> int:
     Raises UsageError for separated pools, whose engines have nothing for a policy to decide, and for a topology that
     cannot be read.
     """
-    found = topology_asked(question)
-    if found is None:
+    layout = topology_asked(question)
+    if layout is None:
         return 1
-    if found.disaggregated:
-        topology = question.server.get("topology", found.label)
+    if layout.disaggregated:
+        topology = question.server.get("topology", layout.label)
         run = f"ebbench run {question.workload} --topology {topology} --policy v1"
         raise UsageError(
-            f"topology {found.label} separates prefill from decode, so there is nothing for a policy to decide; "
+            f"topology {layout.label} separates prefill from decode, so there is nothing for a policy to decide; "
             f"compare it with others by `{run}`"
         )
-    return sum(pool.units for pool in found.pools)
+    return sum(pool.units for pool in layout.pools)
 
 
 def checked(question: AdviceQuestion) -> AdviceQuestion:
@@ -200,13 +200,13 @@ def checked(question: AdviceQuestion) -> AdviceQuestion:
     return question
 
 
-def alike(one: Plan, other: Plan) -> bool:
+def alike(plan: Plan, other: Plan) -> bool:
     """Whether two plans have the same lengths and times, so that their simulated runs are equal."""
-    if (one.phases, one.max_concurrency) != (other.phases, other.max_concurrency) or len(one) != len(other):
+    if (plan.phases, plan.max_concurrency) != (other.phases, other.max_concurrency) or len(plan) != len(other):
         return False
     asked = ["session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens", "hash_ids"]
-    same: bool = one.table.select(asked).equals(other.table.select(asked))
-    return same and bool((_streams(one) == _streams(other)).all())
+    same: bool = plan.table.select(asked).equals(other.table.select(asked))
+    return same and bool((_streams(plan) == _streams(other)).all())
 
 
 def _streams(plan: Plan) -> npt.NDArray[np.int64]:
@@ -241,8 +241,8 @@ def _seen(question: AdviceQuestion, store: RunStore) -> int:
 
 def figure(store: RunStore, cell: RunSpec, key: str) -> float:
     """A figure of a finished run. Raises UsageError if it is undefined."""
-    found = store.get(cell)
-    value = None if found is None else found.get(key)
+    measured = store.get(cell)
+    value = None if measured is None else measured.get(key)
     if value is None:
         raise UsageError(f"the run of {cell.policy} gave no {key}; use more requests (--num-prompts)")
     return value

@@ -27,7 +27,6 @@ from ebbench.analysis.cases import (
     request_time,
 )
 from ebbench.analysis.metrics import Metrics
-from ebbench.analysis.statistics import anytime_p_two_sided, confidence_sequence, holm, sign_flip_p
 
 ALPHA = 0.05
 """Probability of calling any difference shown if there is none, over all tests of a comparison."""
@@ -49,6 +48,8 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
     """
     if len(logs) < 2:
         return None
+    from ebbench.analysis.statistics import anytime_p_two_sided, sign_flip_p
+
     if sequential:
         return anytime_p_two_sided(logs)
     return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
@@ -56,8 +57,10 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
 
 def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:
     """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
-    found = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
-    return dict(zip(found, holm(list(found.values())), strict=True))
+    from ebbench.analysis.statistics import holm
+
+    p_values = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
+    return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
 
 def pairs_needed(tests: int, alpha: float = ALPHA) -> int:
@@ -122,6 +125,8 @@ def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
     p = p_of(groups, group.policy, figure)
     if p is not None and p <= ALPHA:
         return "shown"
+    from ebbench.analysis.statistics import confidence_sequence
+
     bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
     return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
 
@@ -129,7 +134,7 @@ def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
 def identical(group: Group, baseline: Group) -> bool:
     """Whether every pair of runs agrees in every tested figure: the two policies behaved identically."""
     logs = [log_ratios(group, baseline, figure) for figure in TESTED.values()]
-    return all(found is not None and not any(found) for found in logs)
+    return all(ratios is not None and not any(ratios) for ratios in logs)
 
 
 def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | None:

@@ -60,32 +60,32 @@ class LoadFacts:
     def parts(self) -> dict[str, str]:
         """The load in words, by part; parts that do not apply are left out."""
         sessions = f"{self.sessions:,} {'request' if self.single_requests else 'session'}{'s' * (self.sessions != 1)}"
-        found = {"sessions": sessions}
+        parts = {"sessions": sessions}
         if self.duration_s is not None:
             if self.phases:
-                found["sessions"] = f"at most {sessions}"
-            found["duration"] = f"released for {self.duration_s:g} s"
+                parts["sessions"] = f"at most {sessions}"
+            parts["duration"] = f"released for {self.duration_s:g} s"
         if len(self.phases) > 1:
-            steps = " then ".join(f"{one.sessions:,} at {one.max_concurrency:,}" for one in self.phases)
-            found["concurrency"] = f"concurrency by phase: {steps}"
+            steps = " then ".join(f"{phase.sessions:,} at {phase.max_concurrency:,}" for phase in self.phases)
+            parts["concurrency"] = f"concurrency by phase: {steps}"
         elif self.max_concurrency is not None:
             what = "concurrency" if self.phases else "concurrency cap"
-            found["concurrency"] = f"{what} {self.max_concurrency:,}"
+            parts["concurrency"] = f"{what} {self.max_concurrency:,}"
         if self.request_rate is not None:
-            found["rate"] = f"rate {self.request_rate:g}/s"
+            parts["rate"] = f"rate {self.request_rate:g}/s"
         elif self.rates:
-            found["rate"] = f"rate {' then '.join(f'{rate:g}/s' for _, rate in self.rates)}"
+            parts["rate"] = f"rate {' then '.join(f'{rate:g}/s' for _, rate in self.rates)}"
         named = {
             "saturation rate": self.saturation_rate,
             "burstiness": self.burstiness,
             "speed": None if self.speed == 1 else self.speed,
         }
-        found |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
+        parts |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
         if self.ramp_up_s:
-            found["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+            parts["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
         if self.begun_before:
-            found["session start"] = self.begun_before
-        return found
+            parts["session start"] = self.begun_before
+        return parts
 
     def conditions(self) -> dict[str, str]:
         """The parts in which runs must agree to be averaged, and the lengths."""
@@ -165,14 +165,14 @@ class Machine:
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
-        found = []
+        limits = []
         if self.max_num_batched_tokens is not None:
-            found.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
+            limits.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
         if self.max_num_seqs is not None:
-            found.append(f"N = {self.max_num_seqs:,} sequences")
+            limits.append(f"N = {self.max_num_seqs:,} sequences")
         if self.further:
-            found.append(self.further)
-        return ", ".join(found)
+            limits.append(self.further)
+        return ", ".join(limits)
 
     def __str__(self) -> str:
         count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
@@ -242,10 +242,10 @@ def _reported(settings: Mapping[str, Any]) -> str:
         "kv_cache_dtype": "KV cache type {}",
         "gpu_memory_utilization": "{:.0%} of the GPU memory",
     }
-    found = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
+    parts = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
     if "enable_prefix_caching" in settings:
-        found.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
-    return ", ".join(found)
+        parts.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
+    return ", ".join(parts)
 
 
 def _further_limits(options: Mapping[str, Any]) -> str:
@@ -302,7 +302,7 @@ _FIRST_OPTIONS = frozenset(
 def later_options() -> Mapping[str, Any]:
     """Options that older runs did not record, with the values that they ran with: the defaults."""
     declared = declared_in(EngineOptions)
-    return {name: one.default for name, one in declared.items() if name not in _FIRST_OPTIONS}
+    return {name: option.default for name, option in declared.items() if name not in _FIRST_OPTIONS}
 
 
 FRONT_END_MS = "front_end_ms"
@@ -394,14 +394,16 @@ def unusual_options(options: Mapping[str, Any]) -> str:
 
 def _recorded(manifest: Manifest, name: str) -> str:
     """A version that the engine recorded, among the versions or the facts."""
-    found: Any = manifest.versions.get(name) or manifest.facts.get(name) or manifest.facts.get(f"{name}_version")
-    return str(found) if found else UNKNOWN
+    version: Any = manifest.versions.get(name) or manifest.facts.get(name) or manifest.facts.get(f"{name}_version")
+    return str(version) if version else UNKNOWN
 
 
 def load_of(manifest: Manifest) -> str:
     """The load in words: number and rate of sessions."""
     if manifest.phases:
-        return ", ".join(f"{one.sessions} sessions at concurrency {one.max_concurrency}" for one in manifest.phases)
+        return ", ".join(
+            f"{phase.sessions} sessions at concurrency {phase.max_concurrency}" for phase in manifest.phases
+        )
     facts = manifest.facts
     given = {
         "rate": facts.get("request_rate"),
@@ -419,10 +421,10 @@ def conditions_of(environment: Mapping[str, str], load: LoadFacts) -> dict[str, 
 
     Only runs that agree in all conditions are averaged and get gains.
     """
-    found = {name: environment.get(name, UNKNOWN) for name in ENVIRONMENT if name != "options"}
+    conditions = {name: environment.get(name, UNKNOWN) for name in ENVIRONMENT if name != "options"}
     options = environment.get("options", UNKNOWN)
     named = {name: str(value) for name, value in (json.loads(options) if options else {}).items()}
-    return found | load.conditions() | named
+    return conditions | load.conditions() | named
 
 
 class Difference(NamedTuple):
@@ -438,22 +440,22 @@ class Difference(NamedTuple):
         return f"{self.key}.{self.option}".rstrip(".") + f": {self.ours} against {self.theirs}"
 
 
-def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[Difference]:
+def differences(first: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[Difference]:
     """What two environments differ in, apart from ``allowed`` keys; options one by one."""
-    found = []
+    unlike = []
     for name in ENVIRONMENT:
-        ours, theirs = one.get(name, UNKNOWN), other.get(name, UNKNOWN)
+        ours, theirs = first.get(name, UNKNOWN), other.get(name, UNKNOWN)
         if ours == theirs or name in allowed:
             continue
         if name != "options":
-            found.append(Difference(name, ours or _UNRECORDED, theirs or _UNRECORDED))
+            unlike.append(Difference(name, ours or _UNRECORDED, theirs or _UNRECORDED))
             continue
         sides = [json.loads(text) if text else {} for text in (ours, theirs)]
         for option in sorted({*sides[0], *sides[1]}):
             values = [side.get(option) for side in sides]
             if values[0] != values[1]:
-                found.append(Difference(name, str(values[0]), str(values[1]), option))
-    return found
+                unlike.append(Difference(name, str(values[0]), str(values[1]), option))
+    return unlike
 
 
 _UNRECORDED = "not recorded"
@@ -461,18 +463,18 @@ _UNRECORDED = "not recorded"
 
 def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
     """Names of conditions in which any environment differs from the first; options by their own names."""
-    found = [each for other in environments[1:] for each in differences(environments[0], other)]
-    return list(dict.fromkeys(each.option or each.key for each in found))
+    unlike = [each for other in environments[1:] for each in differences(environments[0], other)]
+    return list(dict.fromkeys(each.option or each.key for each in unlike))
 
 
-def listed(found: Sequence[Difference]) -> str:
+def listed(unlike: Sequence[Difference]) -> str:
     """The differences in one line."""
-    return "; ".join(map(str, found))
+    return "; ".join(map(str, unlike))
 
 
-def remedy(found: Sequence[Difference]) -> str:
+def remedy(unlike: Sequence[Difference]) -> str:
     """The options that allow these differences."""
-    return " ".join(f"--allow {key}" for key in dict.fromkeys(each.key for each in found))
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(each.key for each in unlike))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

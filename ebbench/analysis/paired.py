@@ -104,17 +104,17 @@ def load_groups(paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
 
     Raises DataError if a run is missing, damaged or INVALID.
     """
-    found: dict[tuple[str, int], list[GateUnit]] = {}
+    by_place: dict[tuple[str, int], list[GateUnit]] = {}
     for place, path in enumerate(paths):
         for unit in load_units([path]):
-            found.setdefault((unit.policy, place), []).append(unit)
-    return _merged(found, paths)
+            by_place.setdefault((unit.policy, place), []).append(unit)
+    return _merged(by_place, paths)
 
 
-def _merged(found: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
+def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
     """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
     groups: dict[str, list[GateUnit]] = {}
-    for (policy, place), units in found.items():
+    for (policy, place), units in by_place.items():
         held = groups.get(policy, [])
         repeated = {unit.plan_hash for unit in held} & {unit.plan_hash for unit in units}
         label = policy if not repeated else _label(policy, paths[place], groups)
@@ -140,7 +140,7 @@ def compare_cases(
     members = [(label, unit) for label, units in groups.items() for unit in units]
     conditions = [_conditions(unit, allowed) for _, unit in members]
     parts = partition(members, conditions, [(unit.seed, unit.plan_hash) for _, unit in members])
-    found, alone = [], []
+    comparisons, alone = [], []
     for title, part in parts:
         held: dict[str, list[GateUnit]] = {}
         for label, unit in part:
@@ -148,10 +148,10 @@ def compare_cases(
         if len(held) < 2 or (baseline is not None and baseline in groups and baseline not in held):
             alone.append(f"{title or 'these runs'}: only {', '.join(held)}")
         else:
-            found.append(replace(compare(held, baseline, allowed), title=title))
-    if not found:
+            comparisons.append(replace(compare(held, baseline, allowed), title=title))
+    if not comparisons:
         return Compared((compare(groups, baseline, allowed),))
-    return Compared(tuple(found), tuple(alone))
+    return Compared(tuple(comparisons), tuple(alone))
 
 
 def _conditions(unit: GateUnit, allowed: Sequence[str]) -> dict[str, str]:
@@ -175,29 +175,29 @@ def compare(
         raise UnknownNameError("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
     base = groups[chosen]
-    found = [
+    contrasts = [
         replace(_policy_contrasts(label, pair_units(base, units, allowed)), left_out=left_out(base, units))
         for label, units in others.items()
     ]
-    return PairedComparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
+    return PairedComparison(chosen, tuple(groups[chosen]), tuple(_adjusted(contrasts)))
 
 
 def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str]) -> str:
     """Why nothing can be compared: runs of one policy differ in environment or plan, or there is only one policy."""
     only, units = next(iter(groups.items()), ("nothing", ()))
     for unit in units[1:]:
-        found = differences(units[0].environment, unit.environment, allowed)
-        if found:
-            return f"{units[0].run} and {unit.run} are not comparable: {listed(found)}; {remedy(found)} allows it"
+        unlike = differences(units[0].environment, unit.environment, allowed)
+        if unlike:
+            return f"{units[0].run} and {unit.run} are not comparable: {listed(unlike)}; {remedy(unlike)} allows it"
     several = len({unit.plan_hash for unit in units}) > 1
     plans = f", whose {len(units)} runs have different plans (plan: seeds or requests differ)" if several else ""
     return f"a comparison needs runs of two policies or more on the same plans; found only {only}{plans}"
 
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
-    found = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
-    skipped = {figure: losses for figure, losses in found.items() if isinstance(losses, str)}
-    contrasts = [_contrast(figure, pairs) for figure in found if figure not in skipped]
+    losses_by_figure = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
+    skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
+    contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]
     deciding = _deciding(contrasts, pairs)
     if deciding == REQUEST_TIME:
         contrasts.append(_contrast(deciding, pairs))
@@ -275,5 +275,5 @@ def _with_level(contrast: Contrast, pairs: Sequence[Pair], p_adjusted: float, le
 
 
 def _values(figure: str, pairs: Sequence[Pair]) -> list[tuple[float, float]]:
-    found = [(pair.baseline.figures[figure], pair.candidate.figures[figure]) for pair in pairs]
-    return [(before, after) for before, after in found if before and after]
+    values = [(pair.baseline.figures[figure], pair.candidate.figures[figure]) for pair in pairs]
+    return [(before, after) for before, after in values if before and after]

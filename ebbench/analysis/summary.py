@@ -120,7 +120,7 @@ class ClientNodes:
         held, used = connected.get("most_held") or None, connected.get("most_used")
         if not nodes:
             return cls(connections=held, connections_used=used)
-        workers, lost = sum(one["workers"] for one in nodes), sum(one["lost"] for one in nodes)
+        workers, lost = sum(node["workers"] for node in nodes), sum(node["lost"] for node in nodes)
         return cls(len(nodes), workers, lost, facts.get("clock_alignment_error_ms"), held, used)
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,12 +231,12 @@ class Summary:
 
     def _parts(self) -> dict[str, Any]:
         """What there is of each class of requests, and of the sessions."""
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         if self.classes:
-            found["classes"] = {named(name): self.of_class(name)._figures() for name in self.classes}
+            parts["classes"] = {named(name): self.of_class(name)._figures() for name in self.classes}
         if (worst := self.worst_class) is not None:
-            found |= {"worst_class": named(worst), "worst_class_attainment": self.classes[worst].slo_attainment}
-        return found | ({"per_session": self.sessions[""].to_dict()} if self.sessions else {})
+            parts |= {"worst_class": named(worst), "worst_class_attainment": self.classes[worst].slo_attainment}
+        return parts | ({"per_session": self.sessions[""].to_dict()} if self.sessions else {})
 
     def _figures(self) -> dict[str, Any]:
         limits = {"goodput_slo_ms": self.slo.limits() or None}
@@ -369,14 +369,14 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
 
 def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
     """Percentiles with too few samples, in ms, by their names in :func:`metrics_dict`."""
-    found = {}
+    unsound = {}
     for latency in (*LATENCIES, *FURTHER_LATENCIES):
         distribution: Distribution = getattr(metrics, latency)
         for name in QUANTILES:
             estimate = distribution.estimate(name)
             if estimate is not None and getattr(distribution, name) is None:
-                found[f"{name}_{latency}_ms"] = estimate
-    return found
+                unsound[f"{name}_{latency}_ms"] = estimate
+    return unsound
 
 
 def metrics_dict(metrics: Metrics) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def _unit_of(run: Run) -> GateUnit:
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
         server=str(manifest.facts.get("server", "")) if manifest.engine == "endpoint" else "",
-        about_server=tuple(one for one in manifest.warnings if one.code in ABOUT_SERVER),
+        about_server=tuple(warning for warning in manifest.warnings if warning.code in ABOUT_SERVER),
         cache_unknown=machine_of_run(manifest).cache_kept and manifest.facts.get("prefix_hit_rate") is None,
     )
 
@@ -204,26 +204,26 @@ def figures_of(metrics: Metrics) -> dict[str, float | None]:
         for latency in LATENCIES
         for name in ("median", *STATISTICS)
     }
-    found = rates | latencies
-    return {figure: found[figure] for figure in MEASURED}
+    figures = rates | latencies
+    return {figure: figures[figure] for figure in MEASURED}
 
 
 def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:
     """The units of one policy. Raises UnknownNameError, naming the existing ones, if there is none."""
-    found = [unit for unit in units if unit.policy == policy]
-    if not found:
+    chosen = [unit for unit in units if unit.policy == policy]
+    if not chosen:
         raise UnknownNameError(f"policy of the {side}", policy, dict.fromkeys(unit.policy for unit in units))
-    return found
+    return chosen
 
 
 def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], side: str) -> None:
     """Raise DataError, naming the differing keys, if the units of one side differ in environment or policy."""
     first = units[0]
     for unit in units[1:]:
-        found = differences(first.environment, unit.environment, allowed)
-        if found:
-            apart = f"{first.run} and {unit.run} are not comparable ({listed(found)})"
-            raise DataError(f"{side}: {apart}; {remedy(found)} allows it")
+        unlike = differences(first.environment, unit.environment, allowed)
+        if unlike:
+            apart = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
+            raise DataError(f"{side}: {apart}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 
@@ -248,12 +248,12 @@ MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, e
 
 def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
     """The columns of the named figures, in that order. Raises UnknownNameError."""
-    found: dict[str, None] = {}
+    figures: dict[str, None] = {}
     for name in pairs_of(names):
         if name not in NAMES:
             raise UnknownNameError("figure", name, NAMES)
-        found[NAMES[name]] = None
-    return tuple(found)
+        figures[NAMES[name]] = None
+    return tuple(figures)
 
 
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:

@@ -157,11 +157,11 @@ def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for error_class, message, count in _distinct(failed):
         groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
-    found = [
+    failures = [
         Failure(error_class, sum(count for _, count in messages), _example(messages), remedy)
         for (error_class, remedy), messages in groups.items()
     ]
-    return _ordered(found)
+    return _ordered(failures)
 
 
 def merge_failures(several: Iterable[Sequence[Failure]]) -> tuple[Failure, ...]:
@@ -226,7 +226,7 @@ def _message_in(value: object) -> str:
     if not isinstance(value, dict):
         return ""
     message = next(
-        (found for key in ("error", "message", "detail", "msg") if (found := _message_in(value.get(key)))), ""
+        (inner for key in ("error", "message", "detail", "msg") if (inner := _message_in(value.get(key)))), ""
     )
     field = value.get("param") or value.get("loc")
     name = field[-1] if isinstance(field, list) and field else field

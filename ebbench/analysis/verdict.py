@@ -149,10 +149,12 @@ def require_comparable(
     """Raise DataError if the sides differ in environment, if one mixes several, or if a seed has other plans."""
     require_one_environment(baseline, allowed, "baseline")
     require_one_environment(candidate, allowed, "candidate")
-    found = differences(baseline[0].environment, candidate[0].environment, allowed)
-    if found:
+    sides_differ = differences(baseline[0].environment, candidate[0].environment, allowed)
+    if sides_differ:
         alike = "measure both alike, or allow what is meant to differ"
-        raise DataError(f"baseline and candidate are not comparable: {listed(found)}; {alike}: {remedy(found)}")
+        raise DataError(
+            f"baseline and candidate are not comparable: {listed(sides_differ)}; {alike}: {remedy(sides_differ)}"
+        )
     for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
         seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
         unlike = [unit for unit in ours if unit.plan_hash not in plans and unit.seed in seeds]
@@ -230,11 +232,11 @@ def judge(
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
     losses, skipped = {}, {}
     for figure in dict.fromkeys([*rules.gated, *FIGURES]):
-        found = losses_of(figure, pairs)
-        if isinstance(found, str):
-            skipped[figure] = found
+        losses_or_why = losses_of(figure, pairs)
+        if isinstance(losses_or_why, str):
+            skipped[figure] = losses_or_why
         else:
-            losses[figure] = found
+            losses[figure] = losses_or_why
     gated = [figure for figure in rules.gated if figure in losses]
     adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
@@ -248,7 +250,11 @@ def judge(
 def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
     """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
-    losses = {figure: found for figure in rules.gated if not isinstance(found := losses_of(figure, pairs), str)}
+    losses = {
+        figure: losses_or_why
+        for figure in rules.gated
+        if not isinstance(losses_or_why := losses_of(figure, pairs), str)
+    }
     adjusted = zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True)
     return {figure: p for figure, p in adjusted if p <= rules.alpha}
 
@@ -293,15 +299,15 @@ def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
         and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
     ):
         return "limits_differ"
-    found = []
+    losses = []
     for pair in pairs:
         before, after = pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)
         if before is None or after is None:
             return "no_limits" if figure == "request_goodput" else "too_few_samples"
         if before <= 0 or after <= 0:
             return "zero"
-        found.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
-    return tuple(found)
+        losses.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
+    return tuple(losses)
 
 
 def _judged(
@@ -406,13 +412,13 @@ def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], r
 
 def _warm_server(pairs: Sequence[Pair]) -> str:
     """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
-    found = {
+    servers = {
         pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
         for pair in pairs
         if pair.candidate.cache_unknown and pair.baseline.cache_unknown
     }
     orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
-    return found.pop() if len(found) == len(orders) == 1 else ""
+    return servers.pop() if len(servers) == len(orders) == 1 else ""
 
 
 def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:

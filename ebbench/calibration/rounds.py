@@ -128,12 +128,12 @@ def _engine_args(words: Sequence[str]) -> Any:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
     try:
-        found, unknown = parser.parse_known_args(list(words))
+        known, unknown = parser.parse_known_args(list(words))
     except SystemExit:
         raise UsageError(f"vLLM refuses the options {' '.join(words)} (its reason is above)") from None
     if unknown:
         print(f"left out of the calibration, not an option of the engine: {' '.join(unknown)}", file=sys.stderr)
-    return EngineArgs.from_cli_args(found)
+    return EngineArgs.from_cli_args(known)
 
 
 def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concurrency: int) -> float:

@@ -35,17 +35,17 @@ def compare(
 
     check_format(style, as_json=as_json)
     allowed = check_allowed(allow or ())
-    found = compare_paired.compare_cases(compare_paired.load_groups(runs), baseline, allowed)
+    compared = compare_paired.compare_cases(compare_paired.load_groups(runs), baseline, allowed)
     if as_json:
-        sys.stdout.write(json.dumps(comparison.to_json(found), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(comparison.to_json(compared), indent=2, allow_nan=False) + "\n")
         return
     if style != "table":
         from ebbench.render.documents import rendered
 
-        found_as = comparison.plain if style == "csv" else comparison.document
-        sys.stdout.write(rendered(found_as(found), style))
+        shown_as = comparison.plain if style == "csv" else comparison.document
+        sys.stdout.write(rendered(shown_as(compared), style))
         return
     from ebbench.render.documents import Console
 
     console = Console(highlight=False)
-    console.print(comparison.console(found, console.width))
+    console.print(comparison.console(compared, console.width))

@@ -23,7 +23,7 @@ def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collect
     """Raise UsageError for the first of ``options`` (parameter names) that was given but is not read by ``what``."""
     names = {param.name: _shown(param) for param in context.command.params}
     for option in given_options(context, [option for option in options if option not in reads]):
-        it = f"it uses {', '.join(names[one] for one in reads)}" if reads else "leave it out"
+        it = f"it uses {', '.join(names[name] for name in reads)}" if reads else "leave it out"
         raise UsageError(f"{what} does not use {option}; {it}")
 
 
@@ -101,7 +101,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     def call(**given: Any) -> None:
         made: dict[str, Any] = {name: marker.take(given["context"], given) for name, marker in of_runs.items()}
         made |= {
-            name: group(**{one.name: given.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+            name: group(**{member.name: given.pop(member.name) for member in fields(group)})
+            for name, group in groups.items()
         }
         command(**made, **given)
 

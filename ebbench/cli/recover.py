@@ -21,10 +21,10 @@ def recover(
     from ebbench.analysis.rebuild import cut_off_runs, rebuild
     from ebbench.records.run import is_being_written
 
-    found = cut_off_runs(runs)
-    if not found:
+    directories = cut_off_runs(runs)
+    if not directories:
         typer.echo("nothing to recover: no unfinished run here")
-    for directory in found:
+    for directory in directories:
         if is_being_written(directory):
             typer.echo(f"{directory}: is being measured now, left alone")
             continue

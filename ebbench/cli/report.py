@@ -50,7 +50,7 @@ def report(
             raise UsageError("--watch writes nothing: give it without --html, --export and --output")
         _watch(runs, port, title, slo, all_percentiles=all_percentiles)
         return
-    found = searches_of(runs)
+    searches = searches_of(runs)
     loaded = [Run.load(path) for given in runs for path in shown_runs(given) or find_runs([given])]
     if not loaded:
         raise DataError("no run to report on")
@@ -62,7 +62,7 @@ def report(
     target = output or Path("report.html")
     if target.is_dir():
         raise UsageError(f"{target} is a directory; give a file, e.g. --output {target / 'report.html'}")
-    _page(loaded, target, title, slo, all_percentiles=all_percentiles, searches=found)
+    _page(loaded, target, title, slo, all_percentiles=all_percentiles, searches=searches)
 
 
 def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_percentiles: bool) -> None:
@@ -72,8 +72,8 @@ def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_
 
     def rendered(now: Watched) -> str:
         notes = [now.note] if now.going_on else []
-        found = page_of(now.runs, title=title, slo=slo, notes=notes, all_percentiles=all_percentiles)
-        return page.render(found)
+        shown_page = page_of(now.runs, title=title, slo=slo, notes=notes, all_percentiles=all_percentiles)
+        return page.render(shown_page)
 
     shown = " ".join(map(str, runs))
     try:
@@ -92,9 +92,9 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all
     from ebbench.report.page_data import page_of
 
     extra, notes = _paired(runs)
-    found = page_of(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
+    shown_page = page_of(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
                     searches=searches)  # fmt: skip
-    page.write(found, target)
+    page.write(shown_page, target)
     typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
 
 
@@ -110,12 +110,12 @@ def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
         groups: dict[str, list[GateUnit]] = {}
         for unit in units_of(runs):
             groups.setdefault(unit.policy, []).append(unit)
-        found = compare_paired.compare_cases(groups)
+        compared = compare_paired.compare_cases(groups)
     except DataError as error:
         return [], [f"These runs are not comparable: {error}"]
     except EbbenchError as error:
         return [], [f"Left out, the paired comparison: {error}"]
-    return tables(found), left_out(found)
+    return tables(compared), left_out(compared)
 
 
 def _export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> None:

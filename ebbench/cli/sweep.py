@@ -103,8 +103,8 @@ def _show_result(result: Result, grid: Sweep, metric: str, *, as_json: bool) -> 
     from ebbench.render.documents import Console
     from ebbench.sweep import show
 
-    found = show.findings(result.finished, grid.axes, metric)
+    findings = show.findings(result.finished, grid.axes, metric)
     if as_json:
-        sys.stdout.write(json.dumps(show.to_json(result, found, metric), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(show.to_json(result, findings, metric), indent=2, allow_nan=False) + "\n")
     else:
-        Console(highlight=False).print(show.console_report(result, found, metric))
+        Console(highlight=False).print(show.console_report(result, findings, metric))

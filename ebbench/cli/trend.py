@@ -88,13 +88,13 @@ def trend(
     if unused := [name for name in single if name not in figures]:
         raise UsageError(f"--margin names {unused[0]}, which is not among the figures; add --metric for it")
     judged = Rules(default_margin=margin, margin=single, alpha=rules.alpha, gated=figures)
-    found = listed(runs or [Path("runs")])
-    chosen = [run for run in filters.of(found).runs if run.kind == "run"]
+    listing = listed(runs or [Path("runs")])
+    chosen = [run for run in filters.of(listing).runs if run.kind == "run"]
     if not chosen:
         raise DataError("no run matches; `ebbench runs` with the same filters lists what there is")
     series = trends_of([Run.load(run.path) for run in chosen], figures, judged)
     _write(series, output, style)
-    for path, why in found.problems.items():
+    for path, why in listing.problems.items():
         typer.echo(visible(f"left out: {path}: {why}"), err=True)
     if rules.alert:
         raise typer.Exit(EXIT_CODES[alert_of(series)])

@@ -82,17 +82,14 @@ def show(
         length_distribution=length_distribution, tokenizer=tokenizer,
         time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
-    found = {
-        **describe(plan),
-        "facts": dict(plan.facts),
-        "warnings": [each.to_dict(str(each)) for each in plan.warnings],
-    }
+    warnings = [said.to_dict(str(said)) for said in plan.warnings]
+    described = {**describe(plan), "facts": dict(plan.facts), "warnings": warnings}
     if logged is not None:
-        found["log"] = logged
+        described["log"] = logged
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(described))
         return
-    print_workload(name, found, Console(highlight=False))
+    print_workload(name, described, Console(highlight=False))
 
 
 @app.command("fit", cls=Command)

@@ -343,9 +343,9 @@ def _whole(document: Mapping[str, Any]) -> Translated | None:
     """The answer of embeddings or rerank: a list of vectors or scores."""
     results = next((document[name] for name in ("data", "results", "embeddings") if document.get(name)), None)
     usage = document.get("usage") or _inner(document.get("meta")).get("tokens")
-    found = isinstance(results, list)
+    complete = isinstance(results, list)
     return Translated(
-        [], text_of(document.get("model")), usage, document.get("error"), "stop" if found else None, done=found
+        [], text_of(document.get("model")), usage, document.get("error"), "stop" if complete else None, done=complete
     )
 
 

@@ -82,10 +82,12 @@ def note_prompts(server: str, model: str, plan: pa.Table, environ: Mapping[str, 
             file.write(msgspec.json.encode(now) + b"\n")
     except OSError:
         return None
-    before = [one for one in map(_decoded, lines) if one and (one.server, one.model, one.key) == (server, model, key)]
+    before = [
+        sent for sent in map(_decoded, lines) if sent and (sent.server, sent.model, sent.key) == (server, model, key)
+    ]
     if not before:
         return None
-    return MetBefore(min(1.0, max(one.count for one in before) / count), max(one.unix_s for one in before))
+    return MetBefore(min(1.0, max(sent.count for sent in before) / count), max(sent.unix_s for sent in before))
 
 
 def record_path(environ: Mapping[str, str]) -> Path:
@@ -137,7 +139,9 @@ def drafts(server_metrics: pa.Table) -> dict[str, Any]:
     counts = [accepted[position] for position in sorted(accepted)]
     if steps <= 0 or not counts or min(counts) < 0:  # a server that restarted counts from zero again
         return {}
-    return {"speculative": {"steps": int(steps), "drafted": [int(drafted)], "accepted": [int(one) for one in counts]}}
+    return {
+        "speculative": {"steps": int(steps), "drafted": [int(drafted)], "accepted": [int(count) for count in counts]}
+    }
 
 
 def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:
@@ -151,10 +155,10 @@ def _growths(metrics: pa.Table, name: re.Pattern[str]) -> dict[str, float]:
     for row in metrics.to_pylist():
         if name.search(row["name"]):
             series.setdefault((row["name"], row["labels"]), []).append(row["value"])
-    found: dict[str, float] = {}
+    growth_by_labels: dict[str, float] = {}
     for (_, labels), values in series.items():
-        found[labels] = found.get(labels, 0.0) + values[-1] - values[0]
-    return found
+        growth_by_labels[labels] = growth_by_labels.get(labels, 0.0) + values[-1] - values[0]
+    return growth_by_labels
 
 
 def repeated_share(plan: pa.Table) -> float:

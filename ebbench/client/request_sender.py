@@ -127,11 +127,11 @@ class ConnectionPool:
         self.connections.reserve = _RESERVE if reserve else 0
         gate = asyncio.Semaphore(_CONNECTS_AT_ONCE)
 
-        async def one() -> None:
+        async def connect() -> None:
             async with gate:
                 self.connections.give(await self.connections.connect())
 
-        await asyncio.gather(*(one() for _ in range(connections)), return_exceptions=True)
+        await asyncio.gather(*(connect() for _ in range(connections)), return_exceptions=True)
 
     def close(self) -> None:
         """Close the idle connections."""

@@ -540,7 +540,7 @@ def _first_tokens(messages: int, spare: int, leading: int, first: FirstMessage) 
 
 def transport_failure(error: TransportError) -> str:
     """The error class of an exchange that failed below HTTP."""
-    if any(isinstance(one, OSError) and _OWN_LIMITS & _numbers(one) for one in _causes(error)):
+    if any(isinstance(cause, OSError) and _OWN_LIMITS & _numbers(cause) for cause in _causes(error)):
         return "client_limit"
     return error.error_class
 

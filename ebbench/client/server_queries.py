@@ -60,7 +60,7 @@ def unused_proxy(server: ServerUrl, environ: Mapping[str, str]) -> str | None:
     if any(name in ("*", host) or host.endswith(f".{name}") for name in direct):
         return None
     names = ("https_proxy" if server.secure else "http_proxy", "all_proxy")
-    named = next((one for name in names for one in (name, name.upper()) if environ.get(one)), None)
+    named = next((variable for name in names for variable in (name, name.upper()) if environ.get(variable)), None)
     if named is None:
         return None
     return f"{named} names a proxy, and ebbench uses none: give an address that this machine reaches without it"
@@ -261,10 +261,10 @@ class ServerQueries:
         """The version that the server names at /version, as vLLM does; None if it names none."""
         try:
             answer = await self._ask("GET", self._server.page("version"), _OTHER_BYTES)
-            found = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
+            version = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
         except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return self._redacted(found)[:LONGEST_VERSION] if isinstance(found, str) and found else None
+        return self._redacted(version)[:LONGEST_VERSION] if isinstance(version, str) and version else None
 
     async def metrics(self) -> str | None:
         """The text of /metrics, or None if the server has none that can be read."""
@@ -316,18 +316,18 @@ class ServerQueries:
 
     async def _state_without_health(self, health: int, passing: bool, timeout_s: float) -> _Ready:
         """Judge by /v1/models. ``health``: status of /health, 0 without an answer; ``passing``: it may become good."""
-        found, answers = health_in_words(health, timeout_s), bool(health)
+        problem, answers = health_in_words(health, timeout_s), bool(health)
         try:
             status = (await self._models(timeout_s)).status
         except _NoModelsError as error:
-            return _Ready(f"{found}, and /v1/models {error}", None, answers)
+            return _Ready(f"{problem}, and /v1/models {error}", None, answers)
         if passing:
             despite = warning("not-ready", health=health, timeout_s=timeout_s) if status == 200 else None
-            return _Ready(found, despite, answers)
+            return _Ready(problem, despite, answers)
         if status in _FORBIDDEN and self._options.model is None:
-            raise RunError(f"{self._server}: {found}, /v1/models {status}; {self._key_remedy()}")
+            raise RunError(f"{self._server}: {problem}, /v1/models {status}; {self._key_remedy()}")
         if status >= 500 or status in (408, 429):
-            return _Ready(f"{found}, /v1/models {status}", None, answers)
+            return _Ready(f"{problem}, /v1/models {status}", None, answers)
         return _Ready()
 
     async def _completes(self) -> bool:
@@ -394,11 +394,11 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
 
 def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
-    found: dict[str, Any] = {
+    typed: dict[str, Any] = {
         name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
     }
     limit = whole_number(entry.get("max_model_len"), at_least=1)
-    return found if limit is None else found | {"max_model_len": limit}
+    return typed if limit is None else typed | {"max_model_len": limit}
 
 
 def _refusal(answer: Answer) -> str:
@@ -417,7 +417,9 @@ def _refusal(answer: Answer) -> str:
 def _cut(text: str) -> str:
     """The beginning of a server's words, without characters that a terminal would obey."""
     shown = text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in shown
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -516,14 +518,14 @@ def reported_settings(samples: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
     A setting in which the engines of a server differ is left out.
     """
-    found: dict[str, set[Any]] = {}
+    values_by_name: dict[str, set[Any]] = {}
     for name, labels in samples:
         if name == _POLICY_INFO:
-            found.setdefault(POLICY, set()).add(msgspec.json.decode(labels).get("policy"))
+            values_by_name.setdefault(POLICY, set()).add(msgspec.json.decode(labels).get("policy"))
         elif name == _CACHE_INFO:
             for ours, value in _cache_settings(msgspec.json.decode(labels)):
-                found.setdefault(ours, set()).add(value)
-    return {name: values.pop() for name, values in found.items() if len(values) == 1 and values != {None}}
+                values_by_name.setdefault(ours, set()).add(value)
+    return {name: values.pop() for name, values in values_by_name.items() if len(values) == 1 and values != {None}}
 
 
 def _cache_settings(labels: Mapping[str, str]) -> Iterable[tuple[str, Any]]:

@@ -55,15 +55,15 @@ def client_warnings(
     odd_numbers: Mapping[str, OddNumber] = MappingProxyType({}),
 ) -> tuple[RunWarning, ...]:
     """Warnings about the measurement. ``odd_numbers``: by field of ``usage``."""
-    found = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
-    found += [
+    warnings = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
+    warnings += [
         warning("odd-usage", field=name, answers=odd.answers, first=odd.first) for name, odd in odd_numbers.items()
     ]
     if renamed:
-        found.append(warning("ids-renamed", requests=renamed))
+        warnings.append(warning("ids-renamed", requests=renamed))
     if dropped:
-        found.append(warning("beyond-server", requests=dropped))
-    return tuple(filter(None, found))
+        warnings.append(warning("beyond-server", requests=dropped))
+    return tuple(filter(None, warnings))
 
 
 def other_models_warning(other_models: Mapping[str, int], asked: str, completed: int) -> RunWarning | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
+from ebbench.devices.geometry import BLOCK_TOKENS, KvLayout, ModelGeometry, layout_of
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
 from ebbench.spec.server import release_of

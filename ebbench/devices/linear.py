@@ -79,10 +79,10 @@ def published_calibration(profile: DeviceProfile, model: ModelGeometry) -> Calib
     """The authors' coefficients for this device and model, or None if they published none."""
     key = model.hf_id.lower()
     for device in profile.calibration_names:
-        found = _calibrations().get((device, key))
-        if found is not None:
+        calibration = _calibrations().get((device, key))
+        if calibration is not None:
             mixed = next((_mixed()[d, key] for d in profile.calibration_names if (d, key) in _mixed()), None)
-            return replace(found, mixed=mixed, margin=profile.margin_s_per_token)
+            return replace(calibration, mixed=mixed, margin=profile.margin_s_per_token)
     return None
 
 

@@ -73,28 +73,28 @@ def caveats(
 
     ``model``: in the types that are served. ``host``: the constants in ``cost``.
     """
-    found = (
+    said = (
         *_of_model(request, model),
         *_of_options(request, cost),
         *_unused_numbers(request, profile, model, cost),
     )
     if isinstance(cost, TableCost | RooflineCost):
-        found += unfitted_host(request, host)
+        said += unfitted_host(request, host)
     if isinstance(cost, TableCost):
-        found += (
+        said += (
             *unmeasured_mixing(profile),
             *doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
             *_slower_than_half_the_gpus(request, profile, model, cost),
         )
-    return found
+    return said
 
 
 def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning, ...]:
-    found: tuple[RunWarning, ...] = (warning("model-note", model=model.name, note=model.note),) if model.note else ()
+    said: tuple[RunWarning, ...] = (warning("model-note", model=model.name, note=model.note),) if model.note else ()
     if has_other_shape(model):
-        found += (warning("other-shape", given=request.model, model=model.name, params=model.params),)
-    return found
+        said += (warning("other-shape", given=request.model, model=model.name, params=model.params),)
+    return said
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[RunWarning, ...]:
@@ -149,7 +149,7 @@ def _unused_numbers(
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
     """The fields that differ from their defaults."""
-    defaults = {one.name: one for one in fields(DeviceProfile)}
+    defaults = {setting.name: setting for setting in fields(DeviceProfile)}
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
 
@@ -208,9 +208,9 @@ def _slower_steps(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost, on: Parallel
 ) -> dict[str, float]:
     """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``, and how much."""
-    other = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
-    assert other is not None  # the device has tables
-    ratios = {what: cost.step_s(step) / other[0].step_s(step) for what, step in _STEPS.items()}
+    smaller = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
+    assert smaller is not None  # the device has tables
+    ratios = {what: cost.step_s(step) / smaller[0].step_s(step) for what, step in _STEPS.items()}
     return {what: ratio for what, ratio in ratios.items() if ratio > SLOWER}
 
 
@@ -344,7 +344,7 @@ def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
     if request.assume_kernels or request.cost == _ROOFLINE:
         return
     codes = [code for code in _UNMEASURED if code != _ROOFLINE or not request.name.endswith(".toml")]
-    missing = [each for each in built.warnings if each.code in codes]
+    missing = [said for said in built.warnings if said.code in codes]
     if not missing:
         return
     what = str(missing[0])
@@ -352,7 +352,7 @@ def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
         what = (
             f"kernels were not measured on {request.name}, and a roofline by its data sheet is right to a factor only"
         )
-    hint = [f"{each}, or" for each in built.warnings if each.code == LIBRARY_ABSENT]
+    hint = [f"{said}, or" for said in built.warnings if said.code == LIBRARY_ABSENT]
     remedy = " ".join([*hint, "choose a GPU that has them (`ebbench devices list`), or accept the estimate"])
     raise UsageError(
         f"{what}; {remedy} with --assume-kernels (run, capacity, plan, advise, sweep, devices show, serve)"

@@ -270,12 +270,12 @@ def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:
         raise InputFileError(v.path, f"{key} must be a list with a layer each")
     elif len(listed) != layers:
         raise InputFileError(v.path, f"{key} has {len(listed)} entries for {layers} layers; it needs one each")
-    found = [KIND_NAMES.get(str(kind), str(kind)) for kind in listed]
+    kinds = [KIND_NAMES.get(str(kind), str(kind)) for kind in listed]
     allowed = {*family.layers, *((DENSE_MLP, EXPERTS) if family.one_each else ())}
-    for kind, name in zip(found, listed, strict=True):
+    for kind, name in zip(kinds, listed, strict=True):
         if kind not in allowed:
             raise InputFileError(v.path, f"{key or 'the model'} has {name!r}, which has no cost model here")
-    return _windowed(v, found)
+    return _windowed(v, kinds)
 
 
 def _pattern(v: ConfigValues, family: Family, layers: int) -> Sequence[str]:
@@ -301,7 +301,7 @@ def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> l
     heads = v.per_layer("num_attention_heads_per_layer", layers)
     index = v.per_layer("indexer_types", layers)
     own = v.by_layer("per_layer_config")
-    found = []
+    described = []
     for layer, kind in enumerate(kinds):
         further: dict[str, Any] = dict(own.get(layer, {}))
         if heads is not None:
@@ -310,8 +310,8 @@ def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> l
             further["indexer_types"] = index[layer]
         if layer >= layers - shared > 0:
             further[SHARES_CACHE] = True
-        found.append(_Layer(kind, tuple(sorted(further.items()))))
-    return found
+        described.append(_Layer(kind, tuple(sorted(further.items()))))
+    return described
 
 
 def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> list[tuple[Mixer, ...]]:
@@ -320,14 +320,14 @@ def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer])
     for layer in plan:
         if layer.kind not in (DENSE_MLP, EXPERTS):
             counts[layer] = counts.get(layer, 0) + 1
-    found: dict[_Layer, tuple[Mixer, ...]] = {}
+    by_layer: dict[_Layer, tuple[Mixer, ...]] = {}
     for layer, count in counts.items():
         own = [rule(v.overlaid(dict(layer.further)), count) for rule in family.layers[layer.kind]]
-        found[layer] = tuple(mixer for mixer in own if mixer is not None)
+        by_layer[layer] = tuple(mixer for mixer in own if mixer is not None)
     _read_absent_kinds(v, family, {layer.kind for layer in counts})
-    if not any(mixer.heads and mixer.kind not in ("state", "index") for own in found.values() for mixer in own):
+    if not any(mixer.heads and mixer.kind not in ("state", "index") for own in by_layer.values() for mixer in own):
         raise InputFileError(path, "has no layer with attention: a state-space model, which has no cost model here")
-    return [found.get(layer, ()) for layer in plan]
+    return [by_layer.get(layer, ()) for layer in plan]
 
 
 def _read_absent_kinds(v: ConfigValues, family: Family, present: set[str]) -> None:

@@ -133,7 +133,7 @@ def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Se
 
     try:
         how = _how(options, vllm_options) | {"assume_kernels": True}  # its step times are not used
-        found = load_device(profile, model, parallel=parallel_of(vllm_options), **how)
-        return replace(found, kv_capacity_tokens=0)
+        device = load_device(profile, model, parallel=parallel_of(vllm_options), **how)
+        return replace(device, kv_capacity_tokens=0)
     except UsageError:
         return None

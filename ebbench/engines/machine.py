@@ -102,11 +102,11 @@ def engine_versions(engine: str) -> dict[str, str]:
     """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
     if engine not in ("emulated", "vllm"):
         return {}
-    found = {"vllm": version} if (version := _vllm_version()) else {}
+    versions = {"vllm": version} if (version := _vllm_version()) else {}
     if engine == "vllm":
         gpus = visible_gpus()
-        found |= {"driver": gpus[0].driver} if gpus else {}
-    return found
+        versions |= {"driver": gpus[0].driver} if gpus else {}
+    return versions
 
 
 def _vllm_version() -> str:

@@ -328,7 +328,7 @@ def _simulated(
         )
     decode = decode or parse_dispatch("iqr" if front.kind == "sbs" else DEFAULT_DISPATCH)
     words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
-    return SimEngine(spec, front, decode), words
+    return SimEngine(spec, front.name, decode.name), words
 
 
 def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:

@@ -191,10 +191,10 @@ def parallel_of(options: Sequence[str]) -> Parallel:
 
 def types_of(options: Sequence[str]) -> dict[str, str]:
     """``quantization`` and ``kv_cache_dtype`` that ``vllm serve`` with these options has; only those given."""
-    found = {_TYPES[name]: value for name, value in _values(options) if name in _TYPES}
-    if found.get("kv_cache_dtype", "").startswith("fp8"):  # fp8_e4m3 and others have the same size
-        found["kv_cache_dtype"] = "fp8"
-    return found
+    types = {_TYPES[name]: value for name, value in _values(options) if name in _TYPES}
+    if types.get("kv_cache_dtype", "").startswith("fp8"):  # fp8_e4m3 and others have the same size
+        types["kv_cache_dtype"] = "fp8"
+    return types
 
 
 def _values(options: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -233,7 +233,7 @@ def measure_pairs(
 def _check_stored(side: Side, pairs: int, first_seed: int) -> None:
     """Raise UsageError for an invalid command, and for stored pairs of another command or seed than this one's."""
     side.argv(side.directory, 0)
-    valid = [(pair, one) for pair in range(pairs) for one in _stored(side.run(pair)) if one.valid]
+    valid = [(pair, stored) for pair in range(pairs) for stored in _stored(side.run(pair)) if stored.valid]
     known = side.directory / COMMAND
     if valid and known.exists() and (before := known.read_text(encoding="utf-8").strip()) != side.command.strip():
         raise UsageError(

@@ -73,11 +73,11 @@ class StreamTransport(httpx.AsyncBaseTransport):
             connections.close()
 
     def _connections(self, address: Address) -> Connections[_Connection]:
-        found = self._servers.get(address)
-        if found is None:
+        connections = self._servers.get(address)
+        if connections is None:
             if address.secure and self._tls is None:
                 self._tls = tls_context()
-            found = self._servers[address] = Connections(
+            connections = self._servers[address] = Connections(
                 address,
                 lambda pool: _Connection(self, address, pool),
                 tls=self._tls,
@@ -85,7 +85,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
                 idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
                 reserve=_RESERVE,
             )
-        return found
+        return connections
 
 
 class _Connection(BaseConnection):

@@ -165,15 +165,15 @@ class Upstreams:
         Raises UsageError for an unknown URL.
         """
         asked = ServerUrl.parse(url)
-        found = next((upstream for upstream in self.all if upstream.server == asked), None)
-        if found is None:
+        named = next((upstream for upstream in self.all if upstream.server == asked), None)
+        if named is None:
             raise UsageError(f"no upstream {url}; there are {', '.join(u.url for u in self.all)}")
         if drain:
-            found.state = "draining"
-        elif found.state == "draining":
-            found.state, found.failed_checks = "active", 0
+            named.state = "draining"
+        elif named.state == "draining":
+            named.state, named.failed_checks = "active", 0
         self._on_change(self.active)
-        return found
+        return named
 
     async def _model_of(self, upstream: Upstream) -> str:
         """The model that the server serves; waits up to ``start_timeout_s`` for a response."""

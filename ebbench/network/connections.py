@@ -218,12 +218,12 @@ class Connections(Generic[W]):
     def take(self) -> W | None:
         """An idle connection that is not too old, or None."""
         self._close_old()
-        found = self._idle.pop() if self._idle else self._ahead.popleft() if self._ahead else None
-        if found is not None:
-            self._begin_use(found, time.monotonic_ns())
+        connection = self._idle.pop() if self._idle else self._ahead.popleft() if self._ahead else None
+        if connection is not None:
+            self._begin_use(connection, time.monotonic_ns())
         if self._wants_more() and self.refill is None:
             self.refill = asyncio.create_task(self._open_reserve())
-        return found
+        return connection
 
     def give(self, connection: W) -> None:
         """Return an idle connection to the pool."""

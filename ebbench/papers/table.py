@@ -9,8 +9,7 @@ from typing import Any, Literal
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, relative
 from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 
 Outputs = Literal["forced", "profile"]
@@ -198,8 +197,8 @@ def _of_print(column: Column, printed: Collection[str]) -> bool:
 
 def figure(store: RunStore, cell: RunSpec, key: str, scale: float = 1.0) -> float | None:
     """One figure of a cell; None if it has not been run."""
-    found = store.get(cell)
-    return None if found is None else found.get(key, scale)
+    measured = store.get(cell)
+    return None if measured is None else measured.get(key, scale)
 
 
 def of_all(reduce: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:

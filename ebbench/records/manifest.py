@@ -142,8 +142,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("facts", "versions"):
             msgspec.structs.force_setattr(self, name, _visible(getattr(self, name)))
         reasons = (
-            msgspec.structs.replace(one, message=_visible(one.message), values=_visible(one.values))
-            for one in self.reasons
+            msgspec.structs.replace(reason, message=_visible(reason.message), values=_visible(reason.values))
+            for reason in self.reasons
         )
         msgspec.structs.force_setattr(self, "reasons", tuple(reasons))
 

@@ -52,7 +52,7 @@ def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
 def _load(summaries: Sequence[Summary]) -> str:
     scenario = _common(summaries, lambda s: s.scenario) or "several scenarios"
     parts = [summary.load.parts() for summary in summaries]
-    shared = [text for name, text in parts[0].items() if all(each.get(name) == text for each in parts)]
+    shared = [text for name, text in parts[0].items() if all(of_run.get(name) == text for of_run in parts)]
     return f"Load: {', '.join([*shared, f'scenario {scenario}'])}, {_seeds(summaries)}."
 
 
@@ -96,7 +96,11 @@ def _drafted(summaries: Sequence[Summary]) -> str:
     if len(shown) == 1:
         return f"Drafts: {next(iter(shown))}."
     by_policy = [f"{text} with {', '.join(dict.fromkeys(names))}" for text, names in shown.items()]
-    lengths = [one.drafted.mean_acceptance_length for one in summaries if one.drafted is not None]
+    lengths = [
+        summary_of_run.drafted.mean_acceptance_length
+        for summary_of_run in summaries
+        if summary_of_run.drafted is not None
+    ]
     unlike = max(lengths) > (1.0 + ACCEPTED_ALIKE) * min(lengths)
     doubt = " A difference in speed may come from what was accepted, not from the policy." if unlike else ""
     return f"Drafts: {'; '.join(by_policy)}.{doubt}"
@@ -106,12 +110,12 @@ def _clients(summaries: Sequence[Summary]) -> str:
     """The client machines, with the worst alignment of their clocks, and the most connections."""
     several = [summary.clients for summary in summaries if summary.clients.count]
     if not several:
-        shown = max((summary.clients for summary in summaries), key=lambda one: one.connections or 0)
+        shown = max((summary.clients for summary in summaries), key=lambda client: client.connections or 0)
         return f"Client: {shown}." if str(shown) else ""
-    counts = {(one.count, one.workers, one.lost) for one in several}
+    counts = {(client.count, client.workers, client.lost) for client in several}
     if len(counts) > 1 or len(several) < len(summaries):
         return "Clients: different numbers of nodes."
-    return f"Clients: {max(several, key=lambda one: one.alignment_error_ms or 0.0)}."
+    return f"Clients: {max(several, key=lambda client: client.alignment_error_ms or 0.0)}."
 
 
 def requests(summaries: Sequence[Summary]) -> str:
@@ -174,8 +178,8 @@ def _seeds(summaries: Sequence[Summary]) -> str:
 
 def _common(summaries: Sequence[Summary], of: Callable[[Summary], str]) -> str | None:
     """The value that all runs share; None if they differ."""
-    found = {of(summary) for summary in summaries}
-    return found.pop() if len(found) == 1 else None
+    values = {of(summary) for summary in summaries}
+    return values.pop() if len(values) == 1 else None
 
 
 def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool = False) -> RenderableType:
@@ -187,7 +191,7 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     for section in document.sections:
         parts += [Text(), *section_tables(section, width)]
     parts += [Text(note, style="dim") for note in document.notes]
-    for section in (one for case in cases for one in tables.parts(case)):
+    for section in (part for case in cases for part in tables.parts(case)):
         parts += [Text(), *section_tables(section, width)]
     parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
@@ -222,12 +226,12 @@ def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_perce
 
 def _conclusions(cases: Sequence[ComparisonCase]) -> list[RenderableType]:
     """The verdict of each case; for a single case also the reasons."""
-    found = sentences.verdicts(cases)
+    verdicts = sentences.verdicts(cases)
     if len(cases) == 1:
-        [(_, lines, shown)] = found
+        [(_, lines, shown)] = verdicts
         return [Text(), *_paragraphs(lines, shown), *_explanations(cases[0])]
     parts: list[RenderableType] = [Text()]
-    for title, lines, _ in found:
+    for title, lines, _ in verdicts:
         parts += [Text(title, style="bold"), *map(_bullet, lines)] if title else map(Text, lines)
     return [*parts, Text("For the reasons, show the runs of one load and environment alone.", style="dim")]
 

@@ -117,7 +117,7 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
     summaries = [summary for group in groups for summary in group.summaries]
     if not all(summary.valid and summary.metrics.completed for summary in summaries):
         return []
-    if any(group.copies for group in groups) or all(one.load.replayed and one.virtual for one in summaries):
+    if any(group.copies for group in groups) or all(of_run.load.replayed and of_run.virtual for of_run in summaries):
         return [NO_CHANCE]
     baseline, figure = baseline_of(groups), deciding_figure(groups)
     others = [group for group in groups if group is not baseline]
@@ -288,13 +288,13 @@ def _unfinished(groups: Sequence[Group]) -> str:
 
 
 def _named(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str) -> str:
-    found = []
+    policies = []
     for group in groups:
         seeds = [str(summary.seed) for summary in group.summaries if apart(summary)]
         if seeds:
             of = "" if len(seeds) == len(group.seeds) else f" (seed {', '.join(seeds)})"
-            found.append(f"{group.policy}{of}")
-    return f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} {word}" if found else ""
+            policies.append(f"{group.policy}{of}")
+    return f"{' and '.join(policies)} {'is' if len(policies) == 1 else 'are'} {word}" if policies else ""
 
 
 def _fastest(order: Sequence[Group]) -> Verdict:
@@ -330,16 +330,20 @@ def _limits(groups: Sequence[Group]) -> list[str]:
 
 def _worst_classes(groups: Sequence[Group]) -> list[str]:
     """The class of which the fewest requests met their limits, per policy; empty without classes or limits."""
-    found = []
+    worst_by_policy = []
     for group in groups:
         names = list(dict.fromkeys(name for summary in group.summaries for name in summary.classes))
         met = {name: [s.classes[name].slo_attainment for s in group.summaries if name in s.classes] for name in names}
-        shares = {name: [share for share in each if share is not None] for name, each in met.items()}
-        known = {name: fmean(each) for name, each in shares.items() if each}
+        shares = {name: [share for share in values if share is not None] for name, values in met.items()}
+        known = {name: fmean(values) for name, values in shares.items() if values}
         if len(set(known.values())) > 1:
             worst = min(known, key=lambda name: known[name])
-            found.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
-    return [f"Worst class, by the share of its requests within limits: {', '.join(found)}."] if found else []
+            worst_by_policy.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
+    return (
+        [f"Worst class, by the share of its requests within limits: {', '.join(worst_by_policy)}."]
+        if worst_by_policy
+        else []
+    )
 
 
 def _within_limits(groups: Sequence[Group]) -> Verdict | None:
@@ -364,13 +368,13 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
     return Verdict(lines, shown)
 
 
-def _uncertainty(found: Gain) -> str:
-    return "" if found.spread is None else f" (± {percent(found.spread)} between seeds)"
+def _uncertainty(gain_over: Gain) -> str:
+    return "" if gain_over.spread is None else f" (± {percent(gain_over.spread)} between seeds)"
 
 
 def _steady(best: Group, reference: Group) -> str:
-    found = gain(best, reference, steady_throughput)
-    return "" if found is None else f"; inside the steady window {change(found.mean)}"
+    steady_gain = gain(best, reference, steady_throughput)
+    return "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
 
 
 def _runners_up(order: Sequence[Group]) -> list[str]:
@@ -378,7 +382,7 @@ def _runners_up(order: Sequence[Group]) -> list[str]:
         return []
     best = order[0]
     behind = [(group, gain(group, best)) for group in order[1:]]
-    shown = [f"{group.policy} {change(found.mean)}" for group, found in behind if found is not None]
+    shown = [f"{group.policy} {change(gain_over.mean)}" for group, gain_over in behind if gain_over is not None]
     return [f"Against {best.policy}: {', '.join(shown)}."]
 
 
@@ -483,8 +487,8 @@ def _value(spread: Spread) -> str:
 
 def missing(groups: Sequence[Group]) -> list[str]:
     """Requests that did not complete, one line per run that has some."""
-    found = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
-    return [f"{summary.policy}: {line}" for summary, line in found if line]
+    lines = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
+    return [f"{summary.policy}: {line}" for summary, line in lines if line]
 
 
 def accounting(summary: Summary) -> str | None:
@@ -527,9 +531,9 @@ def _memory(groups: Sequence[Group]) -> list[str]:
     said: dict[str, list[str]] = {}
     remedy = ""
     for group in groups:
-        found = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
-        for line in told_once(found, lambda _: "", lambda each: each.sentence):
+        warnings = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
+        for line in told_once(warnings, lambda _: "", lambda each: each.sentence):
             said.setdefault(line, []).append(group.policy)
-        remedy = next((each.way_out for of_run in found for each in of_run), remedy)
+        remedy = next((warning.way_out for of_run in warnings for warning in of_run), remedy)
     lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
     return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -119,7 +119,7 @@ def print_described(runs: Sequence[StoredRun]) -> None:
 
 def _described(run: StoredRun) -> dict[str, str]:
     labels = run.labels
-    found = {
+    described = {
         "name": labels.name, "tags": ", ".join(labels.tags), "note": labels.note, "commit": labels.commit,
         "label": labels.label, "begun": f"{run.begun} UTC",
         "what": f"{run.workload}, scenario {run.scenario}, policy {run.policy}"
@@ -128,13 +128,13 @@ def _described(run: StoredRun) -> dict[str, str]:
     }  # fmt: skip
     if run.kind == "run":
         manifest = read_manifest(run.path)
-        found |= {"host": host_of(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
+        described |= {"host": host_of(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
     if run.kind == "search":
-        found["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
+        described["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
     sizes = [
         f"{path.name} {numbers.size(path.stat().st_size)}" for path in sorted(run.path.iterdir()) if path.is_file()
     ]
-    return found | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
+    return described | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
 
 
 def _answer(row: Mapping[str, Any]) -> str:

@@ -84,8 +84,8 @@ def api_server_warning(
         return None
     drafted = Drafted.of(facts)
     messages = metrics.total_output_tokens / (1.0 if drafted is None else drafted.mean_acceptance_length)
-    each = metrics.completed, metrics.total_input_tokens, messages  # the tokens of a step leave in one message
-    rates = [amount / metrics.duration_s for amount in each]
+    amounts = metrics.completed, metrics.total_input_tokens, messages  # the tokens of a step leave in one message
+    rates = [amount / metrics.duration_s for amount in amounts]
     units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
     if options.api_server == OFF:
         return left_out(processes_needed(*rates), units)
@@ -126,7 +126,7 @@ def as_answered(cells: Iterable[RunSpec], figures: Callable[[RunSpec], Figures |
     run, None for others.
     """
     chosen = list(dict.fromkeys(cells))
-    busy = {_load(cell) for cell in chosen if (found := figures(cell)) is not None and left_out_of(cell, found)}
+    busy = {_load(cell) for cell in chosen if (known := figures(cell)) is not None and left_out_of(cell, known)}
     return {cell: cell.changed(api_server=DEFAULT_CLASS) if _load(cell) in busy else cell for cell in chosen}
 
 

@@ -28,8 +28,10 @@ from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import RunWarning, warning
+from ebbench.render.documents import Console
+from ebbench.render.live import Work, reporter, shown
 from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
-from ebbench.runs.prepare import Prepared, prepare
+from ebbench.runs.prepare import Prepared, Series, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
 from vllm_eb.policy import PolicySpec
@@ -162,8 +164,8 @@ def execute(
             engine = journalled(engine, writer)
         engine = _recording(engine, stored=directory is not None)
         plan, result = run_plan(engine, ready.plan, ready.policy, ready.device, spec.server, observer)
-        if result.interrupted and not keep_interrupted:
-            raise KeyboardInterrupt
+        if not keep_interrupted:
+            result.uninterrupted()
         if observer is not None:
             observer.update(_last_snapshot(ready.policy, plan, result))
         run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
@@ -292,3 +294,21 @@ class _InMemory(RunWriter):
 
     def __exit__(self, *_: object) -> None:
         """Nothing to clean up."""
+
+
+def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
+    """The plan of one seed; its reading is shown. Raises UsageError for a request that does not fit."""
+    with shown(messages, Work(f"reading {series.spec.plan.workload}"), quiet=quiet):
+        return series.plan(seed, device)
+
+
+def measured(
+    ready: Prepared, directory: Path, label: str, messages: Console, *, quiet: bool, brief: bool = False
+) -> Executed:
+    """Execute a run and store it in ``directory``, with a progress line named ``label``.
+
+    ``brief``: it is one run of many, of which only long ones are shown.
+    """
+    known = ready.plan.release_for_s is None
+    with reporter(messages, label, len(ready.plan), quiet=quiet, brief=brief, known=known) as observer:
+        return execute(ready, directory, observer)

@@ -25,7 +25,7 @@ import msgspec
 from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
 from ebbench.analysis.validity import of_device
-from ebbench.errors import DataError, EbbenchError, RunError
+from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
@@ -88,10 +88,10 @@ class RunStore:
     def get(self, cell: RunSpec) -> Measured | None:
         """The result of a cell; None if it was not run with this version of the code."""
         if cell not in self._known:
-            found = self._own_run(cell) or _read(self.root / directory_name(cell))
-            if found is None:
+            measured = self._own_run(cell) or _read(self.root / directory_name(cell))
+            if measured is None:
                 return None
-            self._known[cell] = found
+            self._known[cell] = measured
         return self._known[cell]
 
     def missing(self, cells: Iterable[RunSpec], *, whole: bool = False) -> list[RunSpec]:
@@ -103,10 +103,10 @@ class RunStore:
         return sorted(absent, key=lambda cell: -cell.weight)
 
     def _has(self, cell: RunSpec, whole: bool) -> bool:
-        found = self.get(cell)
-        if found is None or (cell.real_time and not found.valid):
+        measured = self.get(cell)
+        if measured is None or (cell.real_time and not measured.valid):
             return False
-        return not whole or (found.path / MANIFEST).exists()
+        return not whole or (measured.path / MANIFEST).exists()
 
     def stored_since(self, cells: Iterable[RunSpec]) -> float | None:
         """When the oldest of these cells was stored, in seconds since 1970; None without any."""
@@ -147,7 +147,7 @@ class RunStore:
         assert made is not None
         final = self.root / directory_name(cell)
         figures = dict(made.figures) | ({"run_dir": str(final)} if directory is not None else {})
-        found = Measured(figures, made.phases, final, outcome.seconds, outcome.worker, made.caveats)
+        measured = Measured(figures, made.phases, final, outcome.seconds, outcome.worker, made.caveats)
         try:
             working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
             content = {
@@ -163,8 +163,8 @@ class RunStore:
                 raise
         except OSError as error:
             raise RunError(f"cannot store {final}: {error.strerror or error}") from error
-        self._known[cell] = found
-        return found
+        self._known[cell] = measured
+        return measured
 
     def _own_run(self, cell: RunSpec) -> Measured | None:
         if not self._adopted or cell.cluster.topology is not None:  # runs of several instances are not matched
@@ -229,14 +229,14 @@ def _read(directory: Path) -> Measured | None:
 
 def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
     """Runs by the properties that identify a cell of one simulated instance."""
-    found = {}
+    by_conditions = {}
     for path in find_runs(paths):
         manifest = Run.load(path).manifest
         if {"model_shape", "device_profile"} & manifest.facts.keys():  # cells name bundled models and devices
             continue
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
         how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
-        found[
+        by_conditions[
             manifest.plan_hash,
             manifest.policy,
             manifest.device,
@@ -245,7 +245,7 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
             *how,
             unusual_options(manifest.options),
         ] = path
-    return found
+    return by_conditions
 
 
 # Executes the cells missing in a store; each result is stored as soon as it is finished.
@@ -282,6 +282,32 @@ def run_missing(
 
     run_cells(todo, store, pool, whole=whole, stored=stored)
     return len(todo)
+
+
+def with_progress(
+    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Execute the cells that the store lacks, with a progress line on stderr."""
+    from ebbench.render.documents import Console
+    from ebbench.render.live import Work, shown
+
+    missing = store.missing(cells, whole=whole)
+    if not missing:
+        return
+
+    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
+
+        def done(_cell: RunSpec) -> None:
+            work.done += 1
+
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
+                f"with the other {left}"
+            ) from None
 
 
 def run_cells(

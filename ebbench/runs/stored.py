@@ -94,14 +94,14 @@ def listed(roots: Sequence[Path]) -> Listing:
 
     Raises DataError for a root that is no directory.
     """
-    found: dict[Path, StoredRun] = {}
+    by_path: dict[Path, StoredRun] = {}
     problems: dict[Path, str] = {}
     for root in roots:
         if not root.is_dir():
             raise DataError(f"{root}: no such directory; make a run, or give another one with --runs")
         for entry in _below(root, problems):
-            found.setdefault(entry.path.resolve(), entry)
-    return Listing(tuple(sorted(found.values(), key=lambda one: (-one.begun_ns, str(one.path)))), problems)
+            by_path.setdefault(entry.path.resolve(), entry)
+    return Listing(tuple(sorted(by_path.values(), key=lambda run: (-run.begun_ns, str(run.path)))), problems)
 
 
 def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterator[StoredRun]:
@@ -119,14 +119,14 @@ def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterat
             problems[directory] = str(error).removeprefix(f"{directory}/")
         return
     strange = len(problems)
-    found = False
+    holds_runs = False
     for entry in entries:
         if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=depth == 0):
             for run in _below(Path(entry.path), problems, depth + 1):
-                found = True
+                holds_runs = True
                 yield run
     foreign = any(entry.is_file() and not _KNOWN.fullmatch(entry.name) for entry in entries)
-    if depth and foreign and not found and len(problems) == strange:
+    if depth and foreign and not holds_runs and len(problems) == strange:
         problems[directory] = "holds no run"
 
 
@@ -250,16 +250,16 @@ def meant(references: Sequence[str], roots: Sequence[Path]) -> list[StoredRun]:
     for reference in references:
         path = Path(reference)
         if path.is_dir():
-            found = listed([path])
-            if not found.runs:
-                raise DataError(f"{path}: {next(iter(found.problems.values()), 'no run')}; it is left as it is")
+            matching = listed([path])
+            if not matching.runs:
+                raise DataError(f"{path}: {next(iter(matching.problems.values()), 'no run')}; it is left as it is")
         else:
             known = known or listed([root for root in roots if root.is_dir()])
-            found = Listing(tuple(run for run in known.runs if reference in (run.labels.name, run.path.name)))
-        if not found.runs:
+            matching = Listing(tuple(run for run in known.runs if reference in (run.labels.name, run.path.name)))
+        if not matching.runs:
             names = (name for run in known.runs for name in (run.labels.name, run.path.name) if name) if known else ()
             raise UnknownNameError("run", reference, dict.fromkeys(names))
-        chosen |= {run.path.resolve(): run for run in found.runs}
+        chosen |= {run.path.resolve(): run for run in matching.runs}
     return list(chosen.values())
 
 

@@ -91,7 +91,7 @@ def plan_tasks(
         PlanTask(spec, limits, request_rate, SESSIONS, headroom, spare),
         device or measured_devices(),
         instance_shapes(tp or (), instance or ()),
-        [each.name for each in parse_policies(policy or DEFAULT_POLICIES)],
+        [parsed.name for parsed in parse_policies(policy or DEFAULT_POLICIES)],
         max_num_batched_tokens or (),
         max_num_seqs or (),
     )
@@ -121,7 +121,7 @@ def find_plan(
         tasks, prices, pool_of(workers, len(tasks)), messages, if_busy=api_server_if_busy(settings),
         quiet=quiet,
     )  # fmt: skip
-    refused, carried = deployments.refused, deployments.found
+    refused, carried = deployments.refused, deployments.carrying
     if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
         candidate, reason = refused[0]
         why = reason.worded(REFUSALS)

@@ -127,7 +127,7 @@ class Searched:
 
 def capacity_search(asked: Mapping[str, Any]) -> CapacitySearch:
     """The search with these settings of a run and of :class:`SearchCommand`, by name. Raises UsageError."""
-    own = {name: asked.get(name, one.default) for name, one in declared_in(SearchCommand).items()}
+    own = {name: asked.get(name, declared.default) for name, declared in declared_in(SearchCommand).items()}
     settings = {name: value for name, value in asked.items() if name not in own}
     by, scenario = own["by"], own["scenario"]
     if by not in ("rate", "concurrency"):
@@ -272,9 +272,9 @@ def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchB
     return SearchBudget(search.max_probes, left_s / policies_left, named_s=search.max_time_s, begun=now)
 
 
-def refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
+def refuse_nothing(outcome_by_policy: Mapping[str, SearchOutcome]) -> None:
     """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
-    outcomes = list(found.values())
+    outcomes = list(outcome_by_policy.values())
     from ebbench.sizing.sentences import ENDS, nothing_usable
 
     refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]

@@ -204,8 +204,8 @@ class ClientOptions:
         """The declared settings that differ from their defaults."""
         return {
             name: getattr(self, name)
-            for name, one in declared_in(ClientOptions).items()
-            if getattr(self, name) != one.default
+            for name, declared in declared_in(ClientOptions).items()
+            if getattr(self, name) != declared.default
         }
 
 

@@ -108,20 +108,20 @@ def speculative_of(text: str) -> Speculative:
 
 def _pairs(text: str) -> dict[str, str]:
     """``a=1,b=2,3`` by name: a part without a name belongs to the one before it."""
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     name = ""
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if equals:
             name = key.strip()
-            if name in found:
+            if name in pairs:
                 raise UsageError(f"{OPTION}: {name} is given twice")
-            found[name] = value.strip()
+            pairs[name] = value.strip()
         elif name:
-            found[name] += f",{part.strip()}"
+            pairs[name] += f",{part.strip()}"
         else:
             raise UsageError(f"{OPTION} {text!r}: expected name=value, for example {EXAMPLE}")
-    return found
+    return pairs
 
 
 def _tokens(text: str | None) -> int | None:
@@ -156,8 +156,8 @@ def published_acceptance() -> dict[str, tuple[float, ...]]:
     """Published rates by name; the file has their sources."""
     from ebbench.foreign.documents import read_toml
 
-    found = read_toml(Path(__file__).with_name("acceptance.toml"))
-    return {name: tuple(about["rates"]) for name, about in found.items()}
+    published = read_toml(Path(__file__).with_name("acceptance.toml"))
+    return {name: tuple(about["rates"]) for name, about in published.items()}
 
 
 def _checked(rates: tuple[float, ...]) -> tuple[float, ...]:
@@ -191,10 +191,10 @@ def _continued(rates: tuple[float, ...], tokens: int) -> tuple[float, ...]:
     """The rates of all positions: further drafted tokens are accepted as often, given those before, as the last one."""
     before = rates[-2] if len(rates) > 1 else 1.0
     share = rates[-1] / before if before else 0.0
-    found = list(rates)
-    while len(found) < tokens:
-        found.append(found[-1] * share)
-    return tuple(found)
+    continued = list(rates)
+    while len(continued) < tokens:
+        continued.append(continued[-1] * share)
+    return tuple(continued)
 
 
 # The free constants of a device and model, which a run may replace.
@@ -235,8 +235,8 @@ class HostCosts:
 
 def release_of(version: str) -> tuple[int, int] | None:
     """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
-    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
-    return None if found is None else (int(found[1]), int(found[2]))
+    matched = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
+    return None if matched is None else (int(matched[1]), int(matched[2]))
 
 
 _SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}

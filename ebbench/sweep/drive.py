@@ -54,7 +54,7 @@ _TYPES = {str: pa.string(), bool: pa.bool_(), float: pa.float64(), int: pa.int64
 
 SCHEMA = pa.schema(
     [pa.field("key", pa.string(), nullable=False)]
-    + [pa.field(one.name, _TYPES[plain_type(one.kind)]) for one in known_settings().values()]
+    + [pa.field(declared.name, _TYPES[plain_type(declared.kind)]) for declared in known_settings().values()]
     + [pa.field(name, pa.float64()) for name in FIGURES]
     + [pa.field("valid", pa.bool_()), pa.field("reasons", pa.string()), pa.field("warnings", pa.string())]
     + [pa.field(name, pa.list_(pa.string())) for name in columns_of_told({"reasons": (), "warnings": ()})]
@@ -129,7 +129,7 @@ class SweepStore:
 
     def load(self, cells: Sequence[RunSpec]) -> list[Finished]:
         """Finished cells among ``cells``, in their order. Raises DataError naming a damaged file."""
-        return [Finished(cell, found) for cell in cells if (found := self.runs.get(cell)) is not None]
+        return [Finished(cell, measured) for cell in cells if (measured := self.runs.get(cell)) is not None]
 
     def write_results(self, entries: Sequence[Finished]) -> Path:
         """Write all results as one table."""
@@ -169,10 +169,10 @@ def header_values(cells: Iterable[RunSpec]) -> set[str]:
 
 def _shown(cell: RunSpec) -> dict[str, Any]:
     """The stored settings: only the names of headers, whose values may be secret; None for what a server decides."""
-    found = settings_of(cell)
-    own = [name for name, one in known_settings().items() if one.part == "server" and name != "warmup"]
+    settings = settings_of(cell)
+    own = [name for name, declared in known_settings().items() if declared.part == "server" and name != "warmup"]
     decided = dict.fromkeys(own) if is_server(cell.engine) else {}
-    return found | decided | {"headers": dict.fromkeys(found["headers"], "")}
+    return settings | decided | {"headers": dict.fromkeys(settings["headers"], "")}
 
 
 def row_of(entry: Finished) -> dict[str, Any]:
@@ -330,8 +330,8 @@ def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:
     """
 
     def figures(cell: RunSpec) -> Mapping[str, Any] | None:
-        found = store.runs.get(cell)
-        return None if found is None else found.figures
+        measured = store.runs.get(cell)
+        return None if measured is None else measured.figures
 
     answered = as_answered(sweep.cells, figures)
     return replace(sweep, cells=tuple(answered[cell] for cell in sweep.cells))
@@ -354,12 +354,12 @@ def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str
     from ebbench.runs.file import plain
     from ebbench.spec.run import settings_of
 
-    found = []
+    problems = []
     for entry in cells:
         settings = settings_of(entry.cell)
         where = ", ".join(f"{name}={plain(settings[name])}" for name in axes) or "the only cell"
-        found.append((where, "; ".join(map(text_of, entry.measured.figures.get("reasons") or ()))))
-    return found
+        problems.append((where, "; ".join(map(text_of, entry.measured.figures.get("reasons") or ()))))
+    return problems
 
 
 def pool_of(grid: Sweep, workers: int | None, executor: str, ray_address: str | None, gpus: float | None) -> Pool:

@@ -31,7 +31,10 @@ _SETTINGS = known_settings()
 _Common = settings_table("Common")
 _Grid: Any = msgspec.defstruct(
     "Grid",
-    [(one.name, GenericAlias(list, (one.kind,)) | msgspec.UnsetType, msgspec.UNSET) for one in _SETTINGS.values()],
+    [
+        (name, GenericAlias(list, (declared.kind,)) | msgspec.UnsetType, msgspec.UNSET)
+        for name, declared in _SETTINGS.items()
+    ],
     forbid_unknown_fields=True,
 )
 _Override: Any = msgspec.defstruct("Override", [("when", _Common), ("set", _Common)], forbid_unknown_fields=True)
@@ -150,14 +153,14 @@ _Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides:
     """Pairs of conditions on a cell and settings for it. The axes stay as listed in the grid."""
-    found = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
-    for when, change in found:
+    overrides = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
+    for when, change in overrides:
         if not when or not change:
             raise InputFileError(path, "an override needs both `when` and `set`")
         axis = next((name for name in change if name in lists and len(lists[name]) > 1), None)
         if axis is not None:
             raise InputFileError(path, f"an override sets {axis}, which the grid varies; set something else")
-    return found
+    return overrides
 
 
 def _overridden(path: Path, grid: list[dict[str, Any]], overrides: _Overrides) -> list[dict[str, Any]]:
@@ -290,7 +293,7 @@ def trace_notes(cells: Sequence[RunSpec]) -> list[str]:
         for plan in (cell.plan for cell in cells)
         if is_recorded(plan.workload) and (plan.scenario is None or load_scenario(plan.scenario).loop == "trace")
     )
-    return [_trace_note(*each) for each in replayed]
+    return [_trace_note(*trace) for trace in replayed]
 
 
 @lru_cache(maxsize=64)
@@ -304,4 +307,4 @@ def _trace_note(workload: str, time_unit: str | None, columns: str | None, token
 
 
 def _values(owners: Sequence[Any], name: str) -> list[Any]:
-    return list(dict.fromkeys(value for one in owners if (value := getattr(one, name))))
+    return list(dict.fromkeys(value for owner in owners if (value := getattr(owner, name))))

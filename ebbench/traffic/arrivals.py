@@ -48,8 +48,8 @@ def step_edges(count: int, per_step: float) -> Ints:
 
 def gaps_at(shares: Floats, means: Sequence[float]) -> Floats:
     """The gaps below which these shares lie, from means of equally many sorted gaps."""
-    found: Floats = np.interp(shares, (np.arange(len(means)) + 0.5) / len(means), means)
-    return found
+    gaps: Floats = np.interp(shares, (np.arange(len(means)) + 0.5) / len(means), means)
+    return gaps
 
 
 def stepped_gaps(
@@ -97,9 +97,9 @@ def _with_longest(gaps: Floats, starts: Ints, sizes: Ints, total: Floats) -> Flo
     longest = order[ends - 1]
     second = np.where(sizes > 1, gaps[order[np.maximum(ends - 2, 0)]], 0.0)
     left = total - (np.add.reduceat(gaps, starts) - gaps[longest])
-    found = gaps.copy()
-    found[longest] = np.where(left >= second, left, gaps[longest])
-    return found
+    filled = gaps.copy()
+    filled[longest] = np.where(left >= second, left, gaps[longest])
+    return filled
 
 
 # Permutes values so that each stretch of consecutive places has a given mean, mean square root or centre.
@@ -126,8 +126,8 @@ _SWAPS, _CLOSE_CENTRE = 100, 0.005
 def roots_of(values: Any) -> Floats:
     """Square roots of the values in their mean."""
     held = np.asarray(values, np.float64)
-    found: Floats = np.sqrt(held / max(float(held.mean()), 1e-12))
-    return found
+    roots: Floats = np.sqrt(held / max(float(held.mean()), 1e-12))
+    return roots
 
 
 def order_with(
@@ -167,14 +167,14 @@ def order_with(
         if len(wanted_root):
             placed[places] = ordered_roots
             off.insert(0, _off(wanted_root, placed, stretch, held, _CLOSE))
-        if not any(one.any() for one in off):
+        if not any(error.any() for error in off):
             break
         for corrected, by in zip((shift, spread), off, strict=False):
             corrected.correct(by)
         places = np.lexsort((shift.values[stretch] + np.exp(spread.values[stretch]) * noise, groups))
-    found = np.empty(n, np.int64)
-    found[places] = by_size
-    return found
+    order = np.empty(n, np.int64)
+    order[places] = by_size
+    return order
 
 
 def centres_of(stretch: Int64s, values: Floats) -> Floats:
@@ -184,9 +184,9 @@ def centres_of(stretch: Int64s, values: Floats) -> Floats:
     """
     place, _, _ = _places(stretch)
     total = np.bincount(stretch, values)
-    found: Floats = np.full(len(total), 0.5)
-    np.divide(np.bincount(stretch, values * place), total, out=found, where=total > 0)
-    return found
+    centres: Floats = np.full(len(total), 0.5)
+    np.divide(np.bincount(stretch, values * place), total, out=centres, where=total > 0)
+    return centres
 
 
 def order_centred(stretch: Int64s, values: Floats, centres: npt.ArrayLike, rng: np.random.Generator) -> Int64s:
@@ -202,11 +202,11 @@ def order_centred(stretch: Int64s, values: Floats, centres: npt.ArrayLike, rng: 
         at = np.flatnonzero(np.abs(off) > _CLOSE_CENTRE * total)
         if not len(at):
             break
-        one, other = (starts[at] + (rng.random(len(at)) * lengths[at]).astype(np.int64) for _ in range(2))
-        change = (values[order[one]] - values[order[other]]) * (place[other] - place[one])
+        left, right = (starts[at] + (rng.random(len(at)) * lengths[at]).astype(np.int64) for _ in range(2))
+        change = (values[order[left]] - values[order[right]]) * (place[right] - place[left])
         nearer = np.abs(off[at] - change) < np.abs(off[at])
-        one, other = one[nearer], other[nearer]
-        order[one], order[other] = order[other], order[one]
+        left, right = left[nearer], right[nearer]
+        order[left], order[right] = order[right], order[left]
         off[at[nearer]] -= change[nearer]
     return order
 
@@ -253,10 +253,10 @@ def _normal(stretch: Int64s, held: Int64s, rng: np.random.Generator) -> Floats:
 
 def _mean_of(relative: Floats, held: Int64s, values: Floats) -> Floats:
     """Mean value per stretch, such that the mean over all places is that of ``values``."""
-    found = np.where(held > 0, relative, 0.0)
-    found /= found.max() if found.any() else 1.0  # sums of levels near 0 would vanish, and quotients overflow
-    mean = float(found @ held) / len(values)
-    scaled: Floats = found * (float(values.mean()) / mean if mean > 0 else 0.0)
+    levels = np.where(held > 0, relative, 0.0)
+    levels /= levels.max() if levels.any() else 1.0  # sums of levels near 0 would vanish, and quotients overflow
+    mean = float(levels @ held) / len(values)
+    scaled: Floats = levels * (float(values.mean()) / mean if mean > 0 else 0.0)
     return scaled
 
 

@@ -124,8 +124,11 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
         kept = Path("models") / model.resolve().parent.name / "config.json"
         (tree / kept).parent.mkdir(parents=True)
         shutil.copy(model, tree / kept)
-        found = {one.name: one.version for one in importlib.metadata.distributions(path=[str(site)])}
-        contents = Contents(str(kept), {"python": python, "torch": _torch(site, vllm)}, git_commit(), found)
+        versions = {
+            distribution.name: distribution.version
+            for distribution in importlib.metadata.distributions(path=[str(site)])
+        }
+        contents = Contents(str(kept), {"python": python, "torch": _torch(site, vllm)}, git_commit(), versions)
         contents = cut(tree, folder, parcel_mib * MIB, contents)
     shutil.copy(__file__, folder)
     return contents
@@ -216,12 +219,12 @@ def check_machine(contents: Contents) -> None:
     here = ".".join(map(str, sys.version_info[:2]))
     for name, needed in contents.needs.items():
         try:
-            found = here if name == "python" else importlib.metadata.version(name).split("+")[0]
+            installed = here if name == "python" else importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
-            found = "not installed"
-        if found != needed:
+            installed = "not installed"
+        if installed != needed:
             raise BorrowedError(
-                f"the parcels are for {name} {needed}; {sys.executable} has {found}: pack again for this machine"
+                f"the parcels are for {name} {needed}; {sys.executable} has {installed}: pack again for this machine"
             )
 
 
@@ -417,12 +420,12 @@ class TorchSteps:
             return self._on_gpu(step) if self._device == "cuda" else self._on_cpu(step)
 
     def _on_cpu(self, step: Callable[[], Any]) -> list[float]:
-        found = []
+        times_s = []
         for _ in range(2 + self._grid.repeats):
             begun = time.perf_counter()
             step()
-            found.append(time.perf_counter() - begun)
-        return found[2:]
+            times_s.append(time.perf_counter() - begun)
+        return times_s[2:]
 
     def _on_gpu(self, step: Callable[[], Any]) -> list[float]:
         cuda = self.torch.cuda
@@ -495,15 +498,15 @@ class TorchSteps:
         attend = torch.nn.functional.scaled_dot_product_attention
 
         def apart(q: Any, k: Any, v: Any) -> Any:
-            found = []
+            parts = []
             if seqs:
                 past = (one[:decoded].view(seqs, context, *each).transpose(1, 2) for one in (k, v))
-                found.append(attend(q[:seqs].unsqueeze(2), *past, enable_gqa=True).squeeze(2))
+                parts.append(attend(q[:seqs].unsqueeze(2), *past, enable_gqa=True).squeeze(2))
             if prompt:
                 own = (one[decoded : decoded + prompt].transpose(0, 1).unsqueeze(0) for one in (k, v))
                 whole = attend(q[seqs:].transpose(0, 1).unsqueeze(0), *own, is_causal=True, enable_gqa=True)
-                found.append(whole.squeeze(0).transpose(0, 1))
-            return torch.cat(found)
+                parts.append(whole.squeeze(0).transpose(0, 1))
+            return torch.cat(parts)
 
         return apart
 
@@ -531,7 +534,7 @@ def steps(decoder: Decoder, grid: StepGrid, output: Path, clock: Clock) -> int:
             begun = time.monotonic()
             try:
                 measured = measured or TorchSteps(decoder, grid, device)
-                found = measured.seconds(point, attention)
+                times_s = measured.seconds(point, attention)
             except RuntimeError as error:  # out of memory, or no such kernel in this build of torch
                 clock.say(
                     f"{attention}: a step of {point} failed: {str(error).splitlines()[0]} (for less memory: smaller "
@@ -539,7 +542,7 @@ def steps(decoder: Decoder, grid: StepGrid, output: Path, clock: Clock) -> int:
                 )
                 break
             longest_s = max(longest_s, time.monotonic() - begun)
-            times[point] = found
+            times[point] = times_s
             _write_steps(path, decoder, grid, attention, times, _device_facts(torch))
         else:
             complete = True
@@ -582,7 +585,7 @@ def _write_steps(
             "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
-        "steps": [{"step": list(point), "times_s": found} for point, found in times.items()],
+        "steps": [{"step": list(point), "times_s": times_s} for point, times_s in times.items()],
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
@@ -592,7 +595,7 @@ def _write_steps(
 
 def _show_steps(grid: StepGrid, times: dict[Point, list[float]]) -> None:
     """Print mixed steps beside the sum of their parts, by the share r of decodes among their tokens."""
-    ms = {point: 1e3 * statistics.median(found) for point, found in times.items()}
+    ms = {point: 1e3 * statistics.median(times_s) for point, times_s in times.items()}
     print("   r  prompt  decodes  context   mixed ms  its parts ms  mixed us per token")
     for point in sorted(grid.points(), key=lambda point: point[1] / max(point[0] + point[1], 1)):
         prompt, seqs, context = point

@@ -78,8 +78,8 @@ def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
         status, _ = run_supervised(command(question, folder), GRACE_S, stdout=output, stderr=errors, env=environ)
     if status:
         raise _failed(status, log)
-    found = json.loads(out.read_bytes()) | {"seconds": time.monotonic() - began}
-    files.write_bytes(json.dumps(found, indent=1).encode() + b"\n", folder / RESULT)
+    measured = json.loads(out.read_bytes()) | {"seconds": time.monotonic() - began}
+    files.write_bytes(json.dumps(measured, indent=1).encode() + b"\n", folder / RESULT)
     return stored_step_times(folder)
 
 
@@ -97,24 +97,24 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
 def stored_step_times(folder: Path) -> StepTimes:
     """Read what :func:`measure_step_times` stored. Raises DataError for a damaged file."""
     path = folder / RESULT
-    found = files.read_stored_json(path)
+    stored = files.read_stored_json(path)
     try:
         profile = folder / "profile" / "profile.toml"
-        grid = found["calibration"]["grid"]
+        grid = stored["calibration"]["grid"]
         return StepTimes(
             profile,
             profile.with_name("calibration.json"),
-            int(found["kv_capacity_tokens"]),
-            int(found["largest_batch_seqs"]),
-            found["drift"],
-            found["steps"],
-            found["prefill_r2"],
-            found["decode_r2"],
-            found["mixed_r2"],
-            found["request_s"],
+            int(stored["kv_capacity_tokens"]),
+            int(stored["largest_batch_seqs"]),
+            stored["drift"],
+            stored["steps"],
+            stored["prefill_r2"],
+            stored["decode_r2"],
+            stored["mixed_r2"],
+            stored["request_s"],
             (*grid["prefill"], *chain.from_iterable(grid["decode"])),
-            found["start_s"],
-            found["seconds"],
+            stored["start_s"],
+            stored["seconds"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete {folder} to measure again") from None
@@ -171,8 +171,10 @@ def validate(
     rounds.predict(first)
     say(announcement(question, schedule, first, rounds.stored_runs()))
     stopped = rounds.measure()
-    settings = [one for number in range(len(rounds.steps)) for one in _settings(question, number)]
-    observations = tuple(found for one in settings if (found := rounds.observation(one)) is not None)
+    settings = [setting for number in range(len(rounds.steps)) for setting in _settings(question, number)]
+    observations = tuple(
+        observation for setting in settings if (observation := rounds.observation(setting)) is not None
+    )
     planned = schedule.rounds * len(question.policies) * len(question.loads)
     return Outcomes(tuple(rounds.steps), schedule, observations, planned, stopped)
 
@@ -265,12 +267,12 @@ class _Rounds:
     def observation(self, setting: PlannedRun) -> Observation | None:
         """The run, predicted and measured; None if it was not measured."""
         expected = self.predicted.get(self._cell(predicted_cell, setting))
-        found = self.measured.get(self._cell(measured_cell, setting))
-        if expected is None or found is None:
+        observed = self.measured.get(self._cell(measured_cell, setting))
+        if expected is None or observed is None:
             return None
         load = self.question.loads[setting.load_index]
-        predicted, measured = ({key: one.get(key) for key in METRICS} for one in (expected, found))
-        return Observation(setting.policy, load, setting.round, predicted, measured, found.valid)
+        predicted, measured = ({key: one.get(key) for key in METRICS} for one in (expected, observed))
+        return Observation(setting.policy, load, setting.round, predicted, measured, observed.valid)
 
     def _cell(self, kind: Callable[..., RunSpec], setting: PlannedRun) -> RunSpec:
         return kind(self.question, self.steps[setting.round], setting, self.schedule)
@@ -331,8 +333,8 @@ def _no_progress(_log: Path) -> Callable[[float], None]:
     return lambda _waited_s: None
 
 
-def _tell(say: Say, where: str, cell: RunSpec, found: Measured) -> None:
-    load, rate = cell.plan.max_concurrency, found.get("output_throughput")
+def _tell(say: Say, where: str, cell: RunSpec, measured: Measured) -> None:
+    load, rate = cell.plan.max_concurrency, measured.get("output_throughput")
     figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
-    invalid = "" if found.valid else f"; INVALID: {'; '.join(map(text_of, found.figures.get('reasons', ())))}"
-    say(f"{where}, {cell.policy} at {load} open: {figures} in {found.seconds:.0f} s{invalid}")
+    invalid = "" if measured.valid else f"; INVALID: {'; '.join(map(text_of, measured.figures.get('reasons', ())))}"
+    say(f"{where}, {cell.policy} at {load} open: {figures} in {measured.seconds:.0f} s{invalid}")

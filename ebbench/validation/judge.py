@@ -140,10 +140,10 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
     groups = [list(by_round.values()) for by_round in logs.values()]
     typical, sigmas = noise_of(groups)
     t = interval_factor(error_freedom(list(logs.values())))
-    found = []
+    errors = []
     for (policy, load), values, sigma in zip(logs, groups, sigmas, strict=True):
         measured_values = [measured for _, measured in pairs[policy, load]]
-        found.append(
+        errors.append(
             Error(
                 policy,
                 load,
@@ -158,7 +158,7 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
                 typical,
             )
         )
-    return found
+    return errors
 
 
 def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
@@ -195,10 +195,10 @@ def error_freedom(groups: Sequence[Mapping[int, float]]) -> float:
         for number, value in values.items():
             offsets.setdefault(number, []).append(value - mean(values.values()))
     rounds, settings = len(offsets), len(groups)
-    within = sum(offset**2 for found in offsets.values() for offset in found) / max(apart, 1)
+    within = sum(offset**2 for of_round in offsets.values() for offset in of_round) / max(apart, 1)
     if rounds < FEWEST_ROUNDS or settings < 2 or not within:
         return apart
-    of_means = sum(mean(found) ** 2 for found in offsets.values()) / (rounds - 1)
+    of_means = sum(mean(of_round) ** 2 for of_round in offsets.values()) / (rounds - 1)
     common = min(max((settings * of_means / within - 1.0) / (settings - 1), 0.0), 1.0)
     return 1.0 / (common**2 / (rounds - 1) + (1.0 - common) ** 2 / apart)
 

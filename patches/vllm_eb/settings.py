@@ -186,16 +186,16 @@ def read_settings(
     settings. Raises UnknownSettingError for a key that is not in ``known``, SettingError for a repeated key and for an
     invalid value.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pair in split_pairs(text):
         written, given, value = pair.partition(equals)
         key = (aliases or {}).get(written, written)
         if key not in known:
             raise UnknownSettingError(of, key, known, noun)
-        if key in found:
+        if key in settings:
             raise SettingError(f"{of}: {key} is given twice; give it once")
-        found[key] = read_value(key, value if given else "", known[key], of, equals=equals)
-    return found
+        settings[key] = read_value(key, value if given else "", known[key], of, equals=equals)
+    return settings
 
 
 def read_value(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:

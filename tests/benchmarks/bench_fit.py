@@ -36,7 +36,6 @@ import pyarrow as pa
 
 from ebbench.config.topology import parse_topology
 from ebbench.devices.loader import load_device
-from ebbench.dispatch import parse_dispatch
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
@@ -85,7 +84,7 @@ def figures(plan: Plan, gpus: int, device: str = DEVICE) -> Floats:
     """Output tokens/s, then TTFT and TPOT (ms), median, p75 and mean each, under vLLM's own scheduler."""
     engine = SimEngine(figures_only=True)
     if gpus > 1:
-        engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), figures_only=True)
+        engine = SimEngine(parse_topology(f"dp={gpus}"), "least-outstanding", figures_only=True)
     result = engine.run(plan, parse_policy("v1"), load_device(device, MODEL), EngineOptions(max_model_len=LONGEST))
     assert not result.invalid, result.invalid
     names = ("intended_ns", "first_token_ns", "last_token_ns", "output_tokens")

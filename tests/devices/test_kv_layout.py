@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ebbench.devices.base import Device
-from ebbench.devices.kv_layout import KvGroup, KvLayout, layout_of
+from ebbench.devices.geometry import KvGroup, KvLayout, layout_of
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model
 from ebbench.engines.sim import SimEngine

@@ -67,7 +67,6 @@ def test_how_a_log_was_read_can_be_grouped_by_code(tmp_path: Path) -> None:
     path = tmp_path / "run" / "summary.parquet"
     rows = pq.read_table(path).to_pylist()
     assert said in rows[0]["warnings"]
-    codes = duckdb.sql(
-        f"select code, count(*) from '{path}', unnest(warning_codes) as t(code) group by code"
-    ).fetchall()
+    grouped = f"select code, count(*) from '{path}', unnest(warning_codes) as t(code) group by code"
+    codes = duckdb.execute(grouped).fetchall()
     assert ("rows-left-out", 1) in codes

@@ -17,7 +17,7 @@ from ebbench.errors import RunError
 from ebbench.records import files
 from ebbench.records.run import NotStoredError, RunWriter
 from ebbench.runs.conclude import RunContext, conclude
-from ebbench.simulation import step, tables
+from ebbench.simulation import state, step
 from ebbench.simulation.step import FOLD, Step, StepLog
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
@@ -31,7 +31,7 @@ def test_tables_do_not_depend_on_the_size_of_their_pieces(world: World, fold: in
     at_once = world.run()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "FOLD", fold)
-        patch.setattr(tables, "_SLOTS_AT_ONCE", fold)
+        patch.setattr(state, "_SLOTS_AT_ONCE", fold)
         folded = world.run()
         parts = world.on(SimEngine(steps_in_parts=True))
         assert parts.step_parts is not None

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.devices.geometry import ModelGeometry, attention
-from ebbench.devices.kv_layout import KvGroup, KvLayout, layout_of
+from ebbench.devices.geometry import KvGroup, KvLayout, ModelGeometry, attention, layout_of
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan

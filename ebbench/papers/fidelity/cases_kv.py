@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ebbench.devices.base import Parallel, start_up
 from ebbench.devices.capacity import in_flight_tokens, kv_capacity_tokens
-from ebbench.devices.kv_layout import layout_of
+from ebbench.devices.geometry import layout_of
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.scores import PublishedFigure

@@ -34,8 +34,7 @@ from ebbench.papers.fidelity.scores import (
 )
 from ebbench.records import files
 from ebbench.render.documents import section_lines
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import HostCosts
 
@@ -67,7 +66,7 @@ def _number(name: str, show: Callable[[float], str], *, ours: bool = False) -> C
 def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
     """One row per source and device, with a link to the source's page and what was fitted on it."""
     columns = (*labels("source", "device", "fitted on it"), *_figures())
-    found = tuple(
+    lines = tuple(
         (
             f"[{row.source}]({page_of(row.source).slug}.md)",
             row.device,
@@ -76,7 +75,7 @@ def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
         )
         for row in rows
     )
-    return Section("", columns, found)
+    return Section("", columns, lines)
 
 
 def errors(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
@@ -92,8 +91,8 @@ def _figures() -> tuple[Column, ...]:
 def _values(row: Row, before: Mapping[str, Row]) -> tuple[Value, ...]:
     """A median that differs from ``before`` is followed by the old one in brackets."""
     old = before.get(row.key)
-    found = (_errors(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES)
-    return (row.count, *found, "" if row.direction is None else f"{row.direction:.0%}")
+    figures = (_errors(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES)
+    return (row.count, *figures, "" if row.direction is None else f"{row.direction:.0%}")
 
 
 def _errors(now: tuple[float, float] | None, before: tuple[float, float] | None) -> str:
@@ -109,8 +108,8 @@ def targets(groups: Mapping[str, Sequence[Score]]) -> Section:
     columns = (*labels("cells", "score", "target"), _number("reached", _share), Column("count"), *labels("met"))
     rows = tuple(
         (name, score.name, score.target, score.reached, score.count, "yes" if score.met else "no")
-        for name, found in groups.items()
-        for score in found
+        for name, reached in groups.items()
+        for score in reached
     )
     return Section("", columns, rows)
 
@@ -119,7 +118,10 @@ def decided(groups: Mapping[str, Sequence[Decisions]]) -> Section:
     """How often a difference that we predict has the sign of the published one, per group of cells."""
     columns = (*labels("cells", "ours differ by more than"), Column("pairs"), Column("same direction in print"))
     rows = tuple(
-        (name, f"{one.gap:.0%}", one.count, one.right) for name, found in groups.items() for one in found if one.count
+        (name, f"{decision.gap:.0%}", decision.count, decision.right)
+        for name, by_gap in groups.items()
+        for decision in by_gap
+        if decision.count
     )
     return Section("", columns, rows)
 
@@ -196,8 +198,8 @@ def step_times(cells: Iterable[PublishedFigure]) -> Section:
         *labels(""),
     )
     rows = tuple(
-        (device, model, kind, median(found), min(found), max(found), note)
-        for (device, model, kind, note), found in errors.items()
+        (device, model, kind, median(signed_errors), min(signed_errors), max(signed_errors), note)
+        for (device, model, kind, note), signed_errors in errors.items()
     )
     return Section("", columns, rows)
 
@@ -389,9 +391,9 @@ def collect(
     store = RunStore(runs)
 
     def figures(run: RunSpec) -> Mapping[str, Any]:
-        found = store.get(run)
-        assert found is not None  # it has just been made
-        return found.figures
+        measured = store.get(run)
+        assert measured is not None  # it has just been made
+        return measured.figures
 
     for repeated, count in ((True, repeats), (False, 1)):
         chosen = [case for case in cases if (case.group == REPEATED) is repeated]
