@@ -49,6 +49,7 @@ from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
 from ebbench.runs.file import FURTHER, RUN_FILE, SEARCH_FILE, asked_for, of_keywords
 from ebbench.runs.prepare import refuse_empty
+from ebbench.runs.stored import run_paths
 from ebbench.spec.run import OF_A_PLAN, SET_BY_SEARCH, SearchCommand, known_settings, named_as_keys
 
 if TYPE_CHECKING:
@@ -395,12 +396,12 @@ def run(
 
 
 def load(*paths: str | Path, goodput: str | None = None) -> Runs:
-    """Stored runs: run directories, or directories of runs. ``goodput``: other limits than their own.
+    """Stored runs: run directories, directories of runs, or their ``name``. ``goodput``: other limits than their own.
 
     Raises DataError for a run that is missing or damaged.
     """
     slo = None if goodput is None else parse_slo([goodput])
-    directories = find_runs([Path(path).expanduser() for path in paths])
+    directories = find_runs(run_paths(paths, warnings.warn))
     return Runs(tuple(result_of(Run.load(path), slo) for path in directories))
 
 
@@ -481,16 +482,16 @@ def plan(
 def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, allow: Sequence[str] = ()) -> Comparison:
     """Compare policies on the same plans, paired: change, 95 % interval, p-value, as ``ebbench compare`` does.
 
-    ``runs``: results or directories; a policy that two arguments hold on the same plan is compared with itself.
+    ``runs``: results, directories or names; a policy that two arguments hold on the same plan is compared with itself.
     ``baseline``: v1, else the first. ``allow``: conditions that may differ. Raises DataError for runs that are not
     comparable.
     """
     from ebbench.analysis.environment import check_allowed
     from ebbench.analysis.paired import compare_cases, load_groups
 
-    paths = [path for given in runs for path in _paths(given)]
     with _named_as_keywords():
-        return Comparison(compare_cases(load_groups(paths), baseline, check_allowed(allow)))
+        groups = load_groups([argument for each in runs for argument in _arguments(each)])
+        return Comparison(compare_cases(groups, baseline, check_allowed(allow)))
 
 
 async def run_async(
@@ -570,11 +571,13 @@ def _several(value: Sequence[Any] | str | float | None) -> Sequence[Any] | None:
     return [value] if isinstance(value, str | int | float) else value
 
 
-def _paths(given: Runs | RunResult | str | Path) -> Iterator[Path]:
-    if isinstance(given, Runs):
-        yield from (result.run.path for result in given)
+def _arguments(given: Runs | RunResult | str | Path) -> Iterator[tuple[Path, Sequence[Path]]]:
+    """What is compared: a name or directory with its runs, or a run."""
+    if isinstance(given, str | Path):
+        yield Path(given), run_paths([given], warnings.warn)
     else:
-        yield given.run.path if isinstance(given, RunResult) else Path(given).expanduser()
+        results = given if isinstance(given, Runs) else [given]
+        yield from ((result.run.path, [result.run.path]) for result in results)
 
 
 def _console(progress: OnProgress) -> Console:

@@ -24,7 +24,7 @@ from ebbench.runs.execute import measured, planned
 from ebbench.runs.file import FURTHER
 from ebbench.runs.prepare import Series, needs_saturation, series_of
 from ebbench.spec.run import stored_form
-from ebbench.spec.server import AUTO, is_server
+from ebbench.spec.server import AUTO, VIRTUAL_TIME, is_server
 
 if TYPE_CHECKING:
     from ebbench.analysis.summary import Summary
@@ -112,7 +112,6 @@ def why_stop(summaries: Sequence[Summary]) -> str:
 def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
     """Print these lines."""
     from ebbench.analysis.environment import time_note
-    from ebbench.spec.server import VIRTUAL_TIME
 
     messages.say(sentence)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
@@ -131,6 +130,8 @@ def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages
 
 def _power_note(engine: Engine) -> str:
     """Whose GPU power is measured, or why none is; empty for an engine in virtual time."""
+    if engine.name in VIRTUAL_TIME:
+        return ""
     import os
 
     from ebbench.client.power import announcement

@@ -17,10 +17,11 @@ from ebbench.analysis.cases import TIE, alike, partition
 from ebbench.analysis.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.environment import differences, listed, remedy
 from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
-from ebbench.analysis.units import FIGURES, GateUnit, load_units
+from ebbench.analysis.units import DRAFTS, FIGURES, GateUnit, load_units
 from ebbench.analysis.verdict import (
     GATED,
     Pair,
+    drafts_apart,
     left_out,
     losses_of,
     measured_somewhere,
@@ -64,6 +65,7 @@ class PolicyContrasts:
     ``deciding``: the figure that decides which is better, by the rule of ``show``
     (:func:`ebbench.analysis.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
     finds the policy worse, with its p-value. ``left_out``: runs that are in no pair.
+    ``drafts``: change in tokens per step by what was accepted of drafts, as a share; 0 where alike.
     """
 
     label: str
@@ -73,6 +75,7 @@ class PolicyContrasts:
     deciding: str = THROUGHPUT
     worse: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[Fact, ...] = ()
+    drafts: float = 0.0
 
     @property
     def identical(self) -> bool:
@@ -99,16 +102,17 @@ class Compared:
     alone: tuple[str, ...] = ()
 
 
-def load_groups(paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
+def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, list[GateUnit]]:
     """Units by policy, in the order given; a policy that several arguments name is one group per argument.
 
-    Raises DataError if a run is missing, damaged or INVALID.
+    An argument is what the user calls it, a directory or a name, and its runs, or directories of them. Raises DataError
+    if a run is missing, damaged or INVALID.
     """
     by_place: dict[tuple[str, int], list[GateUnit]] = {}
-    for place, path in enumerate(paths):
-        for unit in load_units([path]):
+    for place, (_, paths) in enumerate(arguments):
+        for unit in load_units(paths):
             by_place.setdefault((unit.policy, place), []).append(unit)
-    return _merged(by_place, paths)
+    return _merged(by_place, [called for called, _ in arguments])
 
 
 def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
@@ -195,13 +199,15 @@ def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str])
 
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
-    losses_by_figure = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
+    figures = [figure for figure in (*FIGURES, DRAFTS) if measured_somewhere(figure, pairs)]
+    losses_by_figure = {figure: losses_of(figure, pairs) for figure in figures}
     skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]
     deciding = _deciding(contrasts, pairs)
     if deciding == REQUEST_TIME:
         contrasts.append(_contrast(deciding, pairs))
-    return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding, worse_by_gate(pairs))
+    worse, drafts = worse_by_gate(pairs), math.expm1(drafts_apart(pairs))
+    return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding, worse, drafts=drafts)
 
 
 def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:

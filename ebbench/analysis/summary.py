@@ -42,6 +42,7 @@ from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, mer
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
 from ebbench.records.warnings import ESTIMATED, RunWarning, columns_of_told, text_of
+from vllm_eb.policy import PolicyError, parse_policy
 
 FACT = "speculative"
 """Name of the counts among the facts of a run."""
@@ -49,44 +50,79 @@ FACT = "speculative"
 
 @dataclass(frozen=True)
 class Drafted:
-    """``steps``: decode steps that verified drafts, counted per sequence. ``drafted`` and ``accepted``: tokens per
-    position, as vLLM counts them."""
+    """Drafts of speculative decoding.
 
-    steps: int
+    ``steps``: decode steps that verified drafts, counted per sequence; None: not known. ``drafted`` and ``accepted``:
+    tokens per position, as vLLM counts them; empty where only ``accepted_tokens`` is known. ``by_answers``: summed over
+    what the answers say, not over all that the server did.
+    """
+
+    steps: int | None
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
+    accepted_tokens: int
+    by_answers: bool = False
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Drafted | None:
         """From the facts of a run; None without speculative decoding, or where no draft was verified."""
         counts = facts.get(FACT)
-        if not counts or not counts["steps"]:
+        if not counts or not (counts["steps"] or sum(counts["drafted"])):
             return None
-        return Drafted(counts["steps"], tuple(counts["drafted"]), tuple(counts["accepted"]))
+        drafted, accepted = tuple(counts["drafted"]), tuple(counts["accepted"])
+        tokens = counts.get("accepted_tokens", sum(accepted))
+        if not drafted and not tokens:  # every step made one token, as without drafts
+            return None
+        return Drafted(counts["steps"], drafted, accepted, tokens, counts.get("source") == "answers")
+
+    @staticmethod
+    def over(runs: Sequence[Drafted]) -> Drafted:
+        """The sums over several runs; what one of them does not know is unknown."""
+        steps = [run.steps for run in runs]
+        drafted, accepted = ([sum(place) for place in zip(*each, strict=False)] for each in (
+            [run.drafted for run in runs], [run.accepted for run in runs],
+        ))  # fmt: skip
+        tokens = sum(run.accepted_tokens for run in runs)
+        known = [count for count in steps if count is not None]
+        return Drafted(sum(known) if len(known) == len(steps) else None, tuple(drafted), tuple(accepted), tokens)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What :meth:`of` reads."""
-        return {FACT: {"steps": self.steps, "drafted": list(self.drafted), "accepted": list(self.accepted)}}
-
-    @property
-    def mean_acceptance_length(self) -> float:
+    def mean_acceptance_length(self) -> float | None:
         """Tokens per step and sequence: the accepted ones and one more. vLLM's name and definition."""
-        return 1.0 + sum(self.accepted) / self.steps
+        return None if not self.steps else 1.0 + self.accepted_tokens / self.steps
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Share of the drafts that were accepted at least up to each position."""
-        return tuple(accepted / self.steps for accepted in self.accepted)
+        """Share of the drafts that were accepted at least up to each position; empty if not known."""
+        return tuple(accepted / self.steps for accepted in self.accepted) if self.steps else ()
+
+    @property
+    def rate(self) -> float | None:
+        """Share of the drafted tokens that were accepted."""
+        drafted = sum(self.drafted)
+        return self.accepted_tokens / drafted if drafted else None
 
     def figures(self) -> dict[str, Any]:
         """Figures by name, for JSON and tables."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance": [round(rate, 6) for rate in self.acceptance],
-            "drafted_tokens": sum(self.drafted),
-            "accepted_tokens": sum(self.accepted),
+            "draft_acceptance_rate": self.rate,
+            "drafted_tokens": sum(self.drafted) if self.drafted else None,
+            "accepted_tokens": self.accepted_tokens,
         }
+
+
+ACCEPTED_ALIKE = 0.02
+"""Share by which tokens per step may differ between runs before their speeds are doubted: gains of less are noise."""
+
+
+def sets_drafts(policy: str) -> bool:
+    """Whether a policy sets how many tokens are drafted, so that tokens per step are its own doing."""
+    try:
+        return parse_policy(policy).varies_drafts
+    except PolicyError:  # the label of a server's policy
+        return False
 
 
 def mean_acceptance(rates: Sequence[Sequence[float]]) -> list[float]:
@@ -183,6 +219,12 @@ class Summary:
         sessions = {"": self.sessions[name]} if name and name in self.sessions else {}
         slo = self.slo.of_class(name)
         return replace(self, metrics=self.classes[name], slo=slo, classes={}, sessions=sessions, drafted=None)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens over those that the same decode steps would have made without drafts; None without drafts."""
+        tokens, accepted = self.metrics.total_output_tokens, self.drafted.accepted_tokens if self.drafted else 0
+        return tokens / (tokens - accepted) if self.drafted is not None and accepted < tokens else None
 
     @property
     def worst_class(self) -> str | None:
@@ -431,7 +473,7 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if all(name in summary.get("classes", {}) for summary in summaries)
         }
     if "acceptance" in first:
-        merged["acceptance"] = mean_acceptance([summary["acceptance"] for summary in summaries])
+        merged["acceptance"] = mean_acceptance([summary.get("acceptance", ()) for summary in summaries])
     merged |= {
         "valid": all(summary["valid"] for summary in summaries),
         "interrupted": any(summary["interrupted"] for summary in summaries),
@@ -485,6 +527,7 @@ _AVERAGED = frozenset(
         "p90_interactivity_tokens_per_s",
         "prefix_hit_rate",
         "mean_acceptance_length",
+        "draft_acceptance_rate",
         "kv_full_share",
         "repeated_share",
         "worst_class_attainment",

@@ -44,11 +44,14 @@ RATES = {
     "tokens": "total_token_throughput",
     "goodput": "request_goodput",
 }
+DRAFTS = "tokens_per_step"
+"""Output tokens per decode step and sequence, which drafts raise."""
 STATISTICS = ("mean", "p90", "p95", "p99")
 NAMES: Mapping[str, str] = MappingProxyType(
     RATES
     | {latency: f"median_{latency}_ms" for latency in LATENCIES}
     | {f"{latency}-{name}": f"{name}_{latency}_ms" for latency in LATENCIES for name in STATISTICS}
+    | {"tokens-per-step": DRAFTS}
 )
 """Names of figures on the command line, and their columns."""
 MEASURED = tuple(dict.fromkeys([*FIGURES, *NAMES.values()]))
@@ -57,10 +60,11 @@ LABELS = {
     "request_throughput": "requests/s",
     "total_token_throughput": "tokens in and out/s",
     "request_goodput": "goodput",
+    DRAFTS: "tokens/step",
 } | {f"{name}_{latency}_ms": f"{latency.upper()} {name}" for latency in LATENCIES for name in ("median", *STATISTICS)}
 LENGTHS = ("session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens")
 """Columns of a plan that determine arrival times and lengths."""
-HIGHER_IS_BETTER = frozenset(RATES.values())
+HIGHER_IS_BETTER = frozenset({*RATES.values(), DRAFTS})
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def _unit_of(run: Run) -> GateUnit:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         run=str(run.path),
-        figures=figures_of(summary.metrics),
+        figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step},
         slo=str(summary.slo),
         load=load_of(manifest),
         conditions=summary.conditions,
@@ -197,7 +201,7 @@ def lengths_hash(run: Run) -> str:
 
 
 def figures_of(metrics: Metrics) -> dict[str, float | None]:
-    """The figures of MEASURED in tokens/s, requests/s and ms."""
+    """The figures of MEASURED in tokens/s, requests/s and ms; None of what is not among the metrics."""
     rates: dict[str, float | None] = {figure: getattr(metrics, figure) for figure in RATES.values()}
     latencies = {
         f"{name}_{latency}_ms": getattr(getattr(metrics, latency), name)
@@ -205,7 +209,7 @@ def figures_of(metrics: Metrics) -> dict[str, float | None]:
         for name in ("median", *STATISTICS)
     }
     figures = rates | latencies
-    return {figure: figures[figure] for figure in MEASURED}
+    return {figure: figures.get(figure) for figure in MEASURED}
 
 
 def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:

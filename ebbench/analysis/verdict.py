@@ -33,7 +33,8 @@ from ebbench.analysis.statistics import (
     pairs_to_pass,
     sign_flip_p,
 )
-from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, NAMES, GateUnit, require_one_environment
+from ebbench.analysis.summary import ACCEPTED_ALIKE, sets_drafts
+from ebbench.analysis.units import DRAFTS, FIGURES, HIGHER_IS_BETTER, NAMES, GateUnit, require_one_environment
 from ebbench.errors import DataError, UsageError
 from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE, Fact, fact
 
@@ -140,7 +141,35 @@ def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allo
     if not ours.keys() & theirs.keys():
         raise DataError(_other_plan(len(ours), baseline, "candidate"))
     common = [plan for plan in ours if plan in theirs]
-    return without_copies([Pair(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)])
+    return without_copies(
+        [_with_drafts(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)]
+    )
+
+
+def _with_drafts(baseline: GateUnit, candidate: GateUnit) -> Pair:
+    """The pair; where one side alone drafts tokens, the other makes one per step."""
+    if baseline.figures.get(DRAFTS) is None and candidate.figures.get(DRAFTS) is None:
+        return Pair(baseline, candidate)
+    plain = {DRAFTS: 1.0}
+    sides = [
+        unit if unit.figures.get(DRAFTS) is not None else replace(unit, figures={**unit.figures, **plain})
+        for unit in (baseline, candidate)
+    ]
+    return Pair(*sides)
+
+
+def drafts_apart(pairs: Sequence[Pair]) -> float:
+    """Mean log ratio of tokens per step, candidate over baseline: what drafts alone can change in speed.
+
+    0 where they are alike, and where a policy of either side sets how many tokens are drafted.
+    """
+    known = [(pair.baseline.figures.get(DRAFTS), pair.candidate.figures.get(DRAFTS)) for pair in pairs]
+    logs = [math.log(after / before) for before, after in known if before and after]
+    policies = {unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate)}
+    if len(logs) < len(pairs) or not logs or any(map(sets_drafts, policies)):
+        return 0.0
+    mean = math.fsum(logs) / len(logs)
+    return mean if abs(mean) > math.log1p(ACCEPTED_ALIKE) else 0.0
 
 
 def require_comparable(
@@ -231,7 +260,8 @@ def judge(
     _check(rules)
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
     losses, skipped = {}, {}
-    for figure in dict.fromkeys([*rules.gated, *FIGURES]):
+    drafted = [DRAFTS] if measured_somewhere(DRAFTS, pairs) else []
+    for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted]):
         losses_or_why = losses_of(figure, pairs)
         if isinstance(losses_or_why, str):
             skipped[figure] = losses_or_why
@@ -429,6 +459,8 @@ def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     apart = [each for pair in pairs for each in differences(pair.baseline.environment, pair.candidate.environment)]
     if apart:
         notes.append(fact("sides_differ", differences=[each._asdict() for each in dict.fromkeys(apart)]))
+    if drafts := drafts_apart(pairs):
+        notes.append(fact("drafts_apart", tokens_per_step=math.expm1(drafts)))
     if repeated_until_clear(pairs):
         notes.append(fact("repeated_until_clear"))
     if copies := sum(pair.copies for pair in pairs):

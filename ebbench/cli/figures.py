@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli import paper_flags as paper
-from ebbench.cli.options import opt, refuse_unused
+from ebbench.cli.options import opt, refuse_unused, runs_meant
 
 if TYPE_CHECKING:
     from ebbench.papers.table import PaperFigure, PaperOptions
@@ -131,7 +131,7 @@ def _of_runs(name: str, paths: list[Path], folder: Path, formats: list[str]) -> 
 
     if not paths:
         raise UsageError(f"`ebbench figures {name}` needs a run: ebbench figures {name} RUN")
-    for loaded in load_runs(paths):
+    for loaded in load_runs(runs_meant(paths)):
         chart = timeline_chart(timeline_of(loaded)) if name == "timeline" else surface_chart(loaded)
         for path in save(chart, folder / f"{name}-{slug(loaded.path.name)}", formats, legend="top"):
             typer.echo(str(path))

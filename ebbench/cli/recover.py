@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ebbench.cli.options import RunPaths
+
 
 def recover(
-    runs: Annotated[list[Path], typer.Argument(help="Unfinished run directories, or directories of runs.")],
+    runs: RunPaths,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave out damaged shards instead of stopping.")
     ] = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import AllPercentiles, GoodputCommand
+from ebbench.cli.options import AllPercentiles, GoodputCommand, RunPaths
 from ebbench.errors import DataError, EbbenchError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
+    runs: RunPaths,
     html: Annotated[bool, typer.Option("--html", help="Write one self-contained HTML file (the default).")] = False,
     export: Annotated[
         list[str] | None, typer.Option("--export", help="Write llm-d, vllm or otava files instead. Repeatable.")

@@ -199,9 +199,9 @@ def export(
 
 
 def _meant(references: list[str], runs: list[Path] | None) -> list[StoredRun]:
-    from ebbench.runs.stored import meant
+    from ebbench.runs.stored import DEFAULT_ROOTS, meant
 
-    return meant(references, runs or [Path("runs")])
+    return list(meant(references, runs or DEFAULT_ROOTS).runs)
 
 
 def _remove(chosen: list[StoredRun], runs: list[Path] | None, *, yes: bool, dry_run: bool = False) -> None:

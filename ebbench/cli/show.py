@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
+from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, RunPaths, check_format
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
+    runs: RunPaths,
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
     ] = None,

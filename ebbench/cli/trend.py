@@ -63,7 +63,7 @@ def trend(
     filters: Filters,
     rules: TrendRules,
     output: TrendOutput,
-    runs: Annotated[list[Path] | None, typer.Argument(help="Directories of runs. Default: runs.")] = None,
+    runs: Annotated[list[str] | None, typer.Argument(help="Directories, or --name, of runs. Default: runs.")] = None,
     style: Format = "table",
 ) -> None:
     """Show figures over commits, the changes in them, and whether the newest point is worse.
@@ -77,7 +77,7 @@ def trend(
     from ebbench.analysis.verdict import GATED, Rules
     from ebbench.records.run import Run
     from ebbench.report.trend import EXIT_CODES, alert_of
-    from ebbench.runs.stored import listed
+    from ebbench.runs.stored import DEFAULT_ROOTS, listed, meant
     from ebbench.sizing.chart import check_suffix
 
     check_format(style, as_json=output.as_json)
@@ -88,7 +88,7 @@ def trend(
     if unused := [name for name in single if name not in figures]:
         raise UsageError(f"--margin names {unused[0]}, which is not among the figures; add --metric for it")
     judged = Rules(default_margin=margin, margin=single, alpha=rules.alpha, gated=figures)
-    listing = listed(runs or [Path("runs")])
+    listing = meant(runs) if runs else listed(DEFAULT_ROOTS)
     chosen = [run for run in filters.of(listing).runs if run.kind == "run"]
     if not chosen:
         raise DataError("no run matches; `ebbench runs` with the same filters lists what there is")

@@ -332,7 +332,7 @@ def _server_facts(
         "prefix_cache_reset": ready.cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": source,
-        **drafts(server_metrics),
+        **drafts(requests, server_metrics),
         "server_reports": _reported(server_metrics),
         **({"server_version": ready.version} if ready.version else {}),
         **({"other_models": dict(other_models)} if other_models else {}),

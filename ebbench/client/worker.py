@@ -468,6 +468,7 @@ class Worker:
             first_on_connection=streamed.first_on_connection,
             other_model=self._redacted(_other_model(streamed, turn.lora or self._assignment.model)),
             estimated=streamed.estimated,
+            drafts=counts.drafts,
         )
 
     def _redacted(self, text: str | None) -> str | None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -110,6 +109,8 @@ def engine_versions(engine: str) -> dict[str, str]:
 
 
 def _vllm_version() -> str:
+    from importlib import metadata
+
     for name in _DISTRIBUTIONS:
         try:
             return metadata.version(name)

@@ -34,6 +34,7 @@ from ebbench.records.manifest import Manifest
 from ebbench.records.run import MANIFEST, Run, find_runs, read_manifest, unused
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
+from ebbench.runs.stored import run_paths
 
 GRACE_S = 60.0
 """Time for an interrupted command to finish its requests and store its measurements."""
@@ -106,23 +107,23 @@ def policies_of(names: Sequence[str]) -> tuple[str | None, str | None]:
 
 @dataclass(frozen=True)
 class GateSides:
-    """The two sides, what may differ between them, and the rules."""
+    """The two sides (directories, or names of runs), what may differ between them, and the rules."""
 
     baseline: Path
     candidate: Path
     rules: Rules
     allow: tuple[str, ...] = ()
     policies: tuple[str | None, str | None] = (None, None)
+    tell: Callable[[str], object] = lambda _line: None
 
     def judged(self, *, with_detectable: bool = True) -> Verdict:
         """The verdict on the existing runs. Raises DataError, UsageError."""
         allowed = check_allowed(self.allow)
         ours, _ = self.policies
         stored = self.baseline.is_file() or self.baseline.suffix == ".parquet"
-        after = load_units([self.candidate])
-        before, after = self._of_policies(
-            stored_units(self.baseline, after, allowed, ours) if stored else load_units([self.baseline]), after
-        )
+        before = [] if stored else load_units(run_paths([self.baseline], self.tell))
+        after = load_units(run_paths([self.candidate], self.tell))
+        before, after = self._of_policies(before or stored_units(self.baseline, after, allowed, ours), after)
         pairs = pair_units(before, after, allowed)
         require_separate_runs(before, after)
         return judge(pairs, self.rules, with_detectable=with_detectable, further_notes=left_out(before, after))

@@ -195,6 +195,10 @@ VERDICTS: Texts = {
         "every run of the {side} sent prompts that {server} had met in the other side's run, and whose prefix cache "
         f"nothing emptied and no figure shows: it may look faster for that; {_EMPTY_CACHE}"
     ),
+    "drafts_apart": (
+        "the candidate's decode steps yield {tokens_per_step:+.1%} tokens by what was accepted of drafts: as much of a "
+        "difference in tokens/s and TPOT is not the scheduler's"
+    ),
     "not_interleaved": (
         "the two sides were not measured interleaved, so a drift of the machine counts as a difference; use --pairs "
         "with --baseline-command and --candidate-command"

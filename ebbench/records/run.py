@@ -507,6 +507,9 @@ class Journal:
         """Add a batch."""
         if not batch.num_rows:
             return
+        if self._held and batch.schema != self._held[-1].schema:  # which the file of the tail cannot follow
+            with suppress(RunError):
+                self.flush()
         self._held.append(batch)
         self._waiting += batch.num_rows
         many = self._waiting >= self._rows and not self._failed

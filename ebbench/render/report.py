@@ -13,7 +13,7 @@ from rich.text import Text
 from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Document
 from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
-from ebbench.analysis.summary import Summary
+from ebbench.analysis.summary import ACCEPTED_ALIKE, Drafted, Summary, sets_drafts
 from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
 from ebbench.render.documents import Console, section_tables
@@ -79,31 +79,35 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
     return f"Prefix cache: hits among the prompt tokens {shares}."
 
 
-ACCEPTED_ALIKE = 0.02
-"""Share by which tokens per step may differ between runs before their speeds are doubted: gains of less are noise."""
-
-
 def _drafted(summaries: Sequence[Summary]) -> str:
     """How many drafted tokens were accepted, per policy if it differs."""
-    shown: dict[str, list[str]] = {}
+    by_policy: dict[str, list[Drafted]] = {}
     for summary in summaries:
-        if (drafted := summary.drafted) is not None:
-            rates = ", ".join(f"{rate:.2f}" for rate in drafted.acceptance)
-            text = f"{drafted.mean_acceptance_length:.2f} tokens per step (accepted by position: {rates})"
-            shown.setdefault(text, []).append(summary.policy)
-    if not shown:
-        return ""
-    if len(shown) == 1:
-        return f"Drafts: {next(iter(shown))}."
-    by_policy = [f"{text} with {', '.join(dict.fromkeys(names))}" for text, names in shown.items()]
-    lengths = [
-        summary_of_run.drafted.mean_acceptance_length
-        for summary_of_run in summaries
-        if summary_of_run.drafted is not None
-    ]
-    unlike = max(lengths) > (1.0 + ACCEPTED_ALIKE) * min(lengths)
-    doubt = " A difference in speed may come from what was accepted, not from the policy." if unlike else ""
-    return f"Drafts: {'; '.join(by_policy)}.{doubt}"
+        if summary.drafted is not None:
+            by_policy.setdefault(summary.policy, []).append(summary.drafted)
+    shown: dict[str, list[str]] = {}
+    for policy, runs in by_policy.items():
+        shown.setdefault(_accepted(Drafted.over(runs)), []).append(policy)
+    if len(shown) < 2:
+        return "".join(f"Drafts: {text}." for text in shown)
+    apart = "; ".join(f"{text} with {', '.join(policies)}" for text, policies in shown.items())
+    doubt = " A difference in speed may come from what was accepted, not from the policy."
+    return f"Drafts: {apart}.{doubt if _unlike(summaries) else ''}"
+
+
+def _accepted(drafted: Drafted) -> str:
+    rate = "" if drafted.rate is None else f"{percent(drafted.rate)} of the drafted tokens accepted"
+    if drafted.mean_acceptance_length is None:
+        return rate or f"{drafted.accepted_tokens:,} tokens accepted"
+    positions = f"by position: {', '.join(f'{one:.2f}' for one in drafted.acceptance)}" if drafted.acceptance else ""
+    said = ", ".join(filter(None, (rate, positions)))
+    return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({said})' if said else ''}"
+
+
+def _unlike(summaries: Sequence[Summary]) -> bool:
+    """Whether so different shares of drafts were accepted that speeds differ by that alone."""
+    known = [one.tokens_per_step or 1.0 for one in summaries if not sets_drafts(one.policy)]
+    return bool(known) and max(known) > (1.0 + ACCEPTED_ALIKE) * min(known)
 
 
 def _clients(summaries: Sequence[Summary]) -> str:

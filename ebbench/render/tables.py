@@ -343,7 +343,9 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
             "rest; tok/s end to end: output tokens / sum of E2EL"
         )
     if any(summary.drafted for case in cases for group in case.groups for summary in group.summaries):
-        parts.append("per step: tokens that a decode step yields per sequence, accepted drafts and one more")
+        parts.append(
+            "per step: tokens that a decode step with drafts yields per sequence, the accepted ones and one more"
+        )
     groups = [group for case in cases for group in case.groups]
     lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) in ("p90", "p95")]
     if all_percentiles:

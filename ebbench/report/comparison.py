@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +22,7 @@ from ebbench.analysis.paired import (
     PolicyContrasts,
     pairs_needed_by,
 )
-from ebbench.analysis.units import HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.units import DRAFTS, HIGHER_IS_BETTER, LABELS, GateUnit
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
 from ebbench.records.warnings import fact
@@ -202,12 +203,32 @@ def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> st
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
     leader = other.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
-    said = verdict(contrast)
+    said, kept_up = verdict(contrast), kept_up + _by_drafts(other)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
+    if _explained_by_drafts(contrast, other):
+        return f"No winner among the policies: {by}.{kept_up}"
     if said in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
     return f"{leader} {AHEAD}: {by}; {_open_question(other, contrast)}.{kept_up}"
+
+
+def _by_drafts(other: PolicyContrasts) -> str:
+    """What accepted drafts explain of a difference; empty where they are alike."""
+    if not other.drafts:
+        return ""
+    tokens = next(each for each in other.contrasts if each.figure == DRAFTS)
+    return (
+        f" Drafts: {tokens.value:.2f} tokens per step against {tokens.baseline:.2f}; up to "
+        f"{numbers.change(other.drafts)} in tokens/s comes from what was accepted, not from the policy."
+    )
+
+
+def _explained_by_drafts(contrast: Contrast, other: PolicyContrasts) -> bool:
+    """Whether the drafts alone may have made the whole difference."""
+    gain = math.log1p(contrast.change) * (1 if contrast.figure in HIGHER_IS_BETTER else -1)
+    drafts = math.log1p(other.drafts)
+    return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
 
 def _open_question(other: PolicyContrasts, contrast: Contrast) -> str:
@@ -246,6 +267,8 @@ def legend(comparison: PairedComparison) -> str:
     pairs = max(len(other.pairs) for other in comparison.others)
     counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
     text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
+    if any(contrast.figure == DRAFTS for other in comparison.others for contrast in other.contrasts):
+        text += "; tokens/step: output tokens over those that its steps would have made without drafts"
     text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in other.pairs) for other in comparison.others):
@@ -339,4 +362,5 @@ def _other_json(other: PolicyContrasts) -> dict[str, Any]:
         "copies": sum(pair.copies for pair in pairs),
         "left_out": [each.to_dict(each.worded(PAIRING)) for each in other.left_out],
         "worse_one_sided": dict(other.worse),
+        "tokens_per_step_change": other.drafts,
     }

@@ -83,9 +83,9 @@ def api_server_warning(
     if engine not in VIRTUAL_TIME or not metrics.duration_s:
         return None
     drafted = Drafted.of(facts)
-    messages = metrics.total_output_tokens / (1.0 if drafted is None else drafted.mean_acceptance_length)
-    amounts = metrics.completed, metrics.total_input_tokens, messages  # the tokens of a step leave in one message
-    rates = [amount / metrics.duration_s for amount in amounts]
+    accepted = 0 if drafted is None else drafted.accepted_tokens  # which leave in the message of another token
+    each = metrics.completed, metrics.total_input_tokens, max(metrics.total_output_tokens - accepted, 0)
+    rates = [amount / metrics.duration_s for amount in each]
     units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
     if options.api_server == OFF:
         return left_out(processes_needed(*rates), units)

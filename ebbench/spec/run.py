@@ -30,7 +30,14 @@ from ebbench.config.declare import (
 from ebbench.config.topology import TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server, version_defaults
+from ebbench.spec.server import (
+    VIRTUAL_TIME,
+    EngineOptions,
+    HostCosts,
+    drafts_synchronously,
+    is_server,
+    version_defaults,
+)
 from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
 
 MOST_LETTERS = 200
@@ -281,6 +288,8 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
         server = version_defaults(server.get("vllm_version")) | server
+    elif drafts_synchronously(own.get("vllm_options", ())):
+        server["async_scheduling"] = False
     limit = server.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     plan["with_text"] = engine not in VIRTUAL_TIME if with_text is None else with_text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
 from ebbench.config.server_url import is_server_url
@@ -40,6 +42,8 @@ METHODS = {
     "eagle3": Method(own_kv=True, layers=1, head_share=0.25),
     "ngram": Method(own_kv=False, layers=0, asynchronous=False),
 }
+_SYNCHRONOUS = frozenset({"ngram", "medusa", "mlp_speculator", "suffix"})
+"""Methods with which vLLM schedules no step before the drafts of the one before are known."""
 _ELSEWHERE = ("draft_model", "medusa", "mlp_speculator", "suffix", "dflash", "dspark", "ngram_gpu")
 
 
@@ -104,6 +108,38 @@ def speculative_of(text: str) -> Speculative:
             f"{OPTION}: acceptance has {len(rates)} rates for {tokens} drafted tokens; give at most one per token"
         )
     return Speculative(method, tokens, _continued(rates, tokens))
+
+
+def served_drafts(vllm_options: Sequence[str]) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` of a server with these arguments, in whichever way they give it.
+
+    Empty without one, and for what is no JSON object, which vLLM refuses.
+    """
+    found: dict[str, Any] = {}
+    for word, following in zip(vllm_options, (*vllm_options[1:], ""), strict=False):
+        name, _, value = word.partition("=")
+        option, _, key = name.replace("_", "-").partition(".")
+        key = _SHORT.get(option) or key.replace("-", "_")
+        if option in ("--speculative-config", "-sc", *_SHORT):
+            read = _json_or_text(value or following)
+            found |= {key: read} if key else read if isinstance(read, dict) else {}
+    return found
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_SHORT = {"--spec-method": "method", "--spec-tokens": "num_speculative_tokens"}
+
+
+def drafts_synchronously(vllm_options: Sequence[str]) -> bool:
+    """Whether a server with these arguments drafts by a method without asynchronous scheduling."""
+    drafts = served_drafts(vllm_options)
+    return str(drafts.get("method", drafts.get("model", ""))).strip("[]") in _SYNCHRONOUS
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -174,16 +210,23 @@ def _checked(rates: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _measured(path: Path) -> tuple[float, ...]:
-    """``acceptance`` of a JSON file, as `ebbench show RUN --json` gives it."""
+    """``acceptance`` of a JSON file as `ebbench show RUN --json` prints it, or of an object with it.
+
+    The mean per position over several runs.
+    """
     from ebbench.foreign.documents import read_json
 
     read = read_json(path)
     try:
-        rates = tuple(float(rate) for rate in read["acceptance"])
+        runs = [[float(rate) for rate in run["acceptance"]] for run in (read if isinstance(read, list) else [read])]
     except (ValueError, TypeError, KeyError):
-        raise UsageError(f'{OPTION}: {path} must be a JSON object with "acceptance": [0.8, 0.6, ...]') from None
+        raise UsageError(
+            f"{OPTION}: {path} must be what `ebbench show RUN --json` prints of a run with drafts, or a JSON object "
+            'with "acceptance": [0.8, 0.6, ...]'
+        ) from None
+    rates = tuple(sum(position) / len(position) for position in zip(*runs, strict=False))
     if not rates:
-        raise UsageError(f"{OPTION}: {path} has no acceptance rates")
+        raise UsageError(f"{OPTION}: {path} has no acceptance rates by position")
     return _checked(rates)
 
 

@@ -443,7 +443,7 @@ class TorchSteps:
             if event is not events[-1]:
                 graph.replay()
         cuda.synchronize()
-        return [one.elapsed_time(two) / 1e3 for one, two in pairwise(events)]
+        return [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(events)]
 
     def _step(self, point: Point, attention: str) -> Callable[[], Any]:
         torch, decoder = self.torch, self._decoder
@@ -468,8 +468,8 @@ class TorchSteps:
         def step() -> Any:
             x = hidden
             for (qkv, out, up, down), (keys, values) in zip(self._weights, self._cache, strict=True):
-                each = (normed(x) @ qkv).view(-1, heads + 2 * kv, decoder.head_dim)
-                q, k, v = each.split((heads, kv, kv), 1)
+                projected = (normed(x) @ qkv).view(-1, heads + 2 * kv, decoder.head_dim)
+                q, k, v = projected.split((heads, kv, kv), 1)
                 keys.index_copy_(0, slots, rotated(k))
                 values.index_copy_(0, slots, v)
                 x = x + attend(rotated(q), keys, values).reshape(len(hidden), -1) @ out
@@ -483,7 +483,7 @@ class TorchSteps:
         torch = self.torch
         prompt, seqs, context = point
         decoded = seqs * context
-        each = self._decoder.kv_heads, self._decoder.head_dim
+        sizes = self._decoder.kv_heads, self._decoder.head_dim
         if attention == "varlen":
             queries = [*range(seqs + 1), *([seqs + prompt] if prompt else [])]
             cached = [context * number for number in range(seqs + 1)] + ([decoded + prompt] if prompt else [])
@@ -500,10 +500,10 @@ class TorchSteps:
         def apart(q: Any, k: Any, v: Any) -> Any:
             parts = []
             if seqs:
-                past = (one[:decoded].view(seqs, context, *each).transpose(1, 2) for one in (k, v))
+                past = (kept[:decoded].view(seqs, context, *sizes).transpose(1, 2) for kept in (k, v))
                 parts.append(attend(q[:seqs].unsqueeze(2), *past, enable_gqa=True).squeeze(2))
             if prompt:
-                own = (one[decoded : decoded + prompt].transpose(0, 1).unsqueeze(0) for one in (k, v))
+                own = (kept[decoded : decoded + prompt].transpose(0, 1).unsqueeze(0) for kept in (k, v))
                 whole = attend(q[seqs:].transpose(0, 1).unsqueeze(0), *own, is_causal=True, enable_gqa=True)
                 parts.append(whole.squeeze(0).transpose(0, 1))
             return torch.cat(parts)
@@ -572,7 +572,7 @@ def _measured_before(path: Path, decoder: Decoder, grid: StepGrid) -> dict[Point
     stored = json.loads(path.read_bytes())
     if stored["decoder"] != asdict(decoder) or stored["grid"] != json.loads(json.dumps(asdict(grid))):
         raise BorrowedError(f"{path} is of another decoder or grid: give another --output")
-    return {tuple(one["step"]): one["times_s"] for one in stored["steps"]}
+    return {tuple(step["step"]): step["times_s"] for step in stored["steps"]}
 
 
 def _write_steps(
@@ -639,8 +639,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sizes(text: str) -> tuple[int, ...]:
     """At least two increasing sizes, separated by commas. Raises ValueError."""
-    sizes = tuple(int(one) for one in text.split(","))
-    if len(sizes) < 2 or sizes[0] < 1 or any(two <= one for one, two in pairwise(sizes)):
+    sizes = tuple(int(size) for size in text.split(","))
+    if len(sizes) < 2 or sizes[0] < 1 or any(larger <= size for size, larger in pairwise(sizes)):
         raise ValueError
     return sizes
 

@@ -39,16 +39,16 @@ def as_dict(
 ) -> dict[str, Any]:
     """The whole result. Shares as fractions of 1, times in the units of their names; None: unknown."""
     steps = [
-        {name: value for name, value in asdict(one).items() if name not in ("profile", "costs")}
-        | {"slowness": one.slowness(outcomes.steps[0])}
-        for one in outcomes.steps
+        {name: value for name, value in asdict(entry).items() if name not in ("profile", "costs")}
+        | {"slowness": entry.slowness(outcomes.steps[0])}
+        for entry in outcomes.steps
     ]
     return {
         "format": FORMAT,
         "verdict": judged.verdict.word,
         "sentence": judged.verdict.sentence,
         "directions": {"right": judged.verdict.directions_right, "clear": judged.verdict.directions_clear},
-        "metrics": [finite(asdict(one)) for one in judged.verdict.metrics],
+        "metrics": [finite(asdict(entry)) for entry in judged.verdict.metrics],
         "errors": [finite(asdict(error)) for error in judged.errors],
         "gains": [finite(asdict(gain)) for gain in judged.gains],
         "runs": {
@@ -60,7 +60,7 @@ def as_dict(
             "stopped": outcomes.stopped,
         },
         "step_times": steps,
-        "observations": [asdict(one) for one in outcomes.observations],
+        "observations": [asdict(entry) for entry in outcomes.observations],
         "machine": dict(machine),
     }
 
@@ -193,12 +193,12 @@ def _outside_the_engine(question: ValidationQuestion) -> str:
     )
 
 
-def _bias(one: MetricVerdict) -> str:
+def _bias(metric: MetricVerdict) -> str:
     kept = {True: "within the limit", False: "beyond the limit", None: "undecided because of noise"}
-    noise = f"{100 * one.noise:.1f} %" if math.isfinite(one.noise) else "unknown"
+    noise = f"{100 * metric.noise:.1f} %" if math.isfinite(metric.noise) else "unknown"
     return (
-        f"{METRICS[one.metric]}: median error {100 * one.median_error:.1f} % ({kept[one.within_limit]}), "
-        f"worst {100 * one.worst_error:.1f} %, signed median {100 * one.bias:+.1f} %; "
+        f"{METRICS[metric.metric]}: median error {100 * metric.median_error:.1f} % ({kept[metric.within_limit]}), "
+        f"worst {100 * metric.worst_error:.1f} %, signed median {100 * metric.bias:+.1f} %; "
         f"standard deviation between rounds {noise}"
     )
 

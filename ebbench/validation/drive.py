@@ -152,7 +152,7 @@ class Outcomes:
     @property
     def invalid(self) -> int:
         """Measured runs that are INVALID."""
-        return sum(not one.valid for one in self.observations)
+        return sum(not observation.valid for observation in self.observations)
 
 
 def validate(
@@ -191,8 +191,8 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
     start_s = server_start_s(question, steps)
     total_s = schedule.rounds * policies * (start_s + schedule.server_s) + (schedule.rounds - 1) * steps.seconds
     left_s = total_s * (1.0 - stored / runs)
-    each = f"starts of about {start_s:.0f} s and {schedule.server_s:.0f} s of runs per server"
-    return f"{words}; vLLM measures them, about {left_s / 60:.0f} min more ({each})"
+    how = f"starts of about {start_s:.0f} s and {schedule.server_s:.0f} s of runs per server"
+    return f"{words}; vLLM measures them, about {left_s / 60:.0f} min more ({how})"
 
 
 def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
@@ -241,7 +241,7 @@ class _Rounds:
     def predict(self, steps: StepTimes) -> None:
         """Predict the runs of the next round, which has these step times."""
         self.steps.append(steps)
-        cells = [self._cell(predicted_cell, one) for one in _settings(self.question, len(self.steps) - 1)]
+        cells = [self._cell(predicted_cell, run) for run in _settings(self.question, len(self.steps) - 1)]
         _check_device(cells[0])
         run_missing(cells, self.predicted, whole=True)
 
@@ -271,7 +271,7 @@ class _Rounds:
         if expected is None or observed is None:
             return None
         load = self.question.loads[setting.load_index]
-        predicted, measured = ({key: one.get(key) for key in METRICS} for one in (expected, observed))
+        predicted, measured = ({key: figures.get(key) for key in METRICS} for figures in (expected, observed))
         return Observation(setting.policy, load, setting.round, predicted, measured, observed.valid)
 
     def _cell(self, kind: Callable[..., RunSpec], setting: PlannedRun) -> RunSpec:
@@ -290,8 +290,8 @@ class _Rounds:
 
     def _measure_policy(self, policy: str, number: int) -> bool:
         """Measure what is missing of a policy's runs in a round; False if too little time is left."""
-        runs = [one for one in _settings(self.question, number) if one.policy == policy]
-        missing = self.measured.missing([self._cell(measured_cell, one) for one in runs], whole=True)
+        runs = [run for run in _settings(self.question, number) if run.policy == policy]
+        missing = self.measured.missing([self._cell(measured_cell, run) for run in runs], whole=True)
         if not missing:
             return True
         if self._too_late(self.server_s):

@@ -373,12 +373,12 @@ class Cache:
 
     def find(self, sessions: int) -> Path | None:
         """The smallest file with at least ``sessions`` sessions, or with the whole data set; None if there is none."""
-        found = []
+        caches = []
         for path in self._folder.glob(f"{self._stem}-*.jsonl"):
             size = path.stem.rpartition("-")[2]
             if size == "all" or (size.isdigit() and int(size) >= sessions):
-                found.append((float("inf") if size == "all" else int(size), path))
-        return min(found)[1] if found else None
+                caches.append((float("inf") if size == "all" else int(size), path))
+        return min(caches)[1] if caches else None
 
     def keep(self, records: Iterable[Any], sessions: int | None) -> Path:
         """Write the records atomically; ``sessions`` None means that the data set holds no more."""
@@ -479,10 +479,10 @@ def _select(records: Iterable[FileRecord], name: str, rules: Records, selection:
 
     def talks() -> Iterator[Conversation]:
         for record in checked(records, rules.schema, name):
-            found = conversations(record, rules)
-            if found:
+            talks_of_record = conversations(record, rules)
+            if talks_of_record:
                 used.append(plain(record))
-            yield from found
+            yield from talks_of_record
 
     counter = token_counter(selection.tokenizer)
     cut = substream(selection.seed, "content/cut")

@@ -119,9 +119,9 @@ class _Text:
     def skip_white(self) -> None:
         """Move to the next character that is not white space or a byte order mark."""
         while True:
-            found = _NOT_WHITE.search(self.window, self.at)
-            self.advance(len(self.window) if found is None else found.start())
-            if found is not None or not self.fill():
+            matched = _NOT_WHITE.search(self.window, self.at)
+            self.advance(len(self.window) if matched is None else matched.start())
+            if matched is not None or not self.fill():
                 self.blank = 0
                 return
             self.blank += CHUNK_BYTES
@@ -277,7 +277,7 @@ class LogFile:
     def records(self) -> Iterator[LogRecord]:
         """All records in order. Raises InputFileError with the line."""
         if self.parts:
-            return chain.from_iterable(one.records() for one in self.files())
+            return chain.from_iterable(file.records() for file in self.files())
         return _READERS[self.kind](self.path)
 
 
@@ -285,7 +285,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
     """The files of a log: those of a folder that end in .json or .jsonl (also .gz), by name; else the file itself."""
     if not path.is_dir():
         return (path,)
-    return tuple(one for one in sorted(path.iterdir()) if one.is_file() and one.name.endswith(_IN_FOLDERS))
+    return tuple(entry for entry in sorted(path.iterdir()) if entry.is_file() and entry.name.endswith(_IN_FOLDERS))
 
 
 def open_log(path: Path) -> LogFile:

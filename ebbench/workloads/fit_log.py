@@ -104,9 +104,9 @@ def _residual(times: Floats, counts: Any, period: float, tick: float | None) -> 
     curve = np.concatenate([[0.0], np.cumsum(counts)])
     places = np.linspace(0.0, period, len(counts) + 1)
     if tick is not None:
-        found = np.bincount(np.rint(times / tick).astype(int))
-        expected = np.diff(np.interp(np.arange(len(found) + 1) * tick, places, curve))
-        variation = float(((found - expected) ** 2).sum() / max(expected.sum(), 1e-12))
+        observed = np.bincount(np.rint(times / tick).astype(int))
+        expected = np.diff(np.interp(np.arange(len(observed) + 1) * tick, places, curve))
+        variation = float(((observed - expected) ** 2).sum() / max(expected.sum(), 1e-12))
         return _shape(variation), ()
     gaps = np.diff(np.interp(times, places, curve))  # mean gap of 1
     gaps /= max(gaps.mean(), 1e-12)
@@ -172,11 +172,11 @@ def _lengths(requests: Requests, of_output: Any, repeats: Repeats | None) -> tup
     shared = np.zeros(len(requests)) if repeats is None else _repeated(requests, repeats)
     order = np.argsort(inputs, kind="stable")
     count = max(1, min(_MOST_BINS, len(order) // _BIN))
-    found = []
+    bins = []
     for rows in np.array_split(order, count):
         own = np.flatnonzero(of_output)[rows]
         made = own_outputs if not of_output.all() else outputs[own]
-        found.append(
+        bins.append(
             Lengths(
                 share=round(len(rows) / len(order), 6),
                 input=points_of(inputs[rows]),
@@ -184,7 +184,7 @@ def _lengths(requests: Requests, of_output: Any, repeats: Repeats | None) -> tup
                 repeated=() if repeats is None else points_of(shared[own], 4),
             )
         )
-    return tuple(found)
+    return tuple(bins)
 
 
 def _sizes(requests: Requests) -> Floats:
@@ -236,7 +236,7 @@ def _sessions(requests: Requests) -> Sessions:
     )
 
 
-def _with_overlap(found: Sessions, requests: Requests, s_per_output_token: float) -> Sessions:
+def _with_overlap(sessions: Sessions, requests: Requests, s_per_output_token: float) -> Sessions:
     """The sessions with how their requests overlap; then pauses and added tokens are those of the session itself."""
     starts = starts_of(requests)
     previous = _previous(requests)[starts.rows]
@@ -262,8 +262,10 @@ def _with_overlap(found: Sessions, requests: Requests, s_per_output_token: float
         side_added=points(added, side & (previous >= 0), 2),
         side_output=points(requests.output_tokens[starts.rows], starts.overlaps > 0, 2),
     )
-    own = points(added, ~side, 2) or found.added
-    return replace(found, added=own, pause_s=points(pauses, starts.overlaps == 0, 4) or found.pause_s, overlap=overlap)
+    own = points(added, ~side, 2) or sessions.added
+    return replace(
+        sessions, added=own, pause_s=points(pauses, starts.overlaps == 0, 4) or sessions.pause_s, overlap=overlap
+    )
 
 
 def _streams(requests: Requests) -> Int64s:
@@ -275,9 +277,9 @@ def _previous(requests: Requests) -> Int64s:
     streams = _streams(requests)
     order = np.argsort(streams, kind="stable")
     same = np.flatnonzero(np.diff(streams[order]) == 0)
-    found: Int64s = np.full(len(streams), -1, np.int64)
-    found[order[same + 1]] = order[same]
-    return found
+    previous: Int64s = np.full(len(streams), -1, np.int64)
+    previous[order[same + 1]] = order[same]
+    return previous
 
 
 def as_toml(workload: WorkloadSpec, source: str) -> str:
@@ -285,9 +287,9 @@ def as_toml(workload: WorkloadSpec, source: str) -> str:
 
     Written here, since tomli-w puts every number of a list on a line of its own: thousands of lines instead of 200.
     """
-    found = _given(workload)
+    tables = _given(workload)
     lines = [f"# Fitted by `ebbench workloads fit {source}`: distributions, no record of the log.", ""]
-    _write(found, (), lines)
+    _write(tables, (), lines)
     return "\n".join(lines) + "\n"
 
 
@@ -322,5 +324,5 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()
     if isinstance(value, list):
-        return f"[{', '.join(_literal(one) for one in value)}]"
+        return f"[{', '.join(_literal(entry) for entry in value)}]"
     return repr(value)

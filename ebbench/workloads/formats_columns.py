@@ -81,7 +81,7 @@ def _like_times(values: Sequence[object]) -> bool:
     if all(stamp.iso for stamp in stamps):
         return True
     numbers = [stamp.value for stamp in stamps]
-    return numbers[0] < numbers[-1] and all(one <= later for one, later in pairwise(numbers))
+    return numbers[0] < numbers[-1] and all(earlier <= later for earlier, later in pairwise(numbers))
 
 
 def looks_like_values(names: Sequence[str]) -> bool:
@@ -184,8 +184,8 @@ def with_columns(name: str, expected: str, fields: tuple[str, ...], definition: 
     """A format that is recognised by having all of ``fields`` (names compared as plain names)."""
 
     def recognises(log: LogFile) -> bool:
-        names = {plain_name(one) for one in names_in(record.value for record in log.sample)}
-        return all(plain_name(one) in names for one in fields)
+        names = {plain_name(column) for column in names_in(record.value for record in log.sample)}
+        return all(plain_name(column) in names for column in fields)
 
     def read(log: LogFile, options: ReadOptions) -> Reading:
         return read_columns(log, options, definition)
@@ -231,11 +231,11 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
 def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
     """Columns that look like times, as a clause for a message; empty if there are none."""
     unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
-    found = columns_like_times(log, unused)
-    if not found:
+    columns_of_times = columns_like_times(log, unused)
+    if not columns_of_times:
         return ""
-    look = "looks like its times" if len(found) == 1 else "look like times"
-    return f"{', '.join(map(repr, found[:3]))} {look}: --columns time={found[0]}"
+    look = "looks like its times" if len(columns_of_times) == 1 else "look like times"
+    return f"{', '.join(map(repr, columns_of_times[:3]))} {look}: --columns time={columns_of_times[0]}"
 
 
 def _spelled(column: str, names: list[str]) -> str:
@@ -428,8 +428,8 @@ class _Reader:
         roots: dict[Any, Any] = {}
 
         def root(record: Mapping[str, Any]) -> Any:
-            found = roots[own(record)] = roots.get(parent(record), own(record))
-            return found
+            first = roots[own(record)] = roots.get(parent(record), own(record))
+            return first
 
         return root
 
@@ -438,10 +438,10 @@ def _named(get: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, An
     """The name that a column gives, None if it is empty; one that is a list or an object as text."""
 
     def name(record: Mapping[str, Any]) -> Any:
-        found = get(record)
-        if found in ("", None, "-"):
+        value = get(record)
+        if value in ("", None, "-"):
             return None
-        return found if isinstance(found, str | int | float) else str(found)
+        return value if isinstance(value, str | int | float) else str(value)
 
     return name
 

@@ -125,7 +125,7 @@ def _guidellm(log: LogFile, options: ReadOptions) -> Reading:
     benchmarks = converted(log, record.line, record.value["benchmarks"], list[dict[str, Any]])
     chosen = options.columns.get("benchmark")
     if len(benchmarks) > 1 and chosen is None:
-        kinds = ", ".join(_strategy(one) for one in benchmarks)
+        kinds = ", ".join(_strategy(benchmark) for benchmark in benchmarks)
         problem = f"holds {len(benchmarks)} benchmarks ({kinds}); choose one with --columns benchmark=1"
         raise InputFileError(log.path, problem)
     number = int(chosen or 1)
@@ -161,9 +161,9 @@ def _guidellm_rows(log: LogFile, record: LogRecord, benchmark: Mapping[str, Any]
 
 def _guidellm_tokens(request: Mapping[str, Any], side: str) -> Any:
     """The request's own figure, or the sum of its usage in files without the computed figures."""
-    found = request.get(f"{side}_tokens")
-    if found is not None:
-        return found
+    tokens = request.get(f"{side}_tokens")
+    if tokens is not None:
+        return tokens
     return value_at(f"{'input' if side == 'prompt' else 'output'}_metrics.text_tokens")(request)
 
 

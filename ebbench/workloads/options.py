@@ -26,7 +26,7 @@ RECORDED = ("trace:", "log:")
 
 def recorded_file(workload: str) -> Path | None:
     """The file of ``trace:FILE`` or ``log:FILE``; None for other workloads. Raises UsageError if it names none."""
-    prefix = next((one for one in RECORDED if workload.startswith(one)), None)
+    prefix = next((known for known in RECORDED if workload.startswith(known)), None)
     if prefix is None:
         return None
     if workload == prefix:
@@ -48,15 +48,19 @@ def mixture_parts(workload: str) -> list[tuple[str, str, float]]:
     A part without a class has the name of its workload, or of its file.
     """
     words = re.split(r"[\s,]+", workload.strip())
-    found = [_PART.fullmatch(word) for word in words]
-    if any(found) and len(words) > 1 and not all(found) and not workload.startswith(RECORDED):
+    parts = [_PART.fullmatch(word) for word in words]
+    if any(parts) and len(words) > 1 and not all(parts) and not workload.startswith(RECORDED):
         raise UsageError(
             f"{workload}: a mixture gives each workload a share, as in chat=sharegpt:0.6 rag=longbench:0.4; "
-            f"{words[next(at for at, one in enumerate(found) if one is None)]} has none"
+            f"{words[next(at for at, part in enumerate(parts) if part is None)]} has none"
         )
-    if not all(found) or (len(words) == 1 and "=" not in workload.partition(":")[0]):
+    if not all(parts) or (len(words) == 1 and "=" not in workload.partition(":")[0]):
         return []
-    return [(one["name"] or _short_name(one["workload"]), one["workload"], float(one["share"])) for one in found if one]
+    return [
+        (part["name"] or _short_name(part["workload"]), part["workload"], float(part["share"]))
+        for part in parts
+        if part
+    ]
 
 
 def is_mixture(workload: str) -> bool:

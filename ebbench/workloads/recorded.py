@@ -53,12 +53,12 @@ class TextReader:
         """Identities of the text's first blocks, at most as many as ``input_tokens`` fill."""
         data = text.encode(errors="replace")
         blocks = min(len(data) // _BLOCK_BYTES, input_tokens // BLOCK_TOKENS)
-        found, previous = [], -1
+        ids, previous = [], -1
         for block in range(blocks):
             digest = blake2b(data[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES], digest_size=8).digest()
             previous = self._known.setdefault((previous, digest), len(self._known))
-            found.append(previous)
-        return found
+            ids.append(previous)
+        return ids
 
 
 def text_of(value: Any) -> str:
@@ -73,15 +73,15 @@ def text_of(value: Any) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> str:
-    found, calls = "", _calls(message)
+    content, calls = "", _calls(message)
     for key in ("content", "text", "parts", "messages", "prompt", "value"):
         if key in message:
-            found = text_of(message[key])
+            content = text_of(message[key])
             break
     else:
         if not calls:
             return ""
-    text = "\n".join(filter(None, (found, calls)))
+    text = "\n".join(filter(None, (content, calls)))
     return f"{message['role']}: {text}" if "role" in message else text
 
 
@@ -93,7 +93,9 @@ def _calls(message: Mapping[str, Any]) -> str:
     functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
     if message.get("type") == "function_call":
         functions.append(message)
-    words = [one.get(key) for one in functions if isinstance(one, Mapping) for key in ("name", "arguments")]
+    words = [
+        function.get(key) for function in functions if isinstance(function, Mapping) for key in ("name", "arguments")
+    ]
     return "\n".join(word for word in words if isinstance(word, str))
 
 

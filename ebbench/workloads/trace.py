@@ -141,9 +141,9 @@ def format_of(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]
 
     Raises InputFileError with the nearest format if the file has neither a known schema nor columns with known names.
     """
-    known = next((each for each in FORMATS if each.recognises(log)), TABLE)
+    known = next((trace_format for trace_format in FORMATS if trace_format.recognises(log)), TABLE)
     if log.parts and not known.in_folders:
-        names = ", ".join(each.name for each in FORMATS if each.in_folders)
+        names = ", ".join(trace_format.name for trace_format in FORMATS if trace_format.in_folders)
         raise InputFileError(log.path, f"is a folder, which only {names} come in; give one file")
     if unused := [key for key in options.columns if key not in known.choices]:
         takes = f"; it takes {', '.join(f'{key}=' for key in known.choices)}" if 0 < len(known.choices) < 3 else ""
@@ -172,8 +172,8 @@ def nearest(log: LogFile) -> TraceFormat:
 
     def likeness(known: TraceFormat) -> float:
         best = [
-            max((difflib.SequenceMatcher(None, plain_name(one), name).ratio() for name in names), default=0.0)
-            for one in known.fields
+            max((difflib.SequenceMatcher(None, plain_name(field), name).ratio() for name in names), default=0.0)
+            for field in known.fields
         ]
         return sum(best) / len(best)
 
@@ -183,7 +183,7 @@ def nearest(log: LogFile) -> TraceFormat:
 
 def with_expected(formats: tuple[TraceFormat, ...] = FORMATS) -> list[tuple[str, str]]:
     """Name and description of each format, for documents and lists."""
-    return [(each.name, each.expected) for each in formats if each.expected]
+    return [(trace_format.name, trace_format.expected) for trace_format in formats if trace_format.expected]
 
 
 _MOST_DROPPED = 0.5
@@ -240,10 +240,10 @@ class Trace:
                 f"{self.path}: has no times to replay; give --scenario poisson --request-rate R or --scenario "
                 f"saturated; {hint}"
             )
-        found = self.reading
+        reading = self.reading
         try:
             unit = read_time_unit(
-                self.stamps, time_unit, whole_numbers_are=found.whole_numbers_are, numbers_are=found.numbers_are
+                self.stamps, time_unit, whole_numbers_are=reading.whole_numbers_are, numbers_are=reading.numbers_are
             )
         except UsageError as error:
             if (mixed := mixed_epochs(self.stamps)) is not None:
@@ -283,7 +283,7 @@ def read_trace(
     ``keep_text`` keeps its prompts. The last file read is kept in memory. Raises InputFileError, UsageError.
     """
     try:
-        stats = [one.stat() for one in files_of(path)]
+        stats = [file.stat() for file in files_of(path)]
     except OSError as error:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
     state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
@@ -296,7 +296,7 @@ def _read(
 ) -> Trace:
     log = open_log(path)
     texts = TextReader(tokenizer, keep=keep_text)
-    found, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))
+    trace_format, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))
     collected = collect(log, reading)
     names = {} if reading.columns is None else reading.columns.names
     _check_rows(path, collected, names)
@@ -305,8 +305,8 @@ def _read(
     except ValueError as error:
         at = collected.times.mixed_at
         raise InputFileError(path, str(error), None if at is None else int(collected.line[at])) from None
-    facts: dict[str, Any] = {"source": f"file:{path}", "source_reason": found.name}
-    if reading.columns is not None and found.name in ("table", "chat log", "access log"):
+    facts: dict[str, Any] = {"source": f"file:{path}", "source_reason": trace_format.name}
+    if reading.columns is not None and trace_format.name in ("table", "chat log", "access log"):
         facts["columns"] = dict(reading.columns.names)
     if collected.dropped:
         facts["rows_dropped"] = {reason: count for reason, (count, _) in collected.dropped.items()}
@@ -323,7 +323,7 @@ def _read(
         raise UsageError(f"--tokenizer counts the tokens of texts; {path} has token counts, leave it out")
     if keep_text and requests.prompt is None:
         raise UsageError(f"--keep-text: {path} holds no prompts; leave it out")
-    return Trace(path, found.name, reading, collected, requests, stamps)
+    return Trace(path, trace_format.name, reading, collected, requests, stamps)
 
 
 def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) -> None:
@@ -350,30 +350,30 @@ def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) ->
 
 
 def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str, str]) -> list[RunWarning]:
-    found = []
+    warnings = []
     if collected.dropped:
         dropped = {reason: {"rows": rows, "first_line": line} for reason, (rows, line) in collected.dropped.items()}
         rows = len(collected) + sum(rows for rows, _ in collected.dropped.values())
         keeps = keeps_failed(collected.failed_by, columns)
-        found.append(warning("rows-left-out", rows=rows, dropped=dropped, kept_with=keeps))
+        warnings.append(warning("rows-left-out", rows=rows, dropped=dropped, kept_with=keeps))
     if collected.derived_block:
-        found.append(warning("block-size-derived", block_tokens=collected.block_tokens))
+        warnings.append(warning("block-size-derived", block_tokens=collected.block_tokens))
     if collected.early_ends is not None:
         count, line = collected.early_ends
-        found.append(warning("ends-before-starts", requests=count, first_line=line))
+        warnings.append(warning("ends-before-starts", requests=count, first_line=line))
     if collected.cached_share and not collected.hash_counts:
         sessions = bool(collected.sessions)
-        found.append(warning("hits-not-replayed", cached_share=collected.cached_share, sessions=sessions))
+        warnings.append(warning("hits-not-replayed", cached_share=collected.cached_share, sessions=sessions))
     if stamps is not None and (backwards := _backwards(collected, stamps)).size:
         line = int(collected.line[backwards[0] + 1])
-        found.append(warning("rows-not-in-order", rows=backwards.size, first_line=line))
-    return found
+        warnings.append(warning("rows-not-in-order", rows=backwards.size, first_line=line))
+    return warnings
 
 
 def _backwards(rows: Collected, stamps: Stamps) -> Int64s:
     """Rows after which a later line of the file has an earlier time."""
-    found: Int64s = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(rows.line)) > 0))
-    return found
+    backwards: Int64s = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(rows.line)) > 0))
+    return backwards
 
 
 def sliced(requests: Requests, replay: Replay) -> Requests:

@@ -24,6 +24,10 @@ class GivenValueError(ValueError):
     """An invalid policy, setting, calibration or coefficient; the message says what to give instead."""
 
 
+MOST_NAMED = 60
+"""Names that an error lists: all policies, devices or workloads, but not all runs of a year."""
+
+
 def name_hint(name: str, known: Iterable[str]) -> str:
     """What to write instead of an unknown name: the nearest known one, or all of them."""
     import difflib
@@ -33,7 +37,8 @@ def name_hint(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), by_small_letters, n=1, cutoff=0.5)
     if near:
         return f"did you mean {by_small_letters[near[0]]!r}?"
-    return f"known: {', '.join(choices)}" if choices else "there is none"
+    more = f" and {len(choices) - MOST_NAMED} more" if len(choices) > MOST_NAMED else ""
+    return f"known: {', '.join(choices[:MOST_NAMED])}{more}" if choices else "there is none"
 
 
 REQUIRED = object()

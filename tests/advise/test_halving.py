@@ -29,7 +29,7 @@ def pair_of(cell: RunSpec) -> BudgetedPolicy:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.randoms(use_true_random=False))
-def test_the_best_the_reference_and_the_best_budget_of_v1_run_on_all_seeds(seeds: int, random: Random) -> None:
+def test_best_reference_and_best_budget_of_v1_run_on_all_seeds(seeds: int, random: Random) -> None:
     """Seeds change every candidate's figure by the same factor, so one seed gives the same order as all seeds."""
     asked = question(seeds)
     truth = {pair: random.uniform(50, 100) for pair in pairs_of(asked)}

@@ -363,7 +363,7 @@ def test_the_sentence_on_refills_states_the_rule_of_each_policy(policy: str, upd
     assert told.startswith(f"Refill: {line}")
 
 
-def test_a_winner_that_only_the_start_and_end_of_the_run_decide_is_doubted(tmp_path: Path) -> None:
+def test_a_winner_by_start_and_end_of_the_run_is_doubted(tmp_path: Path) -> None:
     v1, eb = made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20})  # eb is slower over the whole run
     told = doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
     assert told[0].startswith("eb: -50.0 % over the whole run but +10.0 % while it is steady.")

@@ -55,7 +55,7 @@ def test_the_numbers_that_figures_need_are_those_of_the_table(world: World, warm
     assert figures.last_mode == ""
 
 
-def test_steps_in_parts_are_stored_as_the_table_and_kept_if_they_cannot_be(tmp_path: Path) -> None:
+def test_steps_in_parts_are_stored_as_the_table_is(tmp_path: Path) -> None:
     plan = build_plan("balanced", num_prompts=30, max_concurrency=8)
     device, options, policy = load_device("h200", "qwen3-8b"), EngineOptions(), parse_policy("v1")
     context = RunContext(plan, policy, "sim", device, options, 0)

@@ -31,7 +31,7 @@ def test_values_only_change_places_within_their_group(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stretches_with_one_large_value_differ_from_those_of_middling_ones(seed: int) -> None:
+def test_stretches_with_a_large_value_differ_from_middling_ones(seed: int) -> None:
     """Every second stretch is heavy-tailed, the others are of nearly equal values; both have the same mean."""
     rng = np.random.default_rng(seed)
     stretch = np.repeat(np.arange(200), 8)

@@ -138,7 +138,7 @@ def test_degrees_of_freedom_fall_where_rounds_are_slow_together() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "common"), [(2, 1.0), (3, 0.0), (3, 0.5), (3, 1.0), (6, 1.0)])
-def test_intervals_cover_errors_of_a_machine_that_is_slow_for_whole_rounds(rounds: int, common: float) -> None:
+def test_intervals_cover_a_machine_that_is_slow_for_whole_rounds(rounds: int, common: float) -> None:
     """Coverage of nearly 95 %; with the freedom of all settings it is 82 to 91 % where all noise is common."""
     random = np.random.default_rng(3)
     covered = []

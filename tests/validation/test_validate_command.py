@@ -261,7 +261,7 @@ def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_s", [100.0, 400.0, 1200.0, 5000.0])
-def test_a_schedule_fits_the_time_where_two_rounds_of_the_shortest_runs_do(left_s: float) -> None:
+def test_a_schedule_fits_if_two_rounds_of_the_shortest_runs_do(left_s: float) -> None:
     rates, start_s, steps_s = (2.0, 5.0), 10.0, 30.0
     asked = question()
     found = fitted_schedule(asked, rates, start_s, left_s, steps_s)
