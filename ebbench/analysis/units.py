@@ -20,9 +20,9 @@ from ebbench.analysis.environment import (
     ENVIRONMENT,
     LATER,
     UNKNOWN,
+    describe_load,
     differences,
     listed,
-    load_of,
     machine_of_run,
     remedy,
 )
@@ -119,17 +119,17 @@ class GateUnit:
 
 
 def load_units(paths: Sequence[Path]) -> list[GateUnit]:
-    """:func:`units_of` of the runs among ``paths`` (run directories or directories of runs).
+    """:func:`gate_units` of the runs among ``paths`` (run directories or directories of runs).
 
     Also raises DataError if there is no run.
     """
-    units = units_of([Run.load(path) for path in find_runs(paths)])
+    units = gate_units([Run.load(path) for path in find_runs(paths)])
     if not units:
         raise DataError("no run to compare")
     return units
 
 
-def units_of(runs: Sequence[Run]) -> list[GateUnit]:
+def gate_units(runs: Sequence[Run]) -> list[GateUnit]:
     """Units by seed, then oldest first. An INVALID run is left out if the same plan was measured again.
 
     Raises DataError for a run that is unreadable, or INVALID and not measured again: it is shown, but not compared.
@@ -157,9 +157,9 @@ def _asked(run: Run) -> tuple[str, str]:
     return run.manifest.policy, run.manifest.plan_hash
 
 
-def unit_of(run: Run) -> GateUnit:
+def gate_unit(run: Run) -> GateUnit:
     """Reduce a run to a unit. Raises DataError if it is INVALID or damaged."""
-    return units_of([run])[0]
+    return gate_units([run])[0]
 
 
 def _unit_of(run: Run) -> GateUnit:
@@ -176,7 +176,7 @@ def _unit_of(run: Run) -> GateUnit:
         run=str(run.path),
         figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step},
         slo=str(summary.slo),
-        load=load_of(manifest),
+        load=describe_load(manifest),
         conditions=summary.conditions,
         until_clear=summary.until_clear,
         steady_rate=steady.output_throughput if summary.open_loop and steady else None,

@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
-from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning, in_ranges, shape_of, warning
+from ebbench.records.warnings import ABOUT_SERVER, KV_CACHE, RunWarning, in_ranges, warning, warning_shape
 from ebbench.spec.client import lag_limit_ms
 from ebbench.spec.server import VIRTUAL_TIME
 
 FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
-"""Columns of the requests table that :func:`failures_of` reads."""
+"""Columns of the requests table that :func:`failures_by_cause` reads."""
 
 LONGEST_EXAMPLE = 200  # characters
 _ADVICE = re.compile(r"\((Retry-After|Location|Content-Type): [^)]*\) ")
@@ -139,7 +139,7 @@ _CAUSES = (
 )
 
 
-def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
+def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
     """Requests that did not complete, grouped by error class and cause, the most frequent first.
 
     ``requests`` has FAILURE_COLUMNS; ``phase``: only this phase, empty: all. Every request that is not ``ok`` is in
@@ -258,7 +258,7 @@ def told_once(
     alike: dict[Any, list[tuple[RunWarning, int]]] = {}
     for place, warnings in enumerate(said):
         for each in warnings:
-            alike.setdefault((each.code, each.message, shape_of(each.values)), []).append((each, place))
+            alike.setdefault((each.code, each.message, warning_shape(each.values)), []).append((each, place))
     return [
         owner({place for _, place in told}) + worded(in_ranges([each for each, _ in told])) for told in alike.values()
     ]

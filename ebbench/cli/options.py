@@ -199,7 +199,7 @@ def _read_all(parameter: Any, value: Any, several: bool) -> Any:
         return _read(value, kind, about)
     if get_origin(kind) is not list or not isinstance(value, list | tuple) or not value:
         return None
-    read = [_read(one, get_args(kind)[0], about) for one in value]
+    read = [_read(given, get_args(kind)[0], about) for given in value]
     return None if None in read else read
 
 

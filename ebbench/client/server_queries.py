@@ -20,7 +20,7 @@ import uvloop
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import finite_number, whole_number
 from ebbench.client.request_sender import BODY_BYTES, ConnectionPool, errors_of_httpx
-from ebbench.client.stream_messages import document_of
+from ebbench.client.stream_messages import parse_document
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
 from ebbench.network.connections import IdleTimeoutError, RequestHead, TransportError, tls_context
@@ -432,7 +432,7 @@ class ServerQueries:
         return f"the server does not accept the key in {named}"
 
     async def _cause(self) -> str | None:
-        """What the address has instead of the server that the URL says."""
+        """What answers at the address instead of the expected server."""
         if self._options.transport != "direct":
             return None
         return await other_protocol(self._server) or unused_proxy(self._server, self._environ)
@@ -459,7 +459,7 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
     """The models by id, each with those of its fields that have the right type. Raises _NoModelsError."""
     if answer.status != 200:
         raise _NoModelsError(_refusal(answer))
-    document = document_of(answer.body)
+    document = parse_document(answer.body)
     if document is None:
         kind = answer.headers.get("content-type", "no content type")
         if "json" in kind or answer.body.lstrip()[:1] in (b"[", b"{"):

@@ -10,7 +10,7 @@ from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import RunWarning
-from ebbench.spec.server import HostCosts, Speculative, release_of
+from ebbench.spec.server import HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     """
     if version == EB_VLLM:
         return _OF_EB_VLLM
-    release = release_of(version)
+    release = parse_release(version)
     if release is None:
         raise UsageError(f"--vllm-version must be like {DEFAULT_VLLM} or 0.25.1, not {version!r}")
     if not STARTS[0].since <= release <= NEWEST:

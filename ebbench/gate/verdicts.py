@@ -215,7 +215,7 @@ VERDICTS: Texts = {
 """What a verdict says, by code."""
 
 
-def reason_of(verdict: Verdict) -> str:
+def worded_reason(verdict: Verdict) -> str:
     """Why the gate gives this verdict, in words."""
     return verdict.reason.worded(VERDICTS)
 
@@ -227,7 +227,7 @@ def console(verdict: Verdict) -> RenderableType:
         table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
     for entry in verdict.judged:
         table.add_row(*_cells(entry), style=None if entry.gated else "dim")
-    head = Text(f"{WORDS[verdict.outcome]}: {reason_of(verdict)}.", style=_STYLES[verdict.outcome])
+    head = Text(f"{WORDS[verdict.outcome]}: {worded_reason(verdict)}.", style=_STYLES[verdict.outcome])
     return Group(head, Text(), table, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
 
 
@@ -302,7 +302,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
     """One JSON object; infinite bounds are null."""
     return {
         "outcome": verdict.outcome,
-        "reason": verdict.reason.to_dict(reason_of(verdict)),
+        "reason": verdict.reason.to_dict(worded_reason(verdict)),
         "exit_code": EXIT_CODES[verdict.outcome],
         "sequential": verdict.rules.sequential,
         "pairs": [
@@ -327,11 +327,13 @@ def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
         elif entry.outcome == "fail":
             Xml.SubElement(case, "failure", message=sentence(entry))
         elif verdict.outcome == "inconclusive":
-            Xml.SubElement(case, "error", message=sentence(entry) if entry.outcome != "pass" else reason_of(verdict))
+            Xml.SubElement(
+                case, "error", message=sentence(entry) if entry.outcome != "pass" else worded_reason(verdict)
+            )
         Xml.SubElement(case, "system-out").text = _legal(sentence(entry))
     if not gated:
         case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
-        Xml.SubElement(case, "error", message=_legal(reason_of(verdict)))
+        Xml.SubElement(case, "error", message=_legal(worded_reason(verdict)))
         suite.set("tests", str(len(verdict.judged) + 1))
     for tag, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
         suite.set(attribute, str(len(suite.findall(f"testcase/{tag}"))))
@@ -374,7 +376,7 @@ def summary(verdict: Verdict) -> str:
     lines = [
         f"## {icon} {WORDS[verdict.outcome]}",
         "",
-        f"{markdown(reason_of(verdict))}.",
+        f"{markdown(worded_reason(verdict))}.",
         "",
         *markdown_table(verdict.judged),
     ]

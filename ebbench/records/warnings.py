@@ -97,12 +97,12 @@ def stored_warning(value: Any) -> RunWarning:
     return RunWarning("", message=value) if isinstance(value, str) else msgspec.convert(value, RunWarning)
 
 
-def text_of(told: str | Mapping[str, Any]) -> str:
+def shown_text(told: str | Mapping[str, Any]) -> str:
     """The text of a :meth:`Fact.to_dict`; results stored by earlier versions have the text alone."""
     return told if isinstance(told, str) else str(told["text"])
 
 
-def columns_of_told(told: Mapping[str, Iterable[str | Mapping[str, Any]]]) -> dict[str, list[str]]:
+def told_columns(told: Mapping[str, Iterable[str | Mapping[str, Any]]]) -> dict[str, list[str]]:
     """Codes, and values as JSON, of lists of :meth:`Fact.to_dict` by name, for Parquet: ``warnings`` gives
     ``warning_codes`` and ``warning_values``. What has only a text has an empty code."""
     columns: dict[str, list[str]] = {}
@@ -115,12 +115,12 @@ def columns_of_told(told: Mapping[str, Iterable[str | Mapping[str, Any]]]) -> di
     return columns
 
 
-def shape_of(value: Any) -> Any:
+def warning_shape(value: Any) -> Any:
     """What warnings that differ only in numbers have in common, as a key."""
     if isinstance(value, Mapping):
-        return tuple((name, shape_of(inner)) for name, inner in value.items())
+        return tuple((name, warning_shape(inner)) for name, inner in value.items())
     if isinstance(value, list | tuple):
-        return tuple(map(shape_of, value))
+        return tuple(map(warning_shape, value))
     return "#" if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

@@ -11,7 +11,7 @@ from ebbench.analysis.units import GateUnit, parse_margins
 from ebbench.analysis.verdict import Pair, Rules, judge, left_out, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.gate.baselines import save_baseline, stored_units
-from ebbench.gate.verdicts import notes, reason_of
+from ebbench.gate.verdicts import notes, worded_reason
 from ebbench.records import files
 from ebbench.records.warnings import OTHER_MODEL, fact, warning
 from tests.gate.gate_data import side, unit
@@ -22,7 +22,7 @@ NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002]
 
 def verdict(candidate: list[GateUnit], rules: Rules | None = None) -> tuple[str, str]:
     found = judge(pair_units(side(SAME[: len(candidate)]), candidate), rules or Rules())
-    return found.outcome, reason_of(found)
+    return found.outcome, worded_reason(found)
 
 
 def test_equal_sides_pass() -> None:
@@ -212,13 +212,13 @@ def in_turns(losses: list[float], second: float) -> list[Pair]:
 def test_an_effect_of_the_order_within_pairs_is_named_with_its_cause() -> None:
     found = judge(in_turns(SAME, 0.05))
     assert found.outcome == "inconclusive"
-    assert "whichever side ran second in a pair was better (TTFT median by 95 %)" in reason_of(found)
-    assert "prefix cache" in reason_of(found)
-    assert "measure longer runs" not in reason_of(found)
+    assert "whichever side ran second in a pair was better (TTFT median by 95 %)" in worded_reason(found)
+    assert "prefix cache" in worded_reason(found)
+    assert "measure longer runs" not in worded_reason(found)
     slowing = judge(in_turns(SAME, 1.5))
-    assert "whichever side ran second in a pair was worse (TTFT median by 50 %)" in reason_of(slowing)
-    assert "prefix cache" not in reason_of(slowing)
-    assert "second" not in reason_of(judge(pair_units(side(SAME), side(SAME))))
+    assert "whichever side ran second in a pair was worse (TTFT median by 50 %)" in worded_reason(slowing)
+    assert "prefix cache" not in worded_reason(slowing)
+    assert "second" not in worded_reason(judge(pair_units(side(SAME), side(SAME))))
 
 
 def test_candidates_that_always_met_a_warm_prefix_cache_are_pointed_out() -> None:
@@ -288,7 +288,7 @@ def test_a_gated_figure_that_only_some_runs_have_keeps_the_gate_open() -> None:
     for missing in (None, 0.0):
         found = judge(pair_units(side(SAME), [*side(SAME[1:]), stripped(unit(5), missing)]))
         assert found.outcome == "inconclusive"
-        assert "TPOT median cannot be judged" in reason_of(found)
+        assert "TPOT median cannot be judged" in worded_reason(found)
     none = [stripped(u, None) for u in side(SAME)]
     assert judge(pair_units(none, none)).outcome == "pass"
     slower = [stripped(unit(0, tokens=1.0), None), *side([0.5] * 6)[1:]]
@@ -302,7 +302,7 @@ def stripped(one: GateUnit, tpot: float | None) -> GateUnit:
 def test_a_smaller_alpha_needs_more_pairs() -> None:
     rules = Rules(alpha=0.01)
     found = judge(pair_units(side([0.0] * 8), side([0.5] * 8)), rules)
-    assert "8 pair(s) where the test needs 9" in reason_of(found)
+    assert "8 pair(s) where the test needs 9" in worded_reason(found)
     assert judge(pair_units(side([0.0] * 9), side([0.5] * 9)), rules).outcome == "fail"
 
 

@@ -15,7 +15,7 @@ from ebbench.records.run import Run
 from ebbench.records.warnings import RunWarning
 from ebbench.runs.key import directory_name
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import spec_of
+from ebbench.spec.run import make_spec
 
 STORED = Path(__file__).parents[1] / "data" / "stored"
 LOG = Path(__file__).parents[1] / "data" / "logs" / "aiperf.jsonl"
@@ -45,7 +45,7 @@ def test_a_run_with_sentences_is_shown_as_it_was_with_codes_where_it_has_them(tm
 
 
 def test_a_cell_of_a_sweep_with_sentences_is_read(tmp_path: Path) -> None:
-    cell = spec_of({"workload": "balanced"})
+    cell = make_spec({"workload": "balanced"})
     store = RunStore(tmp_path)
     shutil.copytree(STORED / "cell", tmp_path / directory_name(cell))
     measured = store.get(cell)
