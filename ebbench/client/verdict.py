@@ -78,11 +78,11 @@ def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> RunWarning | None:
     planned = plan.column("input_tokens").filter(done).to_numpy()
     if counted.size == 0:
         return None
-    other = np.abs(counted - planned) > np.maximum(1, _TOKENIZER_TOLERANCE * planned)
-    if not other.any():
+    unlike = np.abs(counted - planned) > np.maximum(1, _TOKENIZER_TOLERANCE * planned)
+    if not unlike.any():
         return None
-    ratio = float(np.median(counted[other] / np.maximum(planned[other], 1)))
-    return warning("other-tokenizer", differ=int(other.sum()), requests=other.size, median_ratio=ratio)
+    ratio = float(np.median(counted[unlike] / np.maximum(planned[unlike], 1)))
+    return warning("other-tokenizer", differ=int(unlike.sum()), requests=unlike.size, median_ratio=ratio)
 
 
 def token_time_warning(requests: pa.Table) -> RunWarning | None:
