@@ -250,16 +250,19 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[str, ...]:
     return tuple(str(warning) for warning in warnings if (warning.about or warning.code) in codes | {KV_CACHE})
 
 
-def told_once(said: Sequence[Iterable[str]], owner: Owner) -> list[str]:
+def told_once(texts_by_run: Sequence[Iterable[str]], owner: Owner) -> list[str]:
     """The caveats of runs, each once, preceded by ``owner``'s name for the runs that have it.
 
     Caveats that differ only in numbers are merged, with the range of each number.
     """
     alike: dict[str, list[tuple[str, int]]] = {}
-    for place, texts in enumerate(said):
+    for place, texts in enumerate(texts_by_run):
         for text in texts:
             alike.setdefault(_NUMBER.sub("#", text), []).append((text, place))
-    return [owner({place for _, place in told}) + _ranged([text for text, _ in told]) for told in alike.values()]
+    return [
+        owner({place for _, place in places_and_texts}) + _ranged([text for text, _ in places_and_texts])
+        for places_and_texts in alike.values()
+    ]
 
 
 def by_policy(runs: Sequence[str]) -> Owner:

@@ -459,8 +459,8 @@ class KvLayout:
 
     def held(self, tokens: Ints, processed: Ints) -> Ints:
         """Blocks of the pool that sequences hold; see :meth:`KvGroup.held`."""
-        held: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
-        return held
+        blocks: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
+        return blocks
 
     def most(self, tokens: int) -> int:
         """Blocks of the pool that a sequence of ``tokens`` needs at most, which vLLM wants free to admit it."""

@@ -74,14 +74,14 @@ def source(notes: Sequence[Note]) -> str:
     by_origin: dict[str, list[str]] = {}
     for what, origin in notes:
         by_origin.setdefault(origin.text, []).append(what)
-    said = [f"{', '.join(dict.fromkeys(named))} ({text})" for text, named in by_origin.items()]
-    return f"{LABEL} (Apache-2.0): {'; '.join(said)}" if said else ""
+    origins = [f"{', '.join(dict.fromkeys(named))} ({text})" for text, named in by_origin.items()]
+    return f"{LABEL} (Apache-2.0): {'; '.join(origins)}" if origins else ""
 
 
 def warnings(notes: Sequence[Note], device: str) -> tuple[str, ...]:
     """Warnings about kernels that were not measured as they are served."""
-    said = (f"{what}: not measured as served on {device}; {origin.text}" for what, origin in notes if not origin.exact)
-    return tuple(dict.fromkeys(said))
+    texts = (f"{what}: not measured as served on {device}; {origin.text}" for what, origin in notes if not origin.exact)
+    return tuple(dict.fromkeys(texts))
 
 
 def hint(profile: DeviceProfile) -> tuple[str, ...]:

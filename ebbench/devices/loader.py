@@ -73,28 +73,28 @@ def caveats(
 
     ``model``: in the types that are served. ``host``: the constants in ``cost``.
     """
-    said = (
+    texts = (
         *_of_model(request, model),
         *_of_options(request, cost),
         *_unused_numbers(request, profile, model, cost),
     )
     if isinstance(cost, TableCost | RooflineCost):
-        said += unfitted_host(request, host)
+        texts += unfitted_host(request, host)
     if isinstance(cost, TableCost):
-        said += (
+        texts += (
             *unmeasured_mixing(profile),
             *doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
             *_slower_than_half_the_gpus(request, profile, model, cost),
         )
-    return said
+    return texts
 
 
 def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
-    said: tuple[str, ...] = (caveat("model-note", model=model.name, note=model.note),) if model.note else ()
+    texts: tuple[str, ...] = (caveat("model-note", model=model.name, note=model.note),) if model.note else ()
     if has_other_shape(model):
-        said += (caveat("other-shape", given=request.model, model=model.name, params=model.params),)
-    return said
+        texts += (caveat("other-shape", given=request.model, model=model.name, params=model.params),)
+    return texts
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
@@ -497,10 +497,10 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
             f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
             f"{'; '.join([f'{remedy}, or leave tp and ep out of the topology', *library.hint(profile)])}"
         )
-    said = caveat("roofline", model=model.name, device=profile.name)
+    estimated = caveat("roofline", model=model.name, device=profile.name)
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
     hints = library.hint(profile) if request.cost == "auto" else ()
-    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (said, *hints))
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (estimated, *hints))
 
 
 # A unit of several GPUs as a single device: its step times, KV capacity and memory.

@@ -90,16 +90,16 @@ class Caveat(str):
 
 def caveat(code: str, **values: Any) -> Caveat:
     """The caveat of that code with its values, in words."""
-    said = Caveat(_fill_in(TEXTS, code, values))
-    said.code, said.values = code, values
-    return said
+    text = Caveat(_fill_in(TEXTS, code, values))
+    text.code, text.values = code, values
+    return text
 
 
-def as_stored(said: str, about: str = "") -> RunWarning:
+def as_stored(text: str, about: str = "") -> RunWarning:
     """A sentence as it is stored; one without code and values, of a program of somebody else, as it is."""
-    if isinstance(said, Caveat):
-        return RunWarning(said.code, said.values, about)
-    return RunWarning(about, message=said)
+    if isinstance(text, Caveat):
+        return RunWarning(text.code, text.values, about)
+    return RunWarning(about, message=text)
 
 
 def warning(code: str, **values: Any) -> RunWarning:

@@ -107,11 +107,11 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> li
     """The warnings as far as they matter to a run of such batches, with their direction and size there."""
     if device.profile is None or device.request is None or device.geometry is None or not batches.steps:
         return list(warnings)
-    sized = (_sized(said, device, batches) if isinstance(said, Caveat) else said for said in warnings)
-    return [said for said in sized if said is not None]
+    sized = (_sized(text, device, batches) if isinstance(text, Caveat) else text for text in warnings)
+    return [text for text in sized if text is not None]
 
 
-def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
+def _sized(text: Caveat, device: Device, batches: Batches) -> Caveat | None:
     """A caveat with its size in such a run; None if it does not matter to it."""
     from ebbench.devices.roofline import RooflineCost
     from ebbench.devices.table import TableCost
@@ -119,19 +119,19 @@ def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
     profile, request, cost = device.profile, device.request, device.cost
     assert profile is not None
     assert request is not None
-    if said.code == HOST_UNFITTED and isinstance(cost, TableCost | RooflineCost):
+    if text.code == HOST_UNFITTED and isinstance(cost, TableCost | RooflineCost):
         # What the constants that were fitted on other GPUs would change in the run's time.
         changes = [_change(cost, replace(cost, host=host), batches) for host in _fitted_hosts(request.parallel.tp)]
         least, most = min(changes), max(changes)
         matters = max(-least, most) >= MATTERS
-        return caveat(said.code, **said.values, change_low=least, change_high=most) if matters else None
-    if said.code == MIXING_UNMEASURED:
+        return caveat(text.code, **text.values, change_low=least, change_high=most) if matters else None
+    if text.code == MIXING_UNMEASURED:
         share = batches.steps.get("mixed", (0.0, None))[0]
         leaning = profile.mixed_leaning
-        return caveat(said.code, **said.values, share=share, leaning=leaning) if share > MATTERS else None
-    if said.code == HOST_DOUBTED and isinstance(cost, TableCost):
-        return said if _host_decides(cost, batches) else None
-    return said
+        return caveat(text.code, **text.values, share=share, leaning=leaning) if share > MATTERS else None
+    if text.code == HOST_DOUBTED and isinstance(cost, TableCost):
+        return text if _host_decides(cost, batches) else None
+    return text
 
 
 def shown_by_servers(device: Device, batches: Batches) -> list[str]:
@@ -144,17 +144,17 @@ def shown_by_servers(device: Device, batches: Batches) -> list[str]:
     if not isinstance(device.cost, TableCost):
         return []
 
-    said: list[str] = []
+    caveats: list[str] = []
     spent, decodes = batches.steps.get("decode", (0.0, None))
     mixture = model.experts > 0
     if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
         if mixture:
-            said.append(caveat("experts-first-tokens"))
+            caveats.append(caveat("experts-first-tokens"))
         elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
-            said.append(caveat("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
+            caveats.append(caveat("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
     if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
-        said.append(caveat("experts-few-sequences"))
-    return said
+        caveats.append(caveat("experts-few-sequences"))
+    return caveats
 
 
 _PROMPTS_WITHOUT_GRAPHS, FROM_GPUS = ("b200", "b300"), 4
@@ -486,8 +486,8 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
     if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
         warnings.append(limit)
     once: dict[str, RunWarning] = {}
-    for said in warnings:
-        once.setdefault(str(said), said)
+    for stored in warnings:
+        once.setdefault(str(stored), stored)
     return tuple(once.values())
 
 
@@ -503,8 +503,8 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _as_warnings(about: str, said: Iterable[str]) -> list[RunWarning]:
-    return [as_stored(text, about) for text in said]
+def _as_warnings(about: str, texts: Iterable[str]) -> list[RunWarning]:
+    return [as_stored(text, about) for text in texts]
 
 
 _LONGER = 3.0

@@ -384,10 +384,11 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
         mean_batches(result.steps, RequestColumns.of(result.requests)),
     )
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
-    said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
-    said += shown_by_servers(device, batches)
+    caveats_of_run = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
+    caveats_of_run += shown_by_servers(device, batches)
     return replace(
-        read_measured(tables, load, task.limits), caveats=(*said, *map(str, kv.warnings if kv is not None else ()))
+        read_measured(tables, load, task.limits),
+        caveats=(*caveats_of_run, *map(str, kv.warnings if kv is not None else ())),
     )
 
 

@@ -114,5 +114,5 @@ def _from_either(workload: WorkloadSpec, profile: Profile, selection: Selection)
     try:
         return read_hub(workload, selection)
     except UnreadableError as error:
-        said = caveat("published-lengths", workload=workload.name, why=str(error))
-        return _from_profile(profile, selection, str(error), (said,))
+        published = caveat("published-lengths", workload=workload.name, why=str(error))
+        return _from_profile(profile, selection, str(error), (published,))
