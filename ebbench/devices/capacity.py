@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
+from ebbench.devices.kv_layout import BLOCK_TOKENS, CHUNKS_SINCE, SETTLED_SINCE, STATE_BLOCKS, KvLayout, layout_of
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
 from ebbench.spec.server import release_of
@@ -29,15 +29,16 @@ def kv_capacity_tokens(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     eager: bool = False,
-    async_scheduling: bool = True,
+    layout: KvLayout | None,
     reported: int | None = None,
 ) -> int:
     """KV tokens of one unit that fit beside the weights and what vLLM sets aside at its start, in blocks of 16.
 
     Of a model whose layers keep a window or a state: as vLLM counts them, by the longest sequences.
 
-    ``start``: the rules of vLLM's version. A share of None is the version's default. ``reported``: what a server says
-    that it has, in place of the estimate. Raises UsageError with the numbers if the model does not fit.
+    ``start``: the rules of vLLM's version. A share of None is the version's default. ``layout``: of
+    :func:`layout_with`. ``reported``: what a server says that it has, in place of the estimate. Raises UsageError with
+    the numbers if the model does not fit.
     """
     share = start.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
     if not 0 < share <= 1:
@@ -50,7 +51,6 @@ def kv_capacity_tokens(
     reserve = profile.context_bytes + trial
     part = model.sliced(parallel.tp)
     room = budget - weights - reserve
-    layout = layout_of(part, in_flight_tokens(max_num_batched_tokens, async_scheduling=async_scheduling))
     if layout is None:
         tokens = int(room // part.kv_bytes_per_token) // BLOCK_TOKENS * BLOCK_TOKENS
     else:
@@ -145,7 +145,7 @@ def requested_capacity(profile: DeviceProfile, model: ModelGeometry, request: De
         max_num_seqs=request.max_num_seqs or limits.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens or limits.max_num_batched_tokens,
         eager=request.eager,
-        async_scheduling=request.async_scheduling,
+        layout=requested_layout(profile, model, request),
         reported=request.kv_tokens,
     )
 
@@ -161,11 +161,36 @@ def kv_cache_bytes(device: Device) -> int:
 
 def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> KvLayout | None:
     """How the model's KV cache lies on each GPU with the settings of ``request``; None if every layer keeps all."""
-    step_tokens = request.max_num_batched_tokens or batch_limits(profile, request.vllm).max_num_batched_tokens
-    in_flight = in_flight_tokens(step_tokens, async_scheduling=request.async_scheduling)
-    return layout_of(model.sliced(request.parallel.tp), in_flight)
+    return layout_with(
+        model,
+        request.parallel,
+        request.max_num_batched_tokens or batch_limits(profile, request.vllm).max_num_batched_tokens,
+        request.vllm,
+        async_scheduling=request.async_scheduling,
+        prefix_caching=request.prefix_caching,
+        drafts=request.drafts is not None,
+    )
 
 
-def in_flight_tokens(max_num_batched_tokens: int, *, async_scheduling: bool) -> int:
-    """Most tokens that are scheduled and not yet computed."""
-    return max_num_batched_tokens * (2 if async_scheduling else 1)
+def layout_with(
+    model: ModelGeometry,
+    parallel: Parallel,
+    max_num_batched_tokens: int,
+    vllm_version: str,
+    *,
+    async_scheduling: bool = True,
+    prefix_caching: bool = True,
+    drafts: bool = False,
+) -> KvLayout | None:
+    """How the KV cache lies on each GPU of a unit under a version of vLLM; None if every layer keeps all tokens.
+
+    Without ``prefix_caching`` a sequence has one state; with ``drafts`` finished chunks are kept.
+    """
+    release = release_of(vllm_version) or (0, 0)
+    steps_in_flight = 2 if async_scheduling and release >= SETTLED_SINCE else 1
+    return layout_of(
+        model.sliced(parallel.tp),
+        max_num_batched_tokens * steps_in_flight,
+        chunks=release >= CHUNKS_SINCE and not drafts,
+        state_blocks=STATE_BLOCKS if prefix_caching else 1,
+    )

@@ -226,8 +226,8 @@ class ModelGeometry:
 
     @property
     def windows(self) -> tuple[Mixer, ...]:
-        """Layers that keep no more than a window of every sequence. vLLM keeps all of what is read in chunks."""
-        return tuple(mixer for mixer in self.mixers if mixer.kind == "window" and mixer.cached)
+        """Layers that keep no more than a window of every sequence, or than a chunk."""
+        return tuple(mixer for mixer in self.mixers if mixer.kind in ("window", "chunk") and mixer.cached)
 
     @property
     def dtype_of_experts(self) -> str:
@@ -386,6 +386,6 @@ class ModelGeometry:
         """Bytes that a sequence of ``tokens`` keeps over all layers."""
         kept = float(self.state_bytes)
         for mixer in self.mixers:
-            length = min(tokens, mixer.window) if mixer.kind == "window" else tokens
+            length = min(tokens, mixer.window) if mixer.kind in ("window", "chunk") else tokens
             kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
         return kept

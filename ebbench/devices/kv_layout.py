@@ -26,6 +26,14 @@ STATE_BLOCKS = 2
 """Per group and sequence with prefix caching (``mamba_cache_mode`` align): the running state and the one before."""
 
 
+SETTLED_SINCE = (0, 26)
+"""vLLM before freed blocks that left a window when the step was scheduled, and so reckoned with one step in flight."""
+
+
+CHUNKS_SINCE = (0, 13)
+"""From then on layers that attend within chunks give finished chunks back; before they kept all tokens by default."""
+
+
 FEW_MORE = 1.5
 """If the largest kind has less than so many times the layers of the smallest, groups have the size of the largest."""
 
@@ -36,12 +44,14 @@ UNSTATED_POSITIONS = 32_768
 @dataclass(frozen=True)
 class KvGroup:
     """``tables`` block tables alike. ``block_tokens``: tokens per block; ``window``: tokens kept, 0 is all;
-    ``per_sequence``: blocks of a sequence of any length, 0 is by tokens."""
+    ``per_sequence``: blocks of a sequence of any length, 0 is by tokens; ``chunk``: tokens per chunk, of which only the
+    last is kept, 0 is all."""
 
     tables: int
     block_tokens: int
     window: int = 0
     per_sequence: int = 0
+    chunk: int = 0
 
     def held(self, tokens: Ints, processed: Ints) -> Ints:
         """Blocks of sequences with room for ``tokens``, of which ``processed`` are computed for good."""
@@ -50,6 +60,8 @@ class KvGroup:
         blocks = -(-tokens // self.block_tokens)
         if self.window:
             blocks = blocks - np.maximum(processed - self.window + 1, 0) // self.block_tokens
+        if self.chunk:
+            blocks = blocks - processed // self.chunk * self.chunk // self.block_tokens
         return np.asarray(self.tables * blocks, np.int64)
 
     def most(self, tokens: int, in_flight: int) -> int:
@@ -59,6 +71,8 @@ class KvGroup:
         blocks = -(-tokens // self.block_tokens)
         if self.window:
             blocks = min(blocks, -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1)
+        if self.chunk:
+            blocks = min(blocks, -(-min(self.chunk + in_flight, tokens) // self.block_tokens))
         return self.tables * blocks
 
 
@@ -108,25 +122,34 @@ class KvLayout:
         return low
 
 
-def layout_of(model: ModelGeometry, in_flight: int) -> KvLayout | None:
-    """The groups of a model as it lies on one GPU; None for one group that keeps all tokens."""
+def layout_of(
+    model: ModelGeometry, in_flight: int, *, chunks: bool = True, state_blocks: int = STATE_BLOCKS
+) -> KvLayout | None:
+    """The groups of a model as it lies on one GPU; None for one group that keeps all tokens.
+
+    ``chunks``: whether layers that attend within chunks keep only the last one; ``state_blocks``: of a state's group
+    and sequence.
+    """
     element = model.kv_dtype_bytes
     kept = [mixer for mixer in model.mixers if mixer.cached or mixer.cached_bytes]
     states = [mixer for mixer in model.mixers if mixer.state_bytes]
-    if not states and not any(mixer.kind == "window" for mixer in kept):
+    if not states and not any(_window(mixer) or (chunks and _chunk(mixer)) for mixer in kept):
         return None
     tokens = _tokens_beside_states(kept, states, element)
-    buckets = [(mixer, tokens * mixer.bytes_per_token(element)) for mixer in _merged(kept)]
+    buckets = [(mixer, tokens * mixer.bytes_per_token(element)) for mixer in _merged(kept, chunks=chunks)]
     page = max((bytes_ for _, bytes_ in buckets), default=0.0)
     page = max(page, *(mixer.state_bytes for mixer in states)) if states else page
     counts = [mixer.layers for mixer, _ in buckets] + [mixer.layers for mixer in states]
     most = max(counts)
     size = most if most < FEW_MORE * min(counts) else min(counts)
     groups = [
-        KvGroup(-(-mixer.layers // size), tokens * (int(page // own) if page % own == 0 else 1), _window(mixer))
+        KvGroup(
+            -(-mixer.layers // size), tokens * (int(page // own) if page % own == 0 else 1), _window(mixer),
+            chunk=_chunk(mixer) if chunks else 0,
+        )
         for mixer, own in buckets
-    ]
-    groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=STATE_BLOCKS) for mixer in states]
+    ]  # fmt: skip
+    groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=state_blocks) for mixer in states]
     return KvLayout(tuple(groups), int(size * page), model.positions or UNSTATED_POSITIONS, in_flight)
 
 
@@ -134,11 +157,15 @@ def _window(mixer: Mixer) -> int:
     return mixer.window if mixer.kind == "window" else 0
 
 
-def _merged(kept: Iterable[Mixer]) -> list[Mixer]:
+def _chunk(mixer: Mixer) -> int:
+    return mixer.window if mixer.kind == "chunk" else 0
+
+
+def _merged(kept: Iterable[Mixer], *, chunks: bool) -> list[Mixer]:
     """Layers that keep as much as each other, in one way, as one kind."""
-    found: dict[tuple[int, int, int], Mixer] = {}
+    found: dict[tuple[int, int, int, int], Mixer] = {}
     for mixer in kept:
-        key = (_window(mixer), mixer.cached, mixer.cached_bytes)
+        key = (_window(mixer), _chunk(mixer) if chunks else 0, mixer.cached, mixer.cached_bytes)
         before = found.get(key)
         found[key] = mixer if before is None else replace(before, layers=before.layers + mixer.layers)
     return list(found.values())

@@ -6,8 +6,7 @@ The GPU's memory is the one printed, so that only the estimate of what vLLM take
 from __future__ import annotations
 
 from ebbench.devices.base import Parallel, start_up
-from ebbench.devices.capacity import in_flight_tokens, kv_capacity_tokens
-from ebbench.devices.kv_layout import layout_of
+from ebbench.devices.capacity import kv_capacity_tokens, layout_with
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.scores import PublishedFigure
@@ -40,12 +39,12 @@ def kv_gib(row: dict[str, str]) -> float:
     gpu = DeviceProfile(row["gpu"], row["gpu"], memory_bytes, 1.0, 1.0, "printed at the start")  # rates are not used
     model, tp = find_model(row["model"]), int(row["tp"])
     budget = int(row["max_num_batched_tokens"])
+    layout = layout_with(model, Parallel(tp=tp), budget, row["vllm"].split()[0])
     tokens = kv_capacity_tokens(
-        gpu, model, start_up(row["rules"]), parallel=Parallel(tp=tp),
+        gpu, model, start_up(row["rules"]), parallel=Parallel(tp=tp), layout=layout,
         gpu_memory_utilization=float(row["utilization"]), max_num_seqs=int(row["max_num_seqs"]),
         max_num_batched_tokens=budget, eager=row["eager"] == "yes",
     )  # fmt: skip
     part = model.sliced(tp)
-    layout = layout_of(part, in_flight_tokens(budget, async_scheduling=True))
     kept = tokens * part.kv_bytes_per_token if layout is None else layout.blocks_of(tokens) * layout.block_bytes
     return kept / 2**30
