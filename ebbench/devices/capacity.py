@@ -15,6 +15,7 @@ from ebbench.errors import UsageError
 from ebbench.spec.server import release_of
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
+_HOPPER = ("H100", "H200", "GH200", "H20")
 COLLECTIVE_BYTES = 450_000_000
 """What each of several GPUs needs for their collectives."""
 
@@ -43,7 +44,7 @@ def kv_capacity_tokens(
     share = start.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
     if not 0 < share <= 1:
         raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
-    weights = weight_bytes_per_gpu(model, parallel)
+    weights = weight_bytes_per_gpu(model, parallel, profile.gpu)
     if reported is not None and weights <= profile.memory_bytes:
         return reported
     budget = profile.memory_bytes * share
@@ -68,14 +69,35 @@ def kv_capacity_tokens(
     return tokens
 
 
-def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel) -> float:
-    """Weight bytes per GPU.
+def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel, gpu: str) -> float:
+    """Weight bytes on each ``gpu`` (its name).
 
-    Experts are distributed over all GPUs of the engine or divided within a unit; the rest is divided within the unit.
+    Experts are distributed over all GPUs of the engine or divided within a unit. The rest is divided within the unit,
+    but for what every GPU holds as a whole: ways to latents, indices, routers, KV heads that are fewer than the GPUs.
     """
-    return (model.weight_bytes - model.experts_bytes) / parallel.tp + model.experts_bytes / max(
-        parallel.ep, parallel.tp
-    )
+    part = model.sliced(parallel.tp)
+    not_sliced = model.other_params * model.dtype_bytes + model.other_bytes + model.encoder_bytes
+    shared = part.weight_bytes - part.experts_bytes - not_sliced * (1 - 1 / parallel.tp)
+    experts = model.experts_bytes * _padding(model, parallel, gpu)
+    return shared + experts / max(parallel.ep, parallel.tp)
+
+
+def _padding(model: ModelGeometry, parallel: Parallel, gpu: str) -> float:
+    """How much larger kernels for MXFP4 make the experts: gpt-oss's 2,880 columns become 3,072.
+
+    Marlin and TensorRT-LLM want multiples of 256 by 128 (vllm/model_executor/layers/fused_moe/oracle/mxfp4.py); Triton,
+    on Hopper, of 64, and its layout of the weights of 256.
+    """
+    if not model.experts or model.dtype_of_experts != "w4a16_mxfp4":
+        return 1.0
+    hidden = model.expert_hidden or model.hidden
+    inner = model.expert_intermediate // (1 if parallel.ep > 1 else parallel.tp)
+    multiple = 64 if any(name in gpu for name in _HOPPER) else 128
+    return _up(hidden, 256) * _up(inner, multiple) / (hidden * inner)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def reserve_bytes(

@@ -167,7 +167,8 @@ class ModelGeometry:
     experts see, if not ``hidden``. ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window``
     tokens. ``own_mixers``: the layers by kind of attention, where they are not all described by ``heads``,
     ``kv_heads``, ``head_dim`` and the window. ``other_params``: further parameters in 16 bits (embeddings per layer or
-    of positions); ``other_bytes``: by which weights of another type than most of their kind differ. ``norms``: norms of
+    of positions); ``other_bytes``: by which weights of another type than most of their kind differ; ``encoder_bytes``:
+    of weights that read images or sound. ``norms``: norms of
     the hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and head.
     ``weight_dtype``: type of the projections in the layers; ``attention_dtype``: of those of attention ("": as the
     others); ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of
@@ -202,6 +203,7 @@ class ModelGeometry:
     own_mixers: tuple[Mixer, ...] = ()
     other_params: int = 0
     other_bytes: int = 0
+    encoder_bytes: int = 0
     dtype_bytes: int = 2
     weight_dtype: str = "bfloat16"
     attention_dtype: str = ""
@@ -364,6 +366,7 @@ class ModelGeometry:
             + mlp * WEIGHT_BITS[self.weight_dtype] / 8
             + self.experts_bytes
             + self.other_bytes
+            + self.encoder_bytes
         )
 
     def mlp_products(self, inner: int) -> tuple[Product, ...]:

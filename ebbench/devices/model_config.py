@@ -234,7 +234,7 @@ def _geometry(
     mlps = _mlps(v, family, kinds, layers)
     model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
     types = types_of(path, raw, modules_of(model, family.modules, by_layer, mlps, DENSE_MLP))
-    model = _with_types(model, types)
+    model = _with_types(model, types, _encoder_bytes(raw))
     unknown = v.not_understood()
     if unknown and not assume_decoder:
         raise InputFileError(
@@ -415,7 +415,29 @@ def _base(
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
 
 
-def _with_types(model: ModelGeometry, types: CheckpointTypes) -> ModelGeometry:
+_ENCODER_SIZES = {
+    "layers": ("depth", "num_hidden_layers", "vt_num_hidden_layers", "encoder_layers", "num_layers", "layers"),
+    "hidden": ("embed_dim", "vt_hidden_size", "hidden_size", "d_model", "width"),
+    "inner": ("vt_intermediate_size", "intermediate_size", "encoder_ffn_dim"),
+}
+
+
+def _encoder_bytes(raw: Mapping[str, Any]) -> int:
+    """About the bytes of the weights that read images and sound: four square projections and an MLP per layer."""
+    total = 0
+    for key in ("vision_config", "audio_config"):
+        part = raw.get(key) or {}
+        sizes = {
+            name: next((part[one] for one in keys if isinstance(part.get(one), int)), 0)
+            for name, keys in _ENCODER_SIZES.items()
+        }
+        hidden = sizes["hidden"]
+        gated = any(word in str(part.get("hidden_act")) for word in ("silu", "swi"))
+        total += 2 * sizes["layers"] * hidden * (4 * hidden + (3 if gated else 2) * (sizes["inner"] or 4 * hidden))
+    return total
+
+
+def _with_types(model: ModelGeometry, types: CheckpointTypes, encoder_bytes: int) -> ModelGeometry:
     return replace(
         model,
         weight_dtype=types.mlp,
@@ -423,6 +445,7 @@ def _with_types(model: ModelGeometry, types: CheckpointTypes) -> ModelGeometry:
         expert_dtype=types.experts if model.experts and types.experts != types.mlp else "",
         kv_dtype=types.kv,
         other_bytes=types.other_bytes,
+        encoder_bytes=encoder_bytes,
     )
 
 
@@ -510,7 +533,7 @@ def _simplified(raw: Mapping[str, Any], family: Family, model: ModelGeometry) ->
     if family.note:
         yield family.note
     if raw.get("vision_config") or raw.get("audio_config"):
-        yield "only its language model is taken: the encoder's weights and time are left out"
+        yield "only its language model is simulated: the time of its encoder is left out, its weights are estimated"
     chunks = [mixer for mixer in model.mixers if mixer.kind == "chunk"]
     if chunks:
         yield (

@@ -238,10 +238,12 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
 def test_the_decoder_within_a_model_of_images_is_read(tmp_path: Path, key: str) -> None:
-    outer = {"model_type": "anything_vl", "vision_config": {"hidden_size": 1280}, key: LLAMA}
-    model = read(tmp_path, outer)
-    assert model.params == read(tmp_path / "alone", LLAMA).params
-    assert "the encoder's weights and time are left out" in model.note
+    vision = {"hidden_size": 1280, "depth": 32, "intermediate_size": 5120}
+    outer = {"model_type": "anything_vl", "vision_config": vision, key: LLAMA}
+    model, alone = read(tmp_path, outer), read(tmp_path / "alone", LLAMA)
+    assert model.params == alone.params
+    assert model.weight_bytes - alone.weight_bytes == 2 * 32 * (4 * 1280**2 + 2 * 1280 * 5120)
+    assert "the time of its encoder is left out, its weights are estimated" in model.note
 
 
 @pytest.mark.usefixtures("without_library")
