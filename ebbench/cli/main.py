@@ -261,8 +261,8 @@ def load_command(name: str) -> Any:
     entry = COMMANDS[name]
     module, _, attribute = entry.target.partition(":")
     with held():  # an import that is broken off may raise anything
-        found = getattr(importlib.import_module(module), attribute)
-    command: Any = typer.main.get_command(found if isinstance(found, typer.Typer) else _single(found, name))
+        loaded = getattr(importlib.import_module(module), attribute)
+    command: Any = typer.main.get_command(loaded if isinstance(loaded, typer.Typer) else _single(loaded, name))
     _flow(command)
     refuse_repeats(command)
     command.name, command.short_help = name, entry.help

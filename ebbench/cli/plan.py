@@ -115,19 +115,19 @@ def plan(
     price = asked.pop("price") or ()
     question = {**settings, "workload": workload}
     tasks = plan_tasks(question, **asked)
-    found = find_plan(
+    sized = find_plan(
         tasks, question, price, Console(stderr=True, highlight=False), arrivals_given=target.scenario is not None,
         workers=output.workers, quiet=output.quiet,
     )  # fmt: skip
-    if output.plot is not None and found.deployments.found:
-        chart.save_frontier(found.deployments, bool(found.prices), output.plot)
+    if output.plot is not None and sized.deployments.carrying:
+        chart.save_frontier(sized.deployments, bool(sized.prices), output.plot)
     if output.as_json:
-        sys.stdout.write(json.dumps(plan_sentences.as_dict(*found.shown), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plan_sentences.as_dict(*sized.shown), indent=2, allow_nan=False) + "\n")
     else:
         console = Console(highlight=False)
-        for part in plan_sentences.parts(*found.shown):
+        for part in plan_sentences.parts(*sized.shown):
             console.print(part, markup=False, soft_wrap=isinstance(part, str))
-    if not found.deployments.found:
+    if not sized.deployments.carrying:
         sys.exit(UsageError.exit_code)
 
 

@@ -76,21 +76,23 @@ class RunSettings:
 
     def parameters(self) -> list[inspect.Parameter]:
         """One parameter per option."""
-        return [_parameter(one, self.defaults.get(one.name, one.default)) for one in self.declared()]
+        return [
+            _parameter(declared, self.defaults.get(declared.name, declared.default)) for declared in self.declared()
+        ]
 
     def take(self, context: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
         """Remove the options from ``given``; returns the settings by name. Raises UsageError."""
         settings: dict[str, Any] = {}
-        for one in self.declared():
-            value, option = given.pop(one.name), one.option
-            if option is None or not is_given(context, one.name):
+        for declared in self.declared():
+            value, option = given.pop(declared.name), declared.option
+            if option is None or not is_given(context, declared.name):
                 continue
             if option.read is not None:
                 settings |= option.read(value)
             elif isinstance(value, Path):
-                settings[one.name] = str(value)  # as a file has it
+                settings[declared.name] = str(value)  # as a file has it
             else:
-                settings[one.name] = not value if option.turns_off else value
+                settings[declared.name] = not value if option.turns_off else value
         return settings
 
 
@@ -100,15 +102,15 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _parameter(one: Declared, default: Any) -> inspect.Parameter:
-    about, kind = one.option, one.kind
+def _parameter(declared: Declared, default: Any) -> inspect.Parameter:
+    about, kind = declared.option, declared.kind
     assert about is not None  # the caller has chosen those with an option
     if about.text is not None:
         kind, default = about.text | None, default if about.text is str and isinstance(default, str) else None
     elif about.turns_off:
         kind, default = bool, False
-    annotation: Any = Annotated[kind, _option(one)]
-    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    annotation: Any = Annotated[kind, _option(declared)]
+    return inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
@@ -116,8 +118,8 @@ def setting(name: str, panel: str | None = None) -> typer.models.OptionInfo:
     return _option(known_settings()[name], panel)
 
 
-def _option(one: Declared, panel: str | None = None) -> typer.models.OptionInfo:
-    assert one.option is not None, f"{one.name} has no option"
-    complete = getattr(completion, one.option.complete) if one.option.complete else None
-    names = one.option.names or one.option_names
-    return opt(*names, help=one.about.help, panel=panel or one.option.panel, complete=complete)
+def _option(declared: Declared, panel: str | None = None) -> typer.models.OptionInfo:
+    assert declared.option is not None, f"{declared.name} has no option"
+    complete = getattr(completion, declared.option.complete) if declared.option.complete else None
+    names = declared.option.names or declared.option_names
+    return opt(*names, help=declared.about.help, panel=panel or declared.option.panel, complete=complete)

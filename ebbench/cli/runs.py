@@ -91,12 +91,12 @@ def list_all(
     if sort not in SORTS:
         raise UnknownNameError("order", sort, SORTS)
     roots = runs or [Path("runs")]
-    found = filters.of(listed(roots))
-    found = replace(found, runs=tuple(sorted(found.runs[:last], key=SORTS[sort], reverse=reverse)))
+    listing = filters.of(listed(roots))
+    listing = replace(listing, runs=tuple(sorted(listing.runs[:last], key=SORTS[sort], reverse=reverse)))
     if as_json:
-        sys.stdout.write(json.dumps(described(found), indent=2) + "\n")
+        sys.stdout.write(json.dumps(described(listing), indent=2) + "\n")
     else:
-        print_list(found, roots, style)
+        print_list(listing, roots, style)
 
 
 @app.command("show", cls=Command)
@@ -139,15 +139,17 @@ def prune(
     from ebbench.sizing.command import prune_probes
 
     roots = runs or [Path("runs")]
-    found = [run for run in filters.of(listed(roots)).runs if run.kind != "unfinished"]
+    selected = [run for run in filters.of(listed(roots)).runs if run.kind != "unfinished"]
     if probes:
-        saved = sum(prune_probes(run.path) for run in found if run.kind == "search" and not dry_run)
-        typer.echo(f"freed {saved / 1e6:.1f} MB of the probes of {sum(run.kind == 'search' for run in found)} searches")
+        saved = sum(prune_probes(run.path) for run in selected if run.kind == "search" and not dry_run)
+        typer.echo(
+            f"freed {saved / 1e6:.1f} MB of the probes of {sum(run.kind == 'search' for run in selected)} searches"
+        )
         return
     if keep_last is None and older_than is None and not filters.invalid:
         raise UsageError("say what may go: --keep-last N, --older-than 30d, --invalid or --probes; filters narrow it")
     oldest_ns = None if older_than is None else moment_ns("--older-than", older_than)
-    chosen = [run for run in found[keep_last or 0 :] if oldest_ns is None or run.begun_ns < oldest_ns]
+    chosen = [run for run in selected[keep_last or 0 :] if oldest_ns is None or run.begun_ns < oldest_ns]
     _remove(chosen, roots, yes=yes, dry_run=dry_run)
 
 
@@ -197,9 +199,9 @@ def export(
 
 
 def _meant(references: list[str], runs: list[Path] | None) -> list[StoredRun]:
-    from ebbench.runs.stored import meant
+    from ebbench.runs.stored import DEFAULT_ROOTS, meant
 
-    return meant(references, runs or [Path("runs")])
+    return list(meant(references, runs or DEFAULT_ROOTS).runs)
 
 
 def _remove(chosen: list[StoredRun], runs: list[Path] | None, *, yes: bool, dry_run: bool = False) -> None:

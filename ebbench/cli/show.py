@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, check_format
+from ebbench.cli.options import AllPercentiles, Format, GoodputCommand, RunPaths, check_format
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
+    runs: RunPaths,
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
     ] = None,
@@ -76,7 +76,7 @@ def _show_as(paths: list[Path], tools: str, slo: Slo | None, style: str, *, as_j
     loaded, damaged = _load(paths)
     compared = [read_as(run, chosen, slo) for run in loaded]
     if as_json:
-        sys.stdout.write(json.dumps([one.to_dict() for one in compared], indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps([reading.to_dict() for reading in compared], indent=2, allow_nan=False) + "\n")
     else:
         sys.stdout.write(rendered(other_tools.document(compared), style))
     return damaged
@@ -91,11 +91,11 @@ def _begin(paths: list[Path], *, several: bool) -> None:
     from ebbench.report.listing import print_list
     from ebbench.runs.stored import listed
 
-    found = listed([path for path in paths if path.is_dir()])
+    listing = listed([path for path in paths if path.is_dir()])
     if several:
-        print_list(found, paths)
+        print_list(listing, paths)
         typer.echo()
-    searches = [run for run in found.runs if run.kind == "search" and run.path not in paths]
+    searches = [run for run in listing.runs if run.kind == "search" and run.path not in paths]
     if searches:
         probes = sum(run.probes for run in searches)
         left_out = f"{len(searches)} capacity search(es) with {probes} probes are left out"
@@ -109,10 +109,10 @@ def _load(paths: list[Path]) -> tuple[list[Run], list[DataError]]:
     from ebbench.report.page_tables import shown_runs
 
     loaded, damaged = [], []
-    found = [path for given in paths for path in shown_runs(given) or find_runs([given])]
-    if not found:
+    directories = [path for given in paths for path in shown_runs(given) or find_runs([given])]
+    if not directories:
         raise DataError(f"{paths[0]}: no run besides the probes of capacity searches; give the directory of a search")
-    for path in found:
+    for path in directories:
         try:
             loaded.append(Run.load(path))
         except DataError as error:

@@ -11,7 +11,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli import paper_flags as paper
-from ebbench.cli.options import grouped, opt, refuse_unused
+from ebbench.cli.options import grouped, opt, refuse_unused, runs_meant
 
 if TYPE_CHECKING:
     from ebbench.analysis.documents import Document
@@ -174,9 +174,9 @@ def _policies(names: list[str]) -> tuple[str, ...]:
 
 
 def _numbers(text: str, option: str) -> tuple[float, ...]:
-    from ebbench.config.declare import Setting, values_of
+    from ebbench.config.declare import Setting, parse_values
 
-    return values_of(option, text, Setting("", above=0, infinite=True, example="2,5,10"))
+    return parse_values(option, text, Setting("", above=0, infinite=True, example="2,5,10"))
 
 
 def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
@@ -187,7 +187,7 @@ def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
     ttft_s, tpot_ms = _numbers(choice.ttft, "--ttft") or TTFT_S, _numbers(choice.tpot, "--tpot") or TPOT_MS
     if not paths:
         raise UsageError(f"`ebbench tables {name}` needs runs: give one or more with --from")
-    loaded = load_runs(paths)
+    loaded = load_runs(runs_meant(paths))
     if name == "phases":
         return phases_document(loaded)
     return attainment_document(loaded, [1e3 * value for value in ttft_s], tpot_ms, by_phase=choice.by_phase)

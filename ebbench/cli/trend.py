@@ -63,7 +63,7 @@ def trend(
     filters: Filters,
     rules: TrendRules,
     output: TrendOutput,
-    runs: Annotated[list[Path] | None, typer.Argument(help="Directories of runs. Default: runs.")] = None,
+    runs: Annotated[list[str] | None, typer.Argument(help="Directories, or --name, of runs. Default: runs.")] = None,
     style: Format = "table",
 ) -> None:
     """Show figures over commits, the changes in them, and whether the newest point is worse.
@@ -76,8 +76,8 @@ def trend(
     from ebbench.analysis.units import parse_figures, parse_margins
     from ebbench.analysis.verdict import GATED, Rules
     from ebbench.records.run import Run
-    from ebbench.report.trend import EXIT_CODES, alert_of
-    from ebbench.runs.stored import listed
+    from ebbench.report.trend import EXIT_CODES, worst_alert
+    from ebbench.runs.stored import DEFAULT_ROOTS, listed, meant
     from ebbench.sizing.chart import check_suffix
 
     check_format(style, as_json=output.as_json)
@@ -88,28 +88,28 @@ def trend(
     if unused := [name for name in single if name not in figures]:
         raise UsageError(f"--margin names {unused[0]}, which is not among the figures; add --metric for it")
     judged = Rules(default_margin=margin, margin=single, alpha=rules.alpha, gated=figures)
-    found = listed(runs or [Path("runs")])
-    chosen = [run for run in filters.of(found).runs if run.kind == "run"]
+    listing = meant(runs) if runs else listed(DEFAULT_ROOTS)
+    chosen = [run for run in filters.of(listing).runs if run.kind == "run"]
     if not chosen:
         raise DataError("no run matches; `ebbench runs` with the same filters lists what there is")
     series = trends_of([Run.load(run.path) for run in chosen], figures, judged)
     _write(series, output, style)
-    for path, why in found.problems.items():
+    for path, why in listing.problems.items():
         typer.echo(visible(f"left out: {path}: {why}"), err=True)
     if rules.alert:
-        raise typer.Exit(EXIT_CODES[alert_of(series)])
+        raise typer.Exit(EXIT_CODES[worst_alert(series)])
 
 
 def _write(series: Sequence[Series], output: TrendOutput, style: str) -> None:
     from ebbench.records import files
     from ebbench.render.documents import rendered
     from ebbench.report import page
-    from ebbench.report.trend import as_json, document, page_of, save_chart
+    from ebbench.report.trend import as_json, document, save_chart, trend_page
 
     if output.plot is not None:
         save_chart(series, output.plot)
     if output.html is not None:
-        page.write(page_of(series), output.html)
+        page.write(trend_page(series), output.html)
     table = document(series, output.last)
     files.append_to_summary(rendered(table, "markdown"), output.summary)
     if output.as_json:

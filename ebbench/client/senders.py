@@ -192,7 +192,7 @@ class Interrupts:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal was received."""
         return self._signals.received > 0
 
     def stop(self, senders: Senders) -> None:
@@ -264,7 +264,7 @@ class Senders(Protocol):
         ...
 
     def findings(self, limit_ms: float) -> Findings:
-        """What is to be said about the machines, after the end. ``limit_ms``: the limit on the client's lag."""
+        """Facts, warnings and reasons for INVALID about the machines. ``limit_ms``: the limit on the client's lag."""
         ...
 
 
@@ -348,13 +348,13 @@ def _allow_connections(part: PlanPart, workers: int) -> None:
 
     Without a limit on open sessions that is as many as there are, or as the system lets.
     """
-    each = -(-part.most_open // workers)
-    allowed = allow_open_files(2 * (each or part.sessions.sessions) + OTHER_FILES)
-    if each and allowed < each + OTHER_FILES:
+    most = -(-part.most_open // workers)
+    allowed = allow_open_files(2 * (most or part.sessions.sessions) + OTHER_FILES)
+    if most and allowed < most + OTHER_FILES:
         enough = -(-part.most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
         remedy = f", or give --workers {enough}" if enough else ""
         raise UsageError(
-            f"{part.most_open:,} requests open at a time need {each + OTHER_FILES:,} open files in a client process, "
+            f"{part.most_open:,} requests open at a time need {most + OTHER_FILES:,} open files in a client process, "
             f"and the hard limit is {allowed:,}: raise it (ulimit -Hn, as root){remedy}"
         )
 

@@ -8,11 +8,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.kv_layout import BLOCK_TOKENS, CHUNKS_SINCE, SETTLED_SINCE, STATE_BLOCKS, KvLayout, layout_of
+from ebbench.devices.geometry import (
+    BLOCK_TOKENS,
+    CHUNKS_SINCE,
+    SETTLED_SINCE,
+    STATE_BLOCKS,
+    KvLayout,
+    ModelGeometry,
+    kv_layout,
+)
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
-from ebbench.spec.server import release_of
+from ebbench.spec.server import parse_release
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
 _HOPPER = ("H100", "H200", "GH200", "H20")
@@ -146,7 +153,7 @@ def batch_limits(profile: DeviceProfile, vllm_version: str) -> BatchLimits:
 
     By the GPU's memory, and smaller ones for an A100 of any (vllm/engine/arg_utils.py, ``get_batch_defaults``).
     """
-    gib, release = profile.memory_bytes / GIB, release_of(vllm_version)
+    gib, release = profile.memory_bytes / GIB, parse_release(vllm_version)
     chosen = BatchLimits(1024, 8192) if gib >= 70 and "A100" not in profile.gpu else BatchLimits(256, 2048)
     if gib >= 160 and release is not None and release >= LARGEST_SINCE:
         chosen = BatchLimits(1024, 16_384)
@@ -208,9 +215,9 @@ def layout_with(
 
     Without ``prefix_caching`` a sequence has one state; with ``drafts`` finished chunks are kept.
     """
-    release = release_of(vllm_version) or (0, 0)
+    release = parse_release(vllm_version) or (0, 0)
     steps_in_flight = 2 if async_scheduling and release >= SETTLED_SINCE else 1
-    return layout_of(
+    return kv_layout(
         model.sliced(parallel.tp),
         max_num_batched_tokens * steps_in_flight,
         chunks=release >= CHUNKS_SINCE and not drafts,

@@ -65,4 +65,4 @@ def find_table(name: str) -> PaperTable:
 
 
 def _names(table: PaperTable) -> set[str]:
-    return {each.replace("-", "") for each in (table.name, table.name.removeprefix("table"), *table.aliases)}
+    return {name.replace("-", "") for name in (table.name, table.name.removeprefix("table"), *table.aliases)}

@@ -38,28 +38,28 @@ class Signals:
     def __init__(self) -> None:
         self.received = self.taken = 0
         self.react: Callable[[], None] = self.interrupt
-        self._quiet_until_s = 0.0
+        self.quiet_until_s = 0.0
 
     @property
     def waiting(self) -> bool:
-        """Whether a signal has come that no reaction has taken up."""
+        """Whether a signal was received that has not been handled."""
         return self.received > self.taken
 
     def take(self) -> None:
-        """Take up what has come so far."""
+        """Mark all signals so far as handled."""
         self.taken = self.received
-        self._quiet_until_s = time.monotonic() + QUIET_S
+        self.quiet_until_s = time.monotonic() + QUIET_S
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt, unless a signal was taken up just before."""
-        quiet = time.monotonic() < self._quiet_until_s
+        """Raise KeyboardInterrupt, unless a signal was handled less than QUIET_S ago."""
+        quiet = time.monotonic() < self.quiet_until_s
         self.taken = self.received
         if not quiet:
             self.take()
             raise KeyboardInterrupt
 
     def hold(self) -> None:
-        """Let signals wait."""
+        """The reaction inside :func:`held`: only count the signal, for later."""
 
     def send(self) -> None:
         """Signal the thread from another one. Where its reaction is to raise, it does at :func:`raise_if_stopped`."""
@@ -138,6 +138,7 @@ class Reaction:
         self._after, self._inside = self._signals.received, False
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+            self._signals.quiet_until_s = 0.0  # the script goes on, and its next call can be stopped
         if error is None and self._signals.waiting and _raises(self._outer):
             self._outer()
 

@@ -99,7 +99,7 @@ def _only_reads(connection: Any, statement: Any) -> bool:
 
 
 def _interruptible(connection: Any, work: Callable[[], T]) -> T:
-    """The result of ``work``, done in a thread of its own: DuckDB does not look for signals while it computes."""
+    """The result of ``work``, computed in a thread, since DuckDB does not handle signals during a query."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(work)
         try:
@@ -174,10 +174,10 @@ def load(paths: Sequence[Path]) -> list[Run]:
 
     Raises DataError if there is none or one is damaged.
     """
-    found = sorted({run for run in find_runs(paths) if (run / MANIFEST).exists()})
-    if not found:
+    directories = sorted({run for run in find_runs(paths) if (run / MANIFEST).exists()})
+    if not directories:
         raise DataError(f"no run under {', '.join(map(str, paths))}; make a run, or give other directories with --runs")
-    return [Run.load(path) for path in found]
+    return [Run.load(path) for path in directories]
 
 
 # The result of a query as text.

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import host_of
+from ebbench.analysis.environment import run_host
 from ebbench.records.run import read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
 from ebbench.runs.stored import Listing, StoredRun
-from ebbench.sizing.chart import capacity_of
+from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load
 
 _LEAST = (
@@ -119,7 +119,7 @@ def print_described(runs: Sequence[StoredRun]) -> None:
 
 def _described(run: StoredRun) -> dict[str, str]:
     labels = run.labels
-    found = {
+    described = {
         "name": labels.name, "tags": ", ".join(labels.tags), "note": labels.note, "commit": labels.commit,
         "label": labels.label, "begun": f"{run.begun} UTC",
         "what": f"{run.workload}, scenario {run.scenario}, policy {run.policy}"
@@ -128,18 +128,18 @@ def _described(run: StoredRun) -> dict[str, str]:
     }  # fmt: skip
     if run.kind == "run":
         manifest = read_manifest(run.path)
-        found |= {"host": host_of(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
+        described |= {"host": run_host(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
     if run.kind == "search":
-        found["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
+        described["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
     sizes = [
         f"{path.name} {numbers.size(path.stat().st_size)}" for path in sorted(run.path.iterdir()) if path.is_file()
     ]
-    return found | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
+    return described | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
 
 
 def _answer(row: Mapping[str, Any]) -> str:
     unit = " open sessions" if "capacity_concurrency" in row else "/s"
-    reached = f"{row['policy']} {numbers.rate(capacity_of(row))}{unit}"
+    reached = f"{row['policy']} {numbers.rate(stored_capacity(row))}{unit}"
     return f"{reached}, limited by {row['limited_by']} (limits {row['limits']})"
 
 

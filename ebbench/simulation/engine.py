@@ -397,11 +397,11 @@ class EngineLoop:
             scheduler = self._scheduler
             scheduler.take_arrivals(now_ns)
             return len(scheduler.running) > 0 or len(scheduler.waiting) > 0
-        found = False
+        has_requests = False
         for unit in self.units:
             unit.scheduler.take_arrivals(now_ns)
-            found = found or unit.scheduler.has_requests
-        return found
+            has_requests = has_requests or unit.scheduler.has_requests
+        return has_requests
 
     def _schedule(self, now_ns: int) -> Pass:
         """Schedule one pass. It has no steps and takes no time if no unit could schedule anything."""
@@ -438,7 +438,7 @@ class EngineLoop:
         return Pass(end_ns, [step for _, step in steps])
 
     def _pass_s(self, shapes: Sequence[StepShape]) -> float:
-        """Duration (s) of a pass: from the cost model if it knows, else that of the slowest unit's step."""
+        """Duration (s) of a pass: by a PassCost, else that of the slowest unit's step."""
         if isinstance(self._cost, PassCost):
             return self._cost.pass_s(shapes, len(self.units))
         return max(self._cost.step_s(shape) for shape in shapes)

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ebbench.calibration.measure import ProbeGrid, grid_of
-from ebbench.config.declare import DEFAULT_DEVICE, Setting, values_of
+from ebbench.calibration.measure import ProbeGrid, parse_grid
+from ebbench.config.declare import DEFAULT_DEVICE, Setting, parse_values
 from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.checks import check_counts
 from ebbench.engines.vllm_command import check_vllm_options, cpu_build, random_weight_options
@@ -269,18 +269,18 @@ def find_schedule(
     """The schedule of an earlier call, with more rounds if the question has more now; else one that fits the remaining
     time. ``steps``: of the first round."""
     path = folder / SCHEDULE
-    found = _stored(path)
-    if found is not None:
-        longer = found.with_rounds(question.rounds)
-        if longer != found:
+    schedule = _stored(path)
+    if schedule is not None:
+        longer = schedule.with_rounds(question.rounds)
+        if longer != schedule:
             _store(longer, path)
         return longer
     rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
     real = question.engine == "vllm"  # runs in virtual time need no limit
     left_s, steps_s = (budget.left_s, steps.seconds) if real else (math.inf, 0.0)
-    found = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
-    _store(found, path)
-    return found
+    schedule = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
+    _store(schedule, path)
+    return schedule
 
 
 def _stored(path: Path) -> MeasuringSchedule | None:
@@ -325,13 +325,13 @@ def fitted_schedule(
             for rate, load in zip(rates, question.loads, strict=True)
         )
         run_s = tuple((count + question.options.warmup) / rate for count, rate in zip(requests, rates, strict=True))
-        found = MeasuringSchedule(rounds, requests, run_s, question.rounds)
-        if rounds <= 2 or rounds * len(question.policies) * (start_s + found.server_s) <= runs_s:
-            return found
+        schedule = MeasuringSchedule(rounds, requests, run_s, question.rounds)
+        if rounds <= 2 or rounds * len(question.policies) * (start_s + schedule.server_s) <= runs_s:
+            return schedule
         rounds -= 1
 
 
-def question_of(
+def validation_question(
     model: str,
     policy: Sequence[str] | None,
     engine: str,
@@ -362,7 +362,7 @@ def question_of(
         raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
     if engine != "vllm" and api_server is not None:
         raise UsageError(f"--api-server is for engine vllm; with engine {engine} neither side has one")
-    grid = grid_of(engine, tokens, seqs, contexts)
+    grid = parse_grid(engine, tokens, seqs, contexts)
     needed = random_weight_options(model, vllm_options) if engine == "vllm" else ()
     return ValidationQuestion(
         model=model,
@@ -384,5 +384,5 @@ def question_of(
 
 
 def _loads(text: str | None) -> tuple[int, ...]:
-    found = values_of("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
-    return tuple(sorted(set(found)))
+    loads = parse_values("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
+    return tuple(sorted(set(loads)))

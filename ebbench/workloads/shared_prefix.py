@@ -6,7 +6,7 @@ The first ``share`` of a session's first prompt is the beginning of its group's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import pyarrow as pa
 from ebbench.errors import UsageError
 from ebbench.records.content import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
+from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, ints
 
 BLOCK_TOKENS = 16
@@ -23,32 +24,7 @@ _MOST_BLOCKS = 1 << 20
 _STEPS = 40
 
 
-@dataclass(frozen=True)
-class PrefixOptions:
-    """``share`` of the prompts in (0, 1), or the ``hit_rate`` to reach in (0, 1); ``groups`` of equal size."""
-
-    share: float | None = None
-    groups: int | None = None
-    hit_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("--prefix-share", self.share), ("--cache-hit-rate", self.hit_rate)):
-            if value is not None and not 0 < value < 1:
-                raise UsageError(f"{name} must lie between 0 and 1, not {value:g}")
-        if self.groups is not None and self.groups < 1:
-            raise UsageError(f"--prefix-groups must be at least 1, not {self.groups}")
-        if self.share is not None and self.hit_rate is not None:
-            raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
-        if self.groups is not None and self.share is None and self.hit_rate is None:
-            raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
-
-    @property
-    def asked(self) -> bool:
-        """Whether prompts are to share prefixes."""
-        return self.share is not None or self.hit_rate is not None
-
-
-def with_shared_prefixes(requests: Requests, options: PrefixOptions, seed: int) -> Requests:
+def with_shared_prefixes(requests: Requests, options: PlanOptions) -> Requests:
     """The requests with hash ids for their shared prefixes; facts say the share and the hit rate that it allows.
 
     Raises UsageError for requests with texts or prefixes of their own, and for a hit rate that cannot be reached.
@@ -56,17 +32,17 @@ def with_shared_prefixes(requests: Requests, options: PrefixOptions, seed: int) 
     if requests.hash_ids is not None or requests.prompt is not None:
         own = "texts" if requests.prompt is not None else "shared prefixes"
         raise UsageError(f"these prompts have {own} of their own; leave out --prefix-share and --cache-hit-rate")
-    groups = options.groups or 1
-    group = substream(seed, "content/groups").permutation(requests.sessions) % groups
-    share = options.share
+    groups = options.prefix_groups or 1
+    group = substream(options.seed, "content/groups").permutation(requests.sessions) % groups
+    share = options.prefix_share
     if share is None:
-        assert options.hit_rate is not None  # the caller checked options.asked
-        share = _share_for(requests, group, options.hit_rate, groups)
+        assert options.cache_hit_rate is not None  # the caller checked options.shares_prefixes
+        share = _share_for(requests, group, options.cache_hit_rate, groups)
     blocks = _blocks(requests, share)
     facts = {
         "prefix_share": round(share, 6),
         "prefix_groups": groups,
-        **({"cache_hit_rate": options.hit_rate} if options.hit_rate is not None else {}),
+        **({"cache_hit_rate": options.cache_hit_rate} if options.cache_hit_rate is not None else {}),
         "planned_hit_rate": round(_hit_rate(requests, group, blocks), 6),
     }
     return replace(
@@ -81,8 +57,8 @@ def _blocks(requests: Requests, share: float) -> Int64s:
     """Shared blocks per session: ``share`` of its first prompt, of which one token at least is its own."""
     first = requests.input_tokens[requests.turn == 0].astype(np.int64)
     wanted = np.rint(first * share / BLOCK_TOKENS).astype(np.int64)
-    found: Int64s = np.minimum(wanted, (first - 1) // BLOCK_TOKENS)
-    return found
+    blocks: Int64s = np.minimum(wanted, (first - 1) // BLOCK_TOKENS)
+    return blocks
 
 
 def _hit_rate(requests: Requests, group: Int64s, blocks: Int64s) -> float:
@@ -99,11 +75,11 @@ def _hit_rate(requests: Requests, group: Int64s, blocks: Int64s) -> float:
 def _most_before(group: Int64s, blocks: Int64s) -> Int64s:
     """The most blocks of an earlier session of the same group; 0 for the first."""
     order = np.argsort(group, kind="stable")
-    found = np.zeros(len(group), np.int64)
+    most = np.zeros(len(group), np.int64)
     bounds = np.flatnonzero(np.diff(group[order], prepend=-1))
     for rows in np.split(order, bounds[1:]):
-        found[rows[1:]] = np.maximum.accumulate(blocks[rows])[:-1]
-    return found
+        most[rows[1:]] = np.maximum.accumulate(blocks[rows])[:-1]
+    return most
 
 
 def _share_for(requests: Requests, group: Int64s, hit_rate: float, groups: int) -> float:
@@ -155,10 +131,10 @@ class Repeats(NamedTuple):
 def repeats_in(requests: Requests) -> Repeats:
     """How each prompt of a log repeats earlier ones. The requests have hash ids."""
     assert requests.hash_ids is not None  # the caller checked
-    return repeats_of(requests.hash_ids, requests.input_tokens, requests.block_tokens or CHUNK_TOKENS)
+    return count_repeats(requests.hash_ids, requests.input_tokens, requests.block_tokens or CHUNK_TOKENS)
 
 
-def repeats_of(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> Repeats:
+def count_repeats(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> Repeats:
     """How each prompt repeats earlier ones. ``hash_ids``: one list per request in order of arrival, null for none.
 
     A block is repeated if an earlier prompt had it after the same blocks, and as long: a last block that is not full is
@@ -170,9 +146,9 @@ def repeats_of(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> R
     blocks, lags, earlier = [], [], []
     for row, (ids, tokens) in enumerate(zip(hash_ids.to_pylist(), input_tokens.tolist(), strict=True)):
         path, node = list[int](), -1
-        for place, one in enumerate(ids or ()):
+        for place, block_id in enumerate(ids or ()):
             size = min(block_tokens, tokens - place * block_tokens)
-            node = nodes.setdefault((node, one, size), len(nodes))
+            node = nodes.setdefault((node, block_id, size), len(nodes))
             path.append(node)
         held = next((place for place, node in enumerate(path) if node >= len(last)), len(path))
         blocks.append(held)

@@ -12,7 +12,7 @@ from ebbench.workloads import list_scenarios, list_workloads
 from vllm_eb.policy import descriptions
 
 
-def test_completion_offers_every_workload_scenario_device_model_and_policy() -> None:
+def test_completion_offers_every_bundled_name() -> None:
     assert completion.workloads("") == [*list_workloads(), "log:", "trace:"]
     assert completion.scenarios("") == list_scenarios()
     assert completion.devices("") == list(list_devices())

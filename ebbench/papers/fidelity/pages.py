@@ -54,7 +54,7 @@ PAGES = (
         ("KV cache at the start", "KV cache in tokens"),
         "Twenty-three starts of vLLM 0.9 to 0.31 on seven GPUs, and the tokens that fifteen made of their memory, from "
         "published logs (reports/reference/kv_cache/).",
-        "Bytes per logit, CUDA graphs, context and collectives, by vLLM's version, on ten starts; nothing of the tokens.",
+        "Bytes per logit, CUDA graphs, context and collectives, by vLLM's version, on ten starts; none of the tokens.",
         "memory that vLLM takes",
         "Collected before any was computed, but for the last. The sizes were set on the first half and then not "
         "changed, but for the second model runner's (0.25 and later), which needed three later starts. The starts of "
@@ -243,7 +243,7 @@ def is_variant(source: str) -> bool:
     return source.endswith((WITHOUT, FUSED))
 
 
-def page_of(source: str) -> Page:
+def source_page(source: str) -> Page:
     """The page on which a cell's source stands. Raises DataError for a source without one."""
     name = source.split(",")[0]
     for page in PAGES:
