@@ -57,9 +57,9 @@ def _with_gains(rivals: Rivals) -> str:
 
 def _some(names: Iterable[str]) -> str:
     """At most MOST_NAMED names, and how many others there are."""
-    every = list(names)
-    left = len(every) - MOST_NAMED
-    return listed([*every[:MOST_NAMED], f"{left} other policies"] if left >= 2 else every)
+    all_names = list(names)
+    left = len(all_names) - MOST_NAMED
+    return listed([*all_names[:MOST_NAMED], f"{left} other policies"] if left >= 2 else all_names)
 
 
 def _simplest(equal: Rivals, ahead: Rivals, unsure: Rivals, seeds: int, level: bool) -> str:
@@ -263,7 +263,7 @@ def candidates(advice: Advice) -> Table:
     headers += [f"{'goodput' if limits else 'tokens/s'} over v1\n(95 % interval)", "TTFT\nmedian", "TPOT\nmedian"]
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
-    for score in _shown(advice):
+    for score in _scores_shown(advice):
         budget = [f"{score.max_num_batched_tokens}"] if advice.question.budgets else []
         cells = [*budget, rate(score.tokens_per_s)]
         if score.attainment is not None:
@@ -273,7 +273,7 @@ def candidates(advice: Advice) -> Table:
     return table
 
 
-def _shown(advice: Advice) -> list[PolicyScore]:
+def _scores_shown(advice: Advice) -> list[PolicyScore]:
     """Each policy at its best budget, or at the reference budget where no other is better by more than a tie.
 
     Of v1, the reference and its best other budget; and the chosen candidate in any case.

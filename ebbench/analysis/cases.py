@@ -312,7 +312,7 @@ def measurements(summaries: Sequence[Summary]) -> list[str]:
         members.setdefault(tuple(sorted(summary.conditions.items())), []).append(place)
     labels = [""] * len(summaries)
     for places in members.values():
-        if len({_asked(summaries[place]) for place in places}) == len(places):
+        if len({_policy_seed_plan(summaries[place]) for place in places}) == len(places):
             continue
         rounds = _rounds(places, summaries)
         named = _places_and_dates([[summaries[place] for place in part] for part in rounds])
@@ -322,7 +322,7 @@ def measurements(summaries: Sequence[Summary]) -> list[str]:
     return labels
 
 
-def _asked(summary: Summary) -> tuple[str, int, str]:
+def _policy_seed_plan(summary: Summary) -> tuple[str, int, str]:
     """The key that runs of different measurements of one thing share: policy, seed and plan."""
     return summary.policy, summary.seed, summary.plan_hash
 
@@ -336,8 +336,8 @@ def _rounds(places: Sequence[int], summaries: Sequence[Summary]) -> list[list[in
             number
             for number in itertools.count()
             if (parent, number + 1) not in rounds
-            and _asked(summaries[place])
-            not in {_asked(summaries[placed]) for placed in rounds.get((parent, number), ())}
+            and _policy_seed_plan(summaries[place])
+            not in {_policy_seed_plan(summaries[placed]) for placed in rounds.get((parent, number), ())}
         )
         rounds.setdefault((parent, number), []).append(place)
     return list(rounds.values())
@@ -416,11 +416,11 @@ def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
 
 
 def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, complete: bool) -> str:
-    words = [_worded(name, conditions.get(name, ""), complete=complete) for name in apart]
+    words = [_with_name(name, conditions.get(name, ""), complete=complete) for name in apart]
     return ", ".join([*(word for word in words if word), *([f"plan {plan}"] if plan else [])])
 
 
-def _worded(name: str, text: str, *, complete: bool) -> str:
+def _with_name(name: str, text: str, *, complete: bool) -> str:
     if not text or text == "None":
         return f"{name} not recorded" if complete else ""
     return f"{NAMES.get(name, name)} {text}".strip()

@@ -451,7 +451,7 @@ def _differing(
         if ours == theirs or name in allowed:
             continue
         if name != "options":
-            yield name, _shown(ours), _shown(theirs)
+            yield name, _or_not_recorded(ours), _or_not_recorded(theirs)
             continue
         sides = [json.loads(text) if text else {} for text in (ours, theirs)]
         for option in sorted({*sides[0], *sides[1]}):
@@ -460,7 +460,7 @@ def _differing(
                 yield _OPTION + option, str(values[0]), str(values[1])
 
 
-def _shown(value: str) -> str:
+def _or_not_recorded(value: str) -> str:
     return value or "not recorded"
 
 

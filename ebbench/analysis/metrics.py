@@ -41,7 +41,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, STATUSES, Ints, Mask, RequestColumns
-from ebbench.config.declare import named_settings, pairs_of, setting, settings_of
+from ebbench.config.declare import named_settings, setting, settings_of, split_all_pairs
 from ebbench.errors import UsageError
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.schema import ABANDONED
@@ -227,7 +227,7 @@ def parse_class_slo(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> S
     ``classes``: by name, as in a plan's facts. Raises UsageError.
     """
     brought = {name: str(settings["goodput"]) for name, settings in classes.items() if settings.get("goodput")}
-    own = [f"{name}:{','.join(pairs_of([text]))}" for name, text in brought.items()]
+    own = [f"{name}:{','.join(split_all_pairs([text]))}" for name, text in brought.items()]
     return slo_from_limits(parse_slo(own).limits() | parse_slo([goodput]).limits())
 
 
@@ -239,7 +239,7 @@ def pairs_by_class(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
     for word in (word for text in texts for word in text.split()):
         name, _, rest = word.partition(":")
         named = ":" in rest and name not in METRICS and _PERCENTILE.match(rest) is None
-        for pair in pairs_of([rest if named else word]):
+        for pair in split_all_pairs([rest if named else word]):
             yield (name if named else ""), pair
 
 
@@ -350,8 +350,8 @@ def cost_and_energy(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool =
         power.get("mean_w") if whole else None,
         power.get("peak_w") if whole else None,
         energy_j,
-        _each(energy_j, metrics.total_output_tokens),
-        _each(energy_j, metrics.completed),
+        _per_item(energy_j, metrics.total_output_tokens),
+        _per_item(energy_j, metrics.completed),
     )
 
 
@@ -360,7 +360,7 @@ def _cost(price_per_hour: float | None, rate_per_s: float | None, count: float) 
     return None if price_per_hour is None or not rate_per_s else price_per_hour / PER_HOUR_S / rate_per_s * count
 
 
-def _each(total: float | None, count: int) -> float | None:
+def _per_item(total: float | None, count: int) -> float | None:
     return None if total is None or not count else total / count
 
 
@@ -579,8 +579,8 @@ def _steady(columns: RequestColumns, windows: Sequence[Window], duration_s: floa
     if not windows or not duration_s or length_s <= 0:
         return None
     ok = columns.ok
-    requests = _inside(columns.last_token[ok], None, windows)
-    prompts = _inside(columns.first_token[ok], columns.input_tokens[ok], windows)
+    requests = _sum_in_windows(columns.last_token[ok], None, windows)
+    prompts = _sum_in_windows(columns.first_token[ok], columns.input_tokens[ok], windows)
     outputs = _tokens_inside(columns, windows)
     return SteadyRates(
         start_s=windows[0].start_ns / 1e9,
@@ -610,8 +610,8 @@ def _tokens_inside(columns: RequestColumns, windows: Sequence[Window]) -> float:
         own, part = counts[rows], gaps[stops[rows.start] - counts[rows.start] : stops[rows.stop - 1]]
         running = np.concatenate([[0], np.cumsum(part)])
         base = np.repeat(first_ns[rows] - running[np.cumsum(own) - own], own)
-        later += _inside(running[1:] + base, None if whole is None else np.repeat(whole[rows], own), windows)
-    return later + _inside(first_ns, whole, windows)
+        later += _sum_in_windows(running[1:] + base, None if whole is None else np.repeat(whole[rows], own), windows)
+    return later + _sum_in_windows(first_ns, whole, windows)
 
 
 def _some_gaps_at_once(stops: npt.NDArray[np.int64]) -> Iterator[slice]:
@@ -621,7 +621,7 @@ def _some_gaps_at_once(stops: npt.NDArray[np.int64]) -> Iterator[slice]:
     return (slice(int(first), int(end)) for first, end in pairwise(edges.tolist()))
 
 
-def _inside(
+def _sum_in_windows(
     times: npt.NDArray[np.int64], weight: npt.NDArray[np.float64 | np.int64] | None, windows: Sequence[Window]
 ) -> float:
     total = 0.0

@@ -246,17 +246,18 @@ def _adjusted(others: Sequence[PolicyContrasts]) -> list[PolicyContrasts]:
     adjusted = iter(holm([contrast.p for _, contrast in tested if contrast.p is not None]))
     level = ALPHA / 2 / max(len(tested), 1)
 
-    def leveled(other: PolicyContrasts, contrast: Contrast) -> Contrast:
+    def leveled(policy: PolicyContrasts, contrast: Contrast) -> Contrast:
         if _decisive(contrast):
-            return _with_level(contrast, other.pairs, next(adjusted), level)
-        if contrast.figure == other.deciding and contrast.p is not None:
+            return _with_level(contrast, policy.pairs, next(adjusted), level)
+        if contrast.figure == policy.deciding and contrast.p is not None:
             return replace(
                 contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1))
             )  # Bonferroni for one more test
         return contrast
 
     return [
-        replace(other, contrasts=tuple(leveled(other, contrast) for contrast in other.contrasts)) for other in others
+        replace(policy, contrasts=tuple(leveled(policy, contrast) for contrast in policy.contrasts))
+        for policy in others
     ]
 
 

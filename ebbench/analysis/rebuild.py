@@ -95,14 +95,14 @@ def _read(
     shards = {name: sorted(directory.glob(f"{name}.part-*.parquet")) for name in SCHEMAS}
     if not shards["plan"] and (directory / "plan.parquet").exists():
         shards["plan"] = [directory / "plan.parquet"]  # the run was being stored: its plan is complete
-    tables = {name: _joined(name, paths, damaged, directory, skip=skip) for name, paths in shards.items()}
+    tables = {name: _join_shards(name, paths, damaged, directory, skip=skip) for name, paths in shards.items()}
     if not tables["plan"].num_rows:
         raise DataError(f"{directory}: nothing to rebuild; the plan was not stored")
     tables["requests"] = _once(tables["requests"])
     return manifest, shards, tables
 
 
-def _joined(name: str, paths: Sequence[Path], damaged: list[Path], directory: Path, *, skip: bool) -> pa.Table:
+def _join_shards(name: str, paths: Sequence[Path], damaged: list[Path], directory: Path, *, skip: bool) -> pa.Table:
     """The shards of a table and the tail, which ends where the program was killed."""
     tables = []
     for path in paths:

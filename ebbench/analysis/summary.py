@@ -324,7 +324,7 @@ def summarise(run: Run, slo: Slo | None = None) -> Summary:
     return _Summariser(run, slo).whole()
 
 
-def summary_of(run: Run, metrics: Metrics, slo: Slo, columns: RequestColumns) -> Summary:
+def make_summary(run: Run, metrics: Metrics, slo: Slo, columns: RequestColumns) -> Summary:
     """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``; ``columns``: of all requests."""
     classes = measure_classes(columns, slo, metrics.duration_s)
     return replace(_summary(run, metrics, slo), classes=classes, sessions=figures_by_class(sessions_table(columns)))
@@ -353,7 +353,7 @@ class _Summariser:
 
     def whole(self) -> Summary:
         metrics = measure(self.columns, slo=self.slo, windows=self.windows)
-        return summary_of(self.run, metrics, self.slo, self.columns)
+        return make_summary(self.run, metrics, self.slo, self.columns)
 
     def phases(self) -> tuple[Summary, ...]:
         names = list(dict.fromkeys(self.columns.phase.tolist()))

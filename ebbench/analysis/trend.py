@@ -218,7 +218,7 @@ def trend_of(kind: SeriesKind, points: Sequence[Point], figure: str, rules: Rule
     alert: Alert = "worse" if changes and changes[-1].direction == "worse" else ""
     if newest is not None and newest.outcome == "fail":
         alert = "worse"
-    elif not alert and newest is not None and _outside(since, figure, rules):
+    elif not alert and newest is not None and _newest_is_worst(since, figure, rules):
         alert = "doubt"
     return Trend(kind, figure, tuple(points), values, tuple(changes), newest, alert)
 
@@ -311,7 +311,7 @@ def _stands_out(levels: Sequence[float], place: int) -> float:
     return abs(fmean(after) - fmean(before)) * math.sqrt(len(before) * len(after) / len(levels))
 
 
-def _outside(points: Sequence[Point], figure: str, rules: Rules) -> bool:
+def _newest_is_worst(points: Sequence[Point], figure: str, rules: Rules) -> bool:
     """Whether the last point is worse than every other one, and than their mean by the margin."""
     sign = -1.0 if figure in HIGHER_IS_BETTER else 1.0
     *earlier, last = [sign * level for level in _levels(points, figure)]

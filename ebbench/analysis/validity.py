@@ -284,7 +284,7 @@ def by_settings(runs: Sequence[Mapping[str, str]], words: Callable[[str, str], s
             return ""
         chosen: dict[str, list[str]] = {}
         for name in runs[0]:
-            if values := _apart(name, places, runs):
+            if values := _distinguishing_values(name, places, runs):
                 chosen[name] = values
             having = {place for place, run in enumerate(runs) if all(run[own] in chosen[own] for own in chosen)}
             if having == set(places):
@@ -294,7 +294,7 @@ def by_settings(runs: Sequence[Mapping[str, str]], words: Callable[[str, str], s
     return owner
 
 
-def _apart(name: str, places: Collection[int], runs: Sequence[Mapping[str, str]]) -> list[str]:
+def _distinguishing_values(name: str, places: Collection[int], runs: Sequence[Mapping[str, str]]) -> list[str]:
     """The values of a setting at ``places``, if other runs have others; else none."""
     values = list(dict.fromkeys(runs[place][name] for place in sorted(places)))
     return values if len(values) < len({run[name] for run in runs}) else []

@@ -272,7 +272,7 @@ def judge(
     adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
-    partial = [figure for figure in rules.gated if figure in skipped and _missed(figure, pairs, rules)]
+    partial = [figure for figure in rules.gated if figure in skipped and _leaves_open(figure, pairs, rules)]
     cause = _order_cause(pairs, {figure: losses[figure] for figure in gated}, rules)
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules, cause)
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, (*further_notes, *_notes(pairs)), cause)
@@ -295,7 +295,7 @@ def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
     return any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
 
 
-def _missed(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
+def _leaves_open(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
     """Whether a gated figure that cannot be judged leaves the verdict open: it was chosen, or some runs have it."""
     return rules.gated != GATED or measured_somewhere(figure, pairs)
 

@@ -48,7 +48,7 @@ from ebbench.records.plan import Plan, primed
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.records.warnings import ESTIMATED, ESTIMATED_TOKENS, RunWarning, warning
 from ebbench.spec.client import ClientOptions, lag_limit_ms, secrets, spacing_ns
-from ebbench.workloads.tokens import TokenizerCount, tokenizer_of
+from ebbench.workloads.tokens import TokenizerCount, load_tokenizer
 
 # Warm-up: requests before the start with the plan's lengths and other content, and then, once the prefix cache was
 # emptied, those that put what the plan takes for held into it; none of them is recorded.
@@ -133,12 +133,12 @@ def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str,
     sent_ns, answered_ns = _times(requests)
     first = np.zeros(len(sent_ns), np.bool_)
     first[list(first_rows)] = True
-    first, other = first & (sent_ns >= 0), ~first & (sent_ns >= 0)
-    slow = _overtaken(sent_ns, answered_ns, first, other)
+    first, later = first & (sent_ns >= 0), ~first & (sent_ns >= 0)
+    slow = _overtaken(sent_ns, answered_ns, first, later)
     if len(slow) < _FEWEST:
         return ()
-    slow_others = len(_overtaken(sent_ns, answered_ns, other, other))
-    if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(other.sum())):
+    slow_others = len(_overtaken(sent_ns, answered_ns, later, later))
+    if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(later.sum())):
         return ()
     waits_s = (answered_ns - sent_ns)[slow] / 1e9
     return (
@@ -365,7 +365,7 @@ def _about_server(
 
 def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | None:
     """The tokenizer that counts what the server does not; where it is not available, a note says so."""
-    counter = tokenizer_of(options.tokenizer)
+    counter = load_tokenizer(options.tokenizer)
     if counter is None and options.tokenizer is not None:
         server.notes.append(
             f"--tokenizer {options.tokenizer} is not available here, so answers without usage fail; give a local "

@@ -74,7 +74,8 @@ async def client_nodes(
     ray = ray_for(_OPTION)
     with joined(ray, address):
         actors = [
-            (node["NodeManagerAddress"], _actor(ray, node["NodeID"])) for node in _chosen(ray, options.client_nodes)
+            (node["NodeManagerAddress"], _actor(ray, node["NodeID"]))
+            for node in _nodes_that_send(ray, options.client_nodes)
         ]
         try:
             nodes = await asyncio.gather(*(_started(ray, *node) for node in actors))
@@ -105,7 +106,7 @@ def _line_of(error: Exception) -> str:
     return (remote[-1] if remote else lines[0])[:200]
 
 
-def _chosen(ray: Any, asked: int | None) -> list[dict[str, Any]]:
+def _nodes_that_send(ray: Any, asked: int | None) -> list[dict[str, Any]]:
     """The nodes that send: those with a CPU for a client, by address. Raises UsageError for too few."""
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     able.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
@@ -490,7 +491,7 @@ class RayNode:
         try:
             async with ServerQueries(self._task.url, self._task.options, everything) as server:
                 await server.ready()
-            part = _part(self._task, plan)
+            part = _decode_part(self._task, plan)
             self._seen = np.zeros(len(part.rows), np.bool_)
             self._senders = await self._stack.enter_async_context(
                 local_senders(
@@ -576,7 +577,7 @@ def this_place() -> Place:
     )
 
 
-def _part(task: NodeTask, plan: bytes) -> PlanPart:
+def _decode_part(task: NodeTask, plan: bytes) -> PlanPart:
     table = pa.ipc.open_stream(plan).read_all().combine_chunks()
     spacing_ns = round(task.options.slot_spacing_s * 1e9)
     return PlanPart(np.asarray(task.rows), table, task.phases, task.max_concurrency, task.dropped, spacing_ns)

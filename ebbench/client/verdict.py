@@ -76,12 +76,12 @@ def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
     planned = plan.column("input_tokens").filter(done).to_numpy()
     if counted.size == 0:
         return None
-    other = np.abs(counted - planned) > np.maximum(1, _TOKENIZER_TOLERANCE * planned)
-    if not other.any():
+    unlike = np.abs(counted - planned) > np.maximum(1, _TOKENIZER_TOLERANCE * planned)
+    if not unlike.any():
         return None
-    ratio = float(np.median(counted[other] / np.maximum(planned[other], 1)))
+    ratio = float(np.median(counted[unlike] / np.maximum(planned[unlike], 1)))
     return (
-        f"the server counts prompt tokens otherwise than the plan in {int(other.sum())} of {other.size} requests "
+        f"the server counts prompt tokens otherwise than the plan in {int(unlike.sum())} of {unlike.size} requests "
         f"(median {ratio:.2f} times as many); its counts are used"
     )
 

@@ -171,10 +171,10 @@ def _configuration(path: Path, raw: Mapping[str, Any]) -> tuple[str, Mapping[str
             raise InputFileError(path, f"{key} must be an object")
         if value:
             return key, value
-    return BESIDE, _beside(path)
+    return BESIDE, _hf_quant_config(path)
 
 
-def _beside(path: Path) -> Mapping[str, Any]:
+def _hf_quant_config(path: Path) -> Mapping[str, Any]:
     """ModelOptimizer's file beside a config.json; empty without one."""
     beside = path.with_name(BESIDE)
     return read_object(beside) if beside.is_file() else {}
@@ -419,7 +419,7 @@ def _kv(path: Path, method: str, config: Mapping[str, Any]) -> str:
     # Scales of the cache are in the checkpoint, whatever config.json calls its weights.
     places = [
         *((config, _inner(config)) if method.startswith("modelopt") else ()),
-        beside := _beside(path),
+        beside := _hf_quant_config(path),
         _inner(beside),
     ]
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")

@@ -337,7 +337,7 @@ def step_arrays(
             profile, _continued(tokens, points, times), tokens * flops_per_token, model.dtype_of_experts
         )
         warnings += unmeasured
-    joined = _joined(profile, model, shape, tokens, eager)
+    joined = _collectives(profile, model, shape, tokens, eager)
     work = _Work(profile, part, products, tokens, whole)
     dense = work.layers(experts if shape.dp == 1 else None) + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
@@ -420,7 +420,7 @@ class _Joined(NamedTuple):
     provenance: str
 
 
-def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, tokens: Array, eager: bool) -> _Joined:
+def _collectives(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, tokens: Array, eager: bool) -> _Joined:
     """vLLM's collectives: one all-reduce after attention and one after the MLP of every layer, one after embedding.
 
     For units that share experts, an all-gather before and a reduce-scatter after the experts replace the second one.
@@ -461,12 +461,12 @@ def _all_products(
             return None
         tables_by_dtype[dtype], tables_by_dtype["bfloat16"], said = tables
         warnings += said
-    taken = {dtype: _taken(profile, dtype)[1] for dtype in tables_by_dtype}
+    taken = {dtype: _gemm_with_origin(profile, dtype)[1] for dtype in tables_by_dtype}
     notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
     return tables_by_dtype, warnings, notes
 
 
-def _taken(profile: DeviceProfile, dtype: str) -> tuple[Gemm | None, library.Origin | None]:
+def _gemm_with_origin(profile: DeviceProfile, dtype: str) -> tuple[Gemm | None, library.Origin | None]:
     """Matrix products with weights of ``dtype``: packaged, else the library's with their origin."""
     packaged = _gemm_tables(profile.name, dtype)
     return (packaged, None) if packaged is not None else library.products(profile, dtype)
@@ -480,7 +480,7 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
         return None
     if dtype == "bfloat16":
         return plain, plain, ()
-    gemm, tensor = _taken(profile, dtype)[0], _taken(profile, "fp8")[0]
+    gemm, tensor = _gemm_with_origin(profile, dtype)[0], _gemm_with_origin(profile, "fp8")[0]
     if gemm is None and WEIGHT_BITS[dtype] < 8:
         return _of_fewer_bits(profile, plain, dtype), plain, (caveat("fewer-bits", dtype=dtype, device=profile.name),)
     if gemm is not None and tensor is not None and dtype == "fp8_block":

@@ -382,14 +382,14 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
     end = v.get("moe_layer_end_index")
     last = end if isinstance(end, int) and end >= 0 else layers - 1
     steps = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-    every = max(v.number(key, default=0) for key in steps) or 1
+    interval = max(v.number(key, default=0) for key in steps) or 1
     period, offset = v.number("expert_layer_period", default=0) or 1, v.number("expert_layer_offset", default=0)
     if isinstance(frequency, list):
         flags = v.per_layer("moe_layer_freq", layers) or []
     else:
         frequency_of_experts = v.number("moe_layer_freq", default=0) or 1
         flags = [
-            layer % frequency_of_experts == 0 and (layer + 1) % every == 0 and layer % period == offset % period
+            layer % frequency_of_experts == 0 and (layer + 1) % interval == 0 and layer % period == offset % period
             for layer in range(layers)
         ]
     return [bool(flag) and start <= layer <= last and layer not in named for layer, flag in enumerate(flags)]

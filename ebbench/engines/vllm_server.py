@@ -75,7 +75,7 @@ def first_error(output: str) -> str:
     That is the first exception's last line (the cause of those that follow), else what vLLM's reading of its options
     says, else the first line logged as ERROR.
     """
-    lines = [_plain(line) for line in output.splitlines()]
+    lines = [_level_and_text(line) for line in output.splitlines()]
     texts = [text for _, text in lines]
     raised = [said for said in _exceptions(texts) if not any(later in said for later in _FOLLOWS)]
     refused = [matched["said"] for text in texts if (matched := _OPTIONS.match(text))]
@@ -97,7 +97,7 @@ def error_reason(error: BaseException) -> str:
     return explain("".join(["Traceback (most recent call last):\n", *traceback.format_exception_only(error)]))
 
 
-def _plain(line: str) -> tuple[str, str]:
+def _level_and_text(line: str) -> tuple[str, str]:
     """A line's level, empty without one, and its text without process, level, time and place in the source."""
     text = _SOURCE.sub("", line)
     matched = _LEVEL.match(text)
@@ -112,10 +112,10 @@ def _exceptions(lines: list[str]) -> Iterator[str]:
             inside = True
         elif inside and text and not text[0].isspace() and (matched := _EXCEPTION.match(text)):
             inside = False
-            yield _said(matched, lines[place + 1 : place + 3])
+            yield _exception_reason(matched, lines[place + 1 : place + 3])
 
 
-def _said(matched: re.Match[str], below: list[str]) -> str:
+def _exception_reason(matched: re.Match[str], below: list[str]) -> str:
     """An exception's name and reason. Pydantic writes the reason below the count of errors."""
     said = (matched["said"] or "").strip()
     if _PYDANTIC.match(said):

@@ -39,11 +39,11 @@ class PaperOptions:
 
     def device(self, default: str = DEFAULT_DEVICE) -> str:
         """The device of an experiment for one device. Raises UsageError if several were given."""
-        return _one("--device", self.devices, default)
+        return _single_name("--device", self.devices, default)
 
     def model(self, default: str = DEFAULT_MODEL) -> str:
         """The model of an experiment for one model. Raises UsageError if several were given."""
-        return _one("--model", self.models, default)
+        return _single_name("--model", self.models, default)
 
     def further(self, *own: str) -> tuple[str, ...]:
         """The policies asked for in addition to a table's own, each once."""
@@ -75,7 +75,7 @@ class PaperOptions:
                 load_workload(workload)
 
 
-def _one(option: str, names: Sequence[str], default: str) -> str:
+def _single_name(option: str, names: Sequence[str], default: str) -> str:
     if len(names) > 1:
         raise UsageError(f"this experiment takes one {option}, not {' and '.join(names)}")
     return names[0] if names else default

@@ -27,7 +27,7 @@ Texts = Mapping[str, str | Callable[..., str]]
 """Sentences by code: a format string, or a function, of the values."""
 
 
-def _worded(texts: Texts, code: str, values: Mapping[str, Any]) -> str:
+def _fill_in(texts: Texts, code: str, values: Mapping[str, Any]) -> str:
     text = texts[code]
     return text.format(**values) if isinstance(text, str) else text(**values)
 
@@ -44,7 +44,7 @@ class Fact(msgspec.Struct, frozen=True):
     def worded(self, texts: Texts) -> str:
         """The sentence of it; code and values where they do not fit, as in a damaged file."""
         try:
-            return _worded(texts, self.code, self.values)
+            return _fill_in(texts, self.code, self.values)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             return f"{self.code} {self.values}"
 
@@ -90,7 +90,7 @@ class Caveat(str):
 
 def caveat(code: str, **values: Any) -> Caveat:
     """The caveat of that code with its values, in words."""
-    said = Caveat(_worded(TEXTS, code, values))
+    said = Caveat(_fill_in(TEXTS, code, values))
     said.code, said.values = code, values
     return said
 
@@ -136,7 +136,7 @@ def _few_requests(completed: int, needed: int, shown: str, p90_needs: int, **_: 
     return f"{completed:,} completed requests are too few for p99, which takes {needed}: tables show {shown}."
 
 
-def _enough(
+def _use_more_prompts(
     needed: int, option: str, asked: int = 0, per_session: float = 1.0, log_sessions: int | None = None, **_: Any
 ) -> str:
     if option == "log":
@@ -561,7 +561,7 @@ WAYS_OUT: Texts = {
     "api-server-limit": _more_processes,
     "budget-below-seqs": "Use budget={max_num_seqs} or more, or lower --max-num-seqs to {budget}.",
     "shrunk": "Its rate and seed make the same run again.",
-    "few-requests": _enough,
+    "few-requests": _use_more_prompts,
     "k-always-met": "Give --max-num-seqs {open_requests} to wait for {k} departures.",
     KV_CACHE: (
         "More memory for it (--gpu-memory-utilization, --kv-cache-dtype fp8, more GPUs) or less load would change "

@@ -259,15 +259,17 @@ def _p(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -
 
 def _invalid(groups: Sequence[Group]) -> str:
     """Names of policies with INVALID runs, with the seeds if other runs are valid."""
-    return _named(groups, lambda summary: not summary.valid, "INVALID")
+    return _policies_that_are(groups, lambda summary: not summary.valid, "INVALID")
 
 
 def _unfinished(groups: Sequence[Group]) -> str:
     """Names of policies without a completed request, with the seeds if other runs have some."""
-    return _named(groups, lambda summary: output_throughput(summary.metrics) is None, "without a completed request")
+    return _policies_that_are(
+        groups, lambda summary: output_throughput(summary.metrics) is None, "without a completed request"
+    )
 
 
-def _named(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str) -> str:
+def _policies_that_are(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str) -> str:
     policies = []
     for group in groups:
         seeds = [str(summary.seed) for summary in group.summaries if apart(summary)]

@@ -18,7 +18,7 @@ from ebbench.analysis.environment import FRONT_END_MS
 from ebbench.analysis.explain import STEP_COLUMNS, KvPressure, kv_pressure, kv_pressure_by_metrics
 from ebbench.analysis.metrics import QUANTILES, Metrics, Slo, latency_columns, measure, samples_needed, steady_windows
 from ebbench.analysis.sessions import sessions_table
-from ebbench.analysis.summary import Summary, summary_of
+from ebbench.analysis.summary import Summary, make_summary
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
@@ -77,7 +77,7 @@ class Batches:
     ttft_ms: float = 0.0
 
 
-def batches_of(steps: pa.Table, requests: RequestColumns) -> Batches:
+def mean_batches(steps: pa.Table, requests: RequestColumns) -> Batches:
     """The batches of a run, from the columns of its steps that are no lists."""
     inputs, outputs = np.asarray(requests.input_tokens, float), np.asarray(requests.output_tokens, float)
     mean = float((inputs + outputs).mean()) if len(inputs) else 0.0
@@ -348,7 +348,7 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
     steps = _plain_steps(result)
     kv = _kv_pressure(context, result, steps)
     warnings = (
-        *_warnings(context, result, metrics, batches_of(steps, columns)),
+        *_warnings(context, result, metrics, mean_batches(steps, columns)),
         *_one_token_warnings(columns, context.slo),
         *(kv.warnings if kv is not None else ()),
     )
@@ -362,7 +362,7 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
     }
     if result.server_metrics is not None and result.server_metrics.num_rows:
         tables["server_metrics"] = result.server_metrics
-    summary = summary_of(Run(writer.path, manifest, tables), metrics, context.slo, columns)
+    summary = make_summary(Run(writer.path, manifest, tables), metrics, context.slo, columns)
     tables["summary"] = summary.to_table()
     if summary.classes:
         tables["classes"] = summary.classes_table()
@@ -441,7 +441,7 @@ def _manifest(
         slo=context.slo.limits(),
         warnings=warnings,
         valid=not reasons,
-        reasons=tuple(_of("", reasons)),
+        reasons=tuple(_as_warnings("", reasons)),
         interrupted=result.interrupted,
     )
 
@@ -475,11 +475,11 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
     simulated = context.engine in VIRTUAL_TIME
     of_device, of_engine = _caveats(context, result, batches)
     warnings = [
-        *_of("plan", context.plan.warnings),
-        *_of("device", of_device),
-        *_of("engine", of_engine),
+        *_as_warnings("plan", context.plan.warnings),
+        *_as_warnings("device", of_device),
+        *_as_warnings("engine", of_engine),
         *result.about_server,
-        *_of("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
+        *_as_warnings("engine", start_notes(result.device or context.device, context.options) if simulated else ()),
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
@@ -503,7 +503,7 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
     return of_device, said_of_run(device, batches, result.warnings)
 
 
-def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
+def _as_warnings(about: str, said: Iterable[str]) -> list[RunWarning]:
     return [as_stored(text, about) for text in said]
 
 
@@ -516,14 +516,14 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
     needed = samples_needed(0.99)
     if 0 < metrics.completed < needed:
         sound = [name for name, share in QUANTILES.items() if metrics.completed >= samples_needed(share)]
-        enough = _enough(plan, needed) | {"shown": sound[-1] if sound else ""}
+        enough = _option_for_requests(plan, needed) | {"shown": sound[-1] if sound else ""}
         p90_needs = samples_needed(QUANTILES["p90"])
         warnings.append(warning("few-requests", completed=metrics.completed, p90_needs=p90_needs, **enough))
     if metrics.completed and metrics.steady is None:
-        longer = _longer(plan, 2 * _sessions(plan))
+        longer = _option_for_sessions(plan, 2 * _sessions(plan))
         warnings.append(warning("no-steady-window", closed_loop=plan.closed_loop, **longer))
     elif metrics.steady is not None and metrics.steady.share < 0.5:
-        longer = _longer(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan)))
+        longer = _option_for_sessions(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan)))
         warnings.append(warning("short-steady-window", share=metrics.steady.share, **longer))
     return warnings
 
@@ -543,7 +543,7 @@ def _sessions(plan: Plan) -> int:
     return int(pc.count_distinct(plan.table["session"]).as_py())
 
 
-def _longer(plan: Plan, sessions: int) -> dict[str, Any]:
+def _option_for_sessions(plan: Plan, sessions: int) -> dict[str, Any]:
     """The option with which a plan like this one has that many sessions, and how many its log holds."""
     option = "log" if _texts_of_a_log(plan) else "num_prompts"
     return {"option": option, "asked": sessions, "log_sessions": plan.facts.get("log_sessions")}
@@ -554,10 +554,10 @@ def _texts_of_a_log(plan: Plan) -> bool:
     return "log_sessions" in plan.facts and plan.table["prompt"].null_count < len(plan)
 
 
-def _enough(plan: Plan, requests: int) -> dict[str, Any]:
+def _option_for_requests(plan: Plan, requests: int) -> dict[str, Any]:
     """The option with which a plan like this one has that many requests; --num-prompts counts conversations."""
     duration_s, sessions = plan.facts.get("duration_s"), _sessions(plan)
-    asked = _longer(plan, math.ceil(requests * sessions / len(plan))) | {"needed": requests}
+    asked = _option_for_sessions(plan, math.ceil(requests * sessions / len(plan))) | {"needed": requests}
     if asked["option"] == "log":
         return asked
     if duration_s is not None and (plan.closed_loop or "log_sessions" in plan.facts):

@@ -153,7 +153,7 @@ def read_measured(
     """
     columns = RequestColumns.of(run.requests)
     windows = steady_windows(columns, run.phases)
-    counted, length_s = _counted(columns, windows)
+    counted, length_s = _counted_requests(columns, windows)
     mean_open = sum(window.target for window in windows) / len(windows) if windows else 0.0
     sessions = len(np.unique(columns.session[counted])) if counted.any() else 0
     runaway = not run.phases and _queue_grows(columns, windows)
@@ -216,7 +216,7 @@ def _failed_share(columns: RequestColumns) -> float:
     return float(lost.mean()) if len(lost) else 0.0
 
 
-def _counted(columns: RequestColumns, windows: tuple[Window, ...]) -> tuple[Mask, float]:
+def _counted_requests(columns: RequestColumns, windows: tuple[Window, ...]) -> tuple[Mask, float]:
     """The counted requests, and the duration of their arrivals in s."""
     nothing: Mask = np.zeros(len(columns.status), np.bool_)
     if not windows:
@@ -329,7 +329,7 @@ def least_limits_ms(
     Infinite where a figure is unknown for so many requests that no limit is met.
     """
     columns = RequestColumns.of(requests)
-    counted, _ = _counted(columns, steady_windows(columns, phases))
+    counted, _ = _counted_requests(columns, steady_windows(columns, phases))
     counted = counted & limits.masks(columns)[index]
     slo, share = limits.slos()[index], limits.requirements()[index].share
     values = [np.where(columns.ok, limited_ns(columns, name), np.inf)[counted] for name in slo.limits()]

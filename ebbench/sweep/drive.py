@@ -110,7 +110,7 @@ class SweepStore:
         """Store why a cell failed. Raises RunError if the disk is full."""
         content = {
             "key": result_key(cell),
-            "settings": _shown(cell),
+            "settings": _stored_settings(cell),
             "error": self._redacted(cell, error),
             "seconds": seconds,
         }
@@ -165,7 +165,7 @@ def header_values(cells: Iterable[RunSpec]) -> set[str]:
     return {value for cell in cells for value in dict(settings_of(cell)["headers"]).values()}
 
 
-def _shown(cell: RunSpec) -> dict[str, Any]:
+def _stored_settings(cell: RunSpec) -> dict[str, Any]:
     """The stored settings: only the names of headers, whose values may be secret; None for what a server decides."""
     settings = settings_of(cell)
     own = [name for name, declared in known_settings().items() if declared.part == "server" and name != "warmup"]
@@ -178,7 +178,7 @@ def results_row(entry: Finished) -> dict[str, Any]:
     figures: Mapping[str, Any] = entry.measured.figures
     return (
         {"key": result_key(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
-        | {name: plain(value) for name, value in _shown(entry.cell).items()}
+        | {name: plain(value) for name, value in _stored_settings(entry.cell).items()}
         | {name: _real(figures.get(name)) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}
         | {"reasons": "; ".join(figures.get("reasons") or ()), "warnings": "; ".join(entry.measured.caveats)}

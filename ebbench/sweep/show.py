@@ -316,9 +316,9 @@ EQUAL = "equal"
 
 def _figures(finding: Finding) -> list[str]:
     s = finding.sensitivity
-    every = finding.equal and len(finding.equal) + 1 == s.cells
+    all_equal = finding.equal and len(finding.equal) + 1 == s.cells
     limits = [
-        EQUAL if every else numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)
+        EQUAL if all_equal else numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)
     ]
     ratio = numbers.DASH if s.range_ratio is None else f"{s.range_ratio:.2f}"
     return [

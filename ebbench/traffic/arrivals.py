@@ -163,10 +163,10 @@ def order_with(
     places, placed = np.lexsort((noise, groups)), np.empty(n)
     for _ in range(_ROUNDS):
         placed[places] = ordered
-        off = [_off(mean, placed, stretch, held, _CLOSE * float(sizes.mean()))]
+        off = [_mean_errors(mean, placed, stretch, held, _CLOSE * float(sizes.mean()))]
         if len(wanted_root):
             placed[places] = ordered_roots
-            off.insert(0, _off(wanted_root, placed, stretch, held, _CLOSE))
+            off.insert(0, _mean_errors(wanted_root, placed, stretch, held, _CLOSE))
         if not any(error.any() for error in off):
             break
         for corrected, by in zip((shift, spread), off, strict=False):
@@ -260,7 +260,7 @@ def _mean_of(relative: Floats, held: Int64s, values: Floats) -> Floats:
     return scaled
 
 
-def _off(wanted: Floats, placed: Floats, stretch: Int64s, held: Int64s, close: float) -> Floats:
+def _mean_errors(wanted: Floats, placed: Floats, stretch: Int64s, held: Int64s, close: float) -> Floats:
     """How much too low the mean of each stretch is; 0 where it is close, or where there are no places."""
     off: Floats = wanted - np.bincount(stretch, placed, len(wanted)) / np.maximum(held, 1)
     off[(np.abs(off) <= close) | (held == 0)] = 0.0

@@ -84,8 +84,8 @@ def _weka_rows(log: LogFile, size: Any) -> Rows:
     ids: dict[tuple[int, int], int] = {}
     records = ((file, record) for file in log.files() for record in file.records())
     for number, (file, record) in enumerate(records):
-        if (other := _weka_block(record)) != size:
-            problem = f"has blocks of {other} tokens where the first session has {size}; replay them apart"
+        if (other_size := _weka_block(record)) != size:
+            problem = f"has blocks of {other_size} tokens where the first session has {size}; replay them apart"
             raise InputFileError(file.path, problem, record.line)
         yield from _weka_session(file, record, number, ids)
 

@@ -434,8 +434,8 @@ class _Reader:
     def _session_of(self) -> Callable[[Mapping[str, Any]], Any]:
         """The session of a record: its column, or the first request of its chain of predecessors."""
         if self._definition.parents is None or "session" in self._columns.names:
-            return _named(self._columns.getter("session"))
-        own, parent = (_named(value_at(name)) for name in self._definition.parents)
+            return _name_getter(self._columns.getter("session"))
+        own, parent = (_name_getter(value_at(name)) for name in self._definition.parents)
         roots: dict[Any, Any] = {}
 
         def root(record: Mapping[str, Any]) -> Any:
@@ -445,7 +445,7 @@ class _Reader:
         return root
 
 
-def _named(get: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+def _name_getter(get: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
     """The name that a column gives, None if it is empty; one that is a list or an object as text."""
 
     def name(record: Mapping[str, Any]) -> Any:

@@ -229,7 +229,7 @@ def draw_session(overlap: Overlap, turns: int, rng: np.random.Generator) -> Sess
     drawn, running = Session([_ONLY], [0]), 0
     for what, size in rng.random((turns - 1, 2)).tolist():
         running += 1
-        ended = _ended(overlap.after[drawn.case[-1]], running, what, size)
+        ended = _draw_ended(overlap.after[drawn.case[-1]], running, what, size)
         drawn.case.append(_case(ended, running))
         drawn.ended.append(ended)
         running -= ended
@@ -267,7 +267,7 @@ def draw_order(
     return order
 
 
-def _ended(after: Step, running: int, what: float, size: float) -> int:
+def _draw_ended(after: Step, running: int, what: float, size: float) -> int:
     """How many of the running requests have ended."""
     at = min(bisect_left(after.running, running), len(after.running) - 1)
     none, single = after.none_ended[at], after.one_ended[at]

@@ -105,7 +105,7 @@ def token_counter(tokenizer: str | None) -> TokenCounter:
         return _estimate(f"tokenizer {tokenizer!r} not used: {str(error).splitlines()[0][:200]}")
 
 
-def tokenizer_of(tokenizer: str | None) -> TokenizerCount | None:
+def load_tokenizer(tokenizer: str | None) -> TokenizerCount | None:
     """The counter of a tokenizer; None without one, and for one that is not available.
 
     Raises UsageError as :func:`token_counter` does.

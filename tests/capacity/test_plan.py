@@ -203,7 +203,7 @@ def test_a_run_that_is_too_short_to_decide_meets_nothing(monkeypatch: pytest.Mon
         return replace(READING, short=True)
 
     monkeypatch.setattr("ebbench.sizing.deployments._run", short)
-    monkeypatch.setattr("ebbench.sizing.deployments._alone", lambda _: None)
+    monkeypatch.setattr("ebbench.sizing.deployments._missed_alone", lambda _: None)
     assert size(task("h200"), 1, 2).replicas == 0
     assert sizes == [300, 600, 1200, 2400, 4800] * 2
 
