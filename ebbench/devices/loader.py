@@ -250,6 +250,7 @@ def load_device(
     vllm_version: str | None = None,
     assume_kernels: bool = False,
     speculative: Speculative | None = None,
+    prefix_caching: bool = True,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
@@ -258,9 +259,9 @@ def load_device(
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
     ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. ``speculative``: the
-    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat. The
-    other settings only affect the cache's size, too; None is the profile's value, of ``gpu_memory_utilization`` the
-    version's.
+    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat.
+    ``prefix_caching``: a sequence keeps two states, without it one. The other settings only affect the cache's size,
+    too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit, the
     cost model does not exist for this pair, or kernels were not measured and are not to be assumed.
@@ -269,6 +270,7 @@ def load_device(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
             host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative, assume_kernels,
+            prefix_caching,
         )
     )  # fmt: skip
 
@@ -366,7 +368,8 @@ def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
             f"{OPTION}: {model.name} has no layers for multi-token prediction (num_nextn_predict_layers in its "
             "config.json); use method=eagle3 or method=ngram"
         )
-    if model.windows or model.state_bytes:
+    kept_whole = {"chunk"} if drafts.method != "ngram" else set()
+    if model.state_bytes or any(mixer.kind not in kept_whole for mixer in model.windows):
         raise UsageError(
             f"{OPTION}: layers of {model.name} keep a window of tokens or a state, whose KV blocks are not simulated "
             "with drafts; leave it out, or choose a model whose layers keep every token"
