@@ -219,7 +219,7 @@ def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
     plans: dict[str, set[tuple[int, str]]] = {}
     for summary in summaries:
         plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
-    several = len({frozenset(seed for seed, _ in held) for held in plans.values()}) > 1
+    several = len({frozenset(seed for seed, _ in seeds_and_hashes) for seeds_and_hashes in plans.values()}) > 1
     seeds_and_plans = set().union(*plans.values())
     mixed = len(seeds_and_plans) > len({seed for seed, _ in seeds_and_plans})
     return ["seeds"] * several + ["plan"] * mixed
@@ -271,13 +271,15 @@ def comparison_cases(
         {**summary.conditions, **({MEASUREMENT: label} if label else {})}
         for summary, label in zip(summaries, labels, strict=True)
     ]
-    held = partition(range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries])
-    first_of = [places[0] for _, places in held]
+    titled_places = partition(
+        range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries]
+    )
+    first_of = [places[0] for _, places in titled_places]
     apart = differing_conditions([conditions[place] for place in first_of])
-    if len(held) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
+    if len(titled_places) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
         apart.append("plan")  # equal conditions were split by their plans
     cases = []
-    for title, places in held:
+    for title, places in titled_places:
         own = [summaries[place] for place in places]
         directories = {summary.run_dir for summary in own}
         groups = _baseline_first(

@@ -251,8 +251,8 @@ def _reported(settings: Mapping[str, Any]) -> str:
 def _further_limits(options: Mapping[str, Any]) -> str:
     """``at most 64 running, refuses from 16,384 queued prompt tokens on``; only what is not the default."""
     declared = declared_in(EngineOptions)
-    told = [declared[name].condition(value) for name, value in options.items() if name in declared.keys() - _MAIN]
-    return ", ".join(filter(None, told))
+    conditions = [declared[name].condition(value) for name, value in options.items() if name in declared.keys() - _MAIN]
+    return ", ".join(filter(None, conditions))
 
 
 _MAIN = {"max_num_batched_tokens", "max_num_seqs"}

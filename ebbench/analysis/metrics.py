@@ -79,10 +79,10 @@ class _OpenSessions:
     def first_and_last_at(self, level: float, start: int, end: int) -> tuple[int, int] | None:
         """First and last time in [start, end] with at least ``level`` open sessions."""
         until = np.append(self.time[1:], self.time[-1])
-        held = (self.count >= level) & (until > start) & (self.time < end)
-        if not held.any():
+        at_level = (self.count >= level) & (until > start) & (self.time < end)
+        if not at_level.any():
             return None
-        first, last = np.flatnonzero(held)[[0, -1]]
+        first, last = np.flatnonzero(at_level)[[0, -1]]
         return max(int(self.time[first]), start), min(int(until[last]), end)
 
 

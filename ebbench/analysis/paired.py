@@ -119,8 +119,8 @@ def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[
     """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
     groups: dict[str, list[GateUnit]] = {}
     for (policy, place), units in by_place.items():
-        held = groups.get(policy, [])
-        repeated = {unit.plan_hash for unit in held} & {unit.plan_hash for unit in units}
+        before = groups.get(policy, [])
+        repeated = {unit.plan_hash for unit in before} & {unit.plan_hash for unit in units}
         label = policy if not repeated else _label(policy, paths[place], groups)
         groups.setdefault(label, []).extend(units)
     return groups
@@ -146,13 +146,13 @@ def compare_cases(
     parts = partition(members, conditions, [(unit.seed, unit.plan_hash) for _, unit in members])
     comparisons, alone = [], []
     for title, part in parts:
-        held: dict[str, list[GateUnit]] = {}
+        units_by_label: dict[str, list[GateUnit]] = {}
         for label, unit in part:
-            held.setdefault(label, []).append(unit)
-        if len(held) < 2 or (baseline is not None and baseline in groups and baseline not in held):
-            alone.append(f"{title or 'these runs'}: only {', '.join(held)}")
+            units_by_label.setdefault(label, []).append(unit)
+        if len(units_by_label) < 2 or (baseline is not None and baseline in groups and baseline not in units_by_label):
+            alone.append(f"{title or 'these runs'}: only {', '.join(units_by_label)}")
         else:
-            comparisons.append(replace(compare(held, baseline, allowed), title=title))
+            comparisons.append(replace(compare(units_by_label, baseline, allowed), title=title))
     if not comparisons:
         return Compared((compare(groups, baseline, allowed),))
     return Compared(tuple(comparisons), tuple(alone))

@@ -153,11 +153,11 @@ class ClientNodes:
     def of(cls, facts: Mapping[str, Any]) -> ClientNodes:
         """From the facts of a manifest."""
         nodes, connected = facts.get("client_nodes") or (), facts.get("client_connections") or {}
-        held, used = connected.get("most_held") or None, connected.get("most_used")
+        most_open, used = connected.get("most_held") or None, connected.get("most_used")
         if not nodes:
-            return cls(connections=held, connections_used=used)
+            return cls(connections=most_open, connections_used=used)
         workers, lost = sum(node["workers"] for node in nodes), sum(node["lost"] for node in nodes)
-        return cls(len(nodes), workers, lost, facts.get("clock_alignment_error_ms"), held, used)
+        return cls(len(nodes), workers, lost, facts.get("clock_alignment_error_ms"), most_open, used)
 
     def to_dict(self) -> dict[str, Any]:
         """Flat values for JSON and SQL; None without several machines."""
@@ -170,12 +170,16 @@ class ClientNodes:
         }
 
     def __str__(self) -> str:
-        held = f"{self.connections:,} connections at most, {self.connections_used:,} in use" if self.connections else ""
+        connections = (
+            f"{self.connections:,} connections at most, {self.connections_used:,} in use" if self.connections else ""
+        )
         if not self.count:
-            return held
+            return connections
         lost = f", {self.lost} lost" if self.lost else ""
         aligned = "" if self.alignment_error_ms is None else f", clocks aligned to {self.alignment_error_ms:.2g} ms"
-        return f"{self.count} client nodes with {self.workers} processes{lost}{aligned}" + (f", {held}" if held else "")
+        return f"{self.count} client nodes with {self.workers} processes{lost}{aligned}" + (
+            f", {connections}" if connections else ""
+        )
 
 
 @dataclass(frozen=True)

@@ -249,14 +249,14 @@ def of_device(engine: str, warnings: Iterable[RunWarning]) -> tuple[RunWarning, 
 
 
 def told_once(
-    said: Sequence[Iterable[RunWarning]], owner: Owner, worded: Callable[[RunWarning], str] = str
+    told_by_run: Sequence[Iterable[RunWarning]], owner: Owner, worded: Callable[[RunWarning], str] = str
 ) -> list[str]:
     """The caveats of runs, each once, preceded by ``owner``'s name for the runs that have it.
 
     Caveats that differ only in numbers are merged, with the range of each number.
     """
     alike: dict[Any, list[tuple[RunWarning, int]]] = {}
-    for place, warnings in enumerate(said):
+    for place, warnings in enumerate(told_by_run):
         for each in warnings:
             alike.setdefault((each.code, each.message, warning_shape(each.values)), []).append((each, place))
     return [

@@ -239,9 +239,9 @@ def without_copies(pairs: Sequence[Pair]) -> list[Pair]:
 def _by_plan(units: Sequence[GateUnit]) -> dict[str, list[GateUnit]]:
     plans: dict[str, list[GateUnit]] = {}
     for unit in sorted(units, key=lambda unit: (unit.seed, unit.anchor_unix_ns)):
-        held = plans.setdefault(unit.plan_hash, [])
-        if not (unit.virtual and held):
-            held.append(unit)
+        units_of_plan = plans.setdefault(unit.plan_hash, [])
+        if not (unit.virtual and units_of_plan):
+            units_of_plan.append(unit)
     return plans
 
 

@@ -123,8 +123,8 @@ def _nodes_that_send(ray: Any, asked: int | None) -> list[dict[str, Any]]:
 def _actor(ray: Any, node_id: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    return ray.remote(RayNode).options(num_cpus=1, max_restarts=0, scheduling_strategy=there).remote()
+    placement = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return ray.remote(RayNode).options(num_cpus=1, max_restarts=0, scheduling_strategy=placement).remote()
 
 
 async def _started(ray: Any, address: str, actor: Any) -> ClientNode:

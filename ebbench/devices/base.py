@@ -190,6 +190,7 @@ class DeviceRequest:
     vllm_version: str | None = None
     drafts: Speculative | None = None
     assume_kernels: bool = False
+    prefix_caching: bool = True
 
     @property
     def vllm(self) -> str:

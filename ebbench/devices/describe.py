@@ -111,7 +111,7 @@ class DeviceFacts:
     @property
     def gpu_weight_bytes(self) -> int:
         """Bytes of the weights on one GPU."""
-        return int(weight_bytes_per_gpu(self.model, self.parallel))
+        return int(weight_bytes_per_gpu(self.model, self.parallel, self.profile.gpu))
 
     @property
     def request(self) -> DeviceRequest:

@@ -190,17 +190,17 @@ def expert_times(
     matrices = round(model.expert_params / (model.hidden * model.expert_intermediate))
     wanted = Shape(model.hidden, model.expert_intermediate, model.experts, model.experts_per_token, matrices)
     dtype, parts = model.dtype_of_experts, tp * ep
-    said: tuple[RunWarning, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     if dtype == MXFP4 and profile.mxfp4_experts:
-        dtype, said = profile.mxfp4_experts, (warning("mxfp8-activations", device=profile.name),)
+        dtype, caveats = profile.mxfp4_experts, (warning("mxfp8-activations", device=profile.name),)
     if points := _measured(profile.name, wanted, dtype, tp, ep):
-        return points, said, ()
+        return points, caveats, ()
     known = bool(shapes_measured(profile.name, dtype, 1, 1))
     if curve := library.experts(profile, model, dtype, tp, ep, derived=not known):
-        return (curve.points, curve.times), said, ((f"experts of {model.name}", curve.origin),)
+        return (curve.points, curve.times), caveats, ((f"experts of {model.name}", curve.origin),)
     if whole := _measured(profile.name, wanted, dtype, 1, 1):
         divided = warning("experts-divided", model=model.name, device=profile.name, gpus=parts)
-        return _divided(*whole, parts), (divided, *said), ()
+        return _divided(*whole, parts), (divided, *caveats), ()
     bits = WEIGHT_BITS[model.dtype_of_experts]
     for division in dict.fromkeys(((tp, ep), (1, 1))):
         if near := _nearest(profile.name, wanted, dtype, *division):
@@ -208,7 +208,7 @@ def expert_times(
             tokens, times = scaled_times(profile, wanted, bits, similar, kind, division)
             of = {"model": model.name, "experts": str(wanted), "device": profile.name}
             points = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
-            return points, (warning("experts-scaled", **of, measured=str(similar)), *said), ()
+            return points, (warning("experts-scaled", **of, measured=str(similar)), *caveats), ()
     estimated = warning("experts-roofline", model=model.name, device=profile.name)
     return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (estimated, *library.hint(profile)), ()
 
@@ -459,8 +459,8 @@ def _all_products(
         tables = _products(profile, dtype)
         if tables is None:
             return None
-        tables_by_dtype[dtype], tables_by_dtype["bfloat16"], said = tables
-        warnings += said
+        tables_by_dtype[dtype], tables_by_dtype["bfloat16"], caveats = tables
+        warnings += caveats
     taken = {dtype: _gemm_with_origin(profile, dtype)[1] for dtype in tables_by_dtype}
     notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
     return tables_by_dtype, warnings, notes

@@ -75,18 +75,16 @@ def source(notes: Sequence[Note]) -> str:
     by_origin: dict[str, list[str]] = {}
     for what, origin in notes:
         by_origin.setdefault(origin.text, []).append(what)
-    said = [f"{', '.join(dict.fromkeys(named))} ({text})" for text, named in by_origin.items()]
-    return f"{LABEL} (Apache-2.0): {'; '.join(said)}" if said else ""
+    origins = [f"{', '.join(dict.fromkeys(named))} ({text})" for text, named in by_origin.items()]
+    return f"{LABEL} (Apache-2.0): {'; '.join(origins)}" if origins else ""
 
 
 def warnings(notes: Sequence[Note], device: str) -> tuple[RunWarning, ...]:
     """Warnings about kernels that were not measured as they are served."""
-    said = (
-        warning("not-as-served", what=what, device=device, taken=origin.text)
-        for what, origin in notes
-        if not origin.exact
+    unlike = [(what, origin.text) for what, origin in notes if not origin.exact]
+    return tuple(
+        warning("not-as-served", what=what, device=device, taken=taken) for what, taken in dict.fromkeys(unlike)
     )
-    return tuple(dict.fromkeys(said))
 
 
 def hint(profile: DeviceProfile) -> tuple[RunWarning, ...]:

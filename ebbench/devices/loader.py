@@ -73,28 +73,28 @@ def caveats(
 
     ``model``: in the types that are served. ``host``: the constants in ``cost``.
     """
-    said = (
+    texts = (
         *_of_model(request, model),
         *_of_options(request, cost),
         *_unused_numbers(request, profile, model, cost),
     )
     if isinstance(cost, TableCost | RooflineCost):
-        said += unfitted_host(request, host)
+        texts += unfitted_host(request, host)
     if isinstance(cost, TableCost):
-        said += (
+        texts += (
             *unmeasured_mixing(profile),
             *doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
             *_slower_than_half_the_gpus(request, profile, model, cost),
         )
-    return said
+    return texts
 
 
 def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[RunWarning, ...]:
-    said: tuple[RunWarning, ...] = (warning("model-note", model=model.name, note=model.note),) if model.note else ()
+    texts: tuple[RunWarning, ...] = (warning("model-note", model=model.name, note=model.note),) if model.note else ()
     if has_other_shape(model):
-        said += (warning("other-shape", given=request.model, model=model.name, params=model.params),)
-    return said
+        texts += (warning("other-shape", given=request.model, model=model.name, params=model.params),)
+    return texts
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[RunWarning, ...]:
@@ -250,6 +250,7 @@ def load_device(
     vllm_version: str | None = None,
     assume_kernels: bool = False,
     speculative: Speculative | None = None,
+    prefix_caching: bool = True,
 ) -> Device:
     """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
     roofline.
@@ -258,9 +259,9 @@ def load_device(
     CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
     ``kv_cache_dtype``: vLLM's (fp8). ``kv_tokens``: the KV cache that a server reports, in place of the estimate.
     ``vllm_version``: the version by whose rules the KV cache is sized, None: the default one. ``speculative``: the
-    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat. The
-    other settings only affect the cache's size, too; None is the profile's value, of ``gpu_memory_utilization`` the
-    version's.
+    server drafts tokens. ``assume_kernels``: a roofline stands for kernels that were not measured, with a caveat.
+    ``prefix_caching``: a sequence keeps two states, without it one. The other settings only affect the cache's size,
+    too; None is the profile's value, of ``gpu_memory_utilization`` the version's.
 
     Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit, the
     cost model does not exist for this pair, or kernels were not measured and are not to be assumed.
@@ -269,6 +270,7 @@ def load_device(
         DeviceRequest(
             name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
             host, parallel, quantization, kv_cache_dtype, kv_tokens, vllm_version, speculative, assume_kernels,
+            prefix_caching,
         )
     )  # fmt: skip
 
@@ -366,7 +368,8 @@ def check_drafts(drafts: Speculative, model: ModelGeometry) -> None:
             f"{OPTION}: {model.name} has no layers for multi-token prediction (num_nextn_predict_layers in its "
             "config.json); use method=eagle3 or method=ngram"
         )
-    if model.windows or model.state_bytes:
+    kept_whole = {"chunk"} if drafts.method != "ngram" else set()
+    if model.state_bytes or any(mixer.kind not in kept_whole for mixer in model.windows):
         raise UsageError(
             f"{OPTION}: layers of {model.name} keep a window of tokens or a state, whose KV blocks are not simulated "
             "with drafts; leave it out, or choose a model whose layers keep every token"
@@ -493,10 +496,10 @@ def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, req
             f"{profile.name}: a roofline of {request.parallel.gpus} GPUs as one unit was never checked; "
             f"{'; '.join([f'{remedy}, or leave tp and ep out of the topology', *map(str, library.hint(profile))])}"
         )
-    said = warning("roofline", model=model.name, device=profile.name)
+    estimated = warning("roofline", model=model.name, device=profile.name)
     cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
     hints = library.hint(profile) if request.cost == "auto" else ()
-    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (said, *hints))
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (estimated, *hints))
 
 
 # A unit of several GPUs as a single device: its step times, KV capacity and memory.

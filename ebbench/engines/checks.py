@@ -248,15 +248,29 @@ def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[RunWarning
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
-    """Number of KV blocks of an instance: as given, or from the device's capacity."""
-    if options.num_kv_blocks:
-        return options.num_kv_blocks
+    """Number of KV blocks of an instance: as given, or from the device's capacity.
+
+    Raises UsageError for more than the GPU's memory of a pool whose blocks are not of 16 tokens of every layer.
+    """
     layout = device.kv_layout
+    if options.num_kv_blocks:
+        if layout is not None and device.profile is not None:
+            _check_pool(options.num_kv_blocks * layout.block_bytes, device.profile.memory_bytes, device.model, options)
+        return options.num_kv_blocks
     return (
         device.kv_capacity_tokens // options.block_size
         if layout is None
         else layout.blocks_of(device.kv_capacity_tokens)
     )
+
+
+def _check_pool(pool_bytes: int, memory_bytes: int, model: str, options: EngineOptions) -> None:
+    if pool_bytes > memory_bytes:
+        raise UsageError(
+            f"--num-kv-blocks {options.num_kv_blocks} would take {pool_bytes / 1e9:,.0f} GB of "
+            f"{memory_bytes / 1e9:,.0f}: layers of {model} keep a window or a state, so its "
+            "blocks are not of 16 tokens; give the number of blocks in its pool, as `ebbench devices show` prints it"
+        )
 
 
 def longest_sequence(device: Device, options: EngineOptions) -> int:

@@ -279,7 +279,7 @@ def _measure(side: Side, out: Path, seed: int, label: str, say: Callable[[str], 
 def _run(argv: list[str]) -> tuple[int, str]:
     """The exit status of a command and the last lines that it wrote to stderr. Raises UsageError if it is unknown."""
     try:
-        status, said = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        status, stderr = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     except OSError as error:
         raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
-    return status, " / ".join(said.strip().splitlines()[-_KEPT_LINES:]) or "no output"
+    return status, " / ".join(stderr.strip().splitlines()[-_KEPT_LINES:]) or "no output"

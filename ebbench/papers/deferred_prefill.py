@@ -396,9 +396,9 @@ def _claims(options: PaperOptions, store: RunStore) -> Section:
         for distribution in DISTRIBUTIONS:
             for title, k in (("the published", int(row["k_experiment"])), ("our best", None)):
                 rate, completion = _claim(options, store, row, distribution, k)
-                said = COMPLETION_CHANGE[row["model"]]
+                printed = COMPLETION_CHANGE[row["model"]]
                 lines.append(
-                    (row["model"], _short(distribution), title, *comparison(gain, rate)[:2], said, littles_law(row),
+                    (row["model"], _short(distribution), title, *comparison(gain, rate)[:2], printed, littles_law(row),
                      completion)
                 )  # fmt: skip
     return Section("The best K against K = 1", columns, tuple(lines))

@@ -519,23 +519,27 @@ def caveats(groups: Sequence[Group]) -> list[str]:
     Warnings that differ only in numbers are merged, with the range of each number.
     """
     summaries = [summary for group in groups for summary in group.summaries]
-    said = [[each for each in summary.warnings if each.code != KV_CACHE] for summary in summaries]
+    texts_by_run = [[warning for warning in summary.warnings if warning.code != KV_CACHE] for summary in summaries]
     invalid = [
         f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(map(str, summary.reasons))}."
         for summary in summaries
         if not summary.valid
     ]
-    return [*invalid, *_memory(groups), *told_once(said, by_policy([summary.policy for summary in summaries]))]
+    return [*invalid, *_memory(groups), *told_once(texts_by_run, by_policy([summary.policy for summary in summaries]))]
 
 
 def _memory(groups: Sequence[Group]) -> list[str]:
     """What a full KV cache cost, one line per policy, and one remedy for all."""
-    said: dict[str, list[str]] = {}
+    policies_by_line: dict[str, list[str]] = {}
     remedy = ""
     for group in groups:
-        warnings = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
-        for line in told_once(warnings, lambda _: "", lambda each: each.sentence):
-            said.setdefault(line, []).append(group.policy)
+        warnings = [
+            [warning for warning in summary.warnings if warning.code == KV_CACHE] for summary in group.summaries
+        ]
+        for line in told_once(warnings, lambda _: "", lambda warning: warning.sentence):
+            policies_by_line.setdefault(line, []).append(group.policy)
         remedy = next((warning.way_out for of_run in warnings for warning in of_run), remedy)
-    lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
+    lines = [
+        line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in policies_by_line.items()
+    ]
     return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -105,7 +105,7 @@ def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
         for unit in units
     ]
     return told_once(
-        [said for _, said in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
+        [texts for _, texts in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
     )
 
 
@@ -205,12 +205,12 @@ def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> s
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
     leader = policy.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
-    said, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
+    word, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
     if _explained_by_drafts(contrast, policy):
         return f"No winner among the policies: {by}.{kept_up}"
-    if said in (BETTER, WORSE):
+    if word in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
     return f"{leader} {AHEAD}: {by}; {_open_question(policy, contrast)}.{kept_up}"
 

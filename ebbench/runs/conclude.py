@@ -141,17 +141,17 @@ def shown_by_servers(device: Device, batches: Batches) -> list[RunWarning]:
     if not isinstance(device.cost, TableCost):
         return []
 
-    said: list[RunWarning] = []
+    caveats: list[RunWarning] = []
     spent, decodes = batches.steps.get("decode", (0.0, None))
     mixture = model.experts > 0
     if 0 < batches.ttft_ms < FIRST_TOKENS_MS:
         if mixture:
-            said.append(warning("experts-first-tokens"))
+            caveats.append(warning("experts-first-tokens"))
         elif profile.name in _PROMPTS_WITHOUT_GRAPHS and request.parallel.tp >= FROM_GPUS:
-            said.append(warning("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
+            caveats.append(warning("first-tokens-without-graphs", gpus=request.parallel.tp, device=profile.name))
     if mixture and decodes is not None and spent > 0.5 and decodes.decode_seqs <= FEW_SEQUENCES:
-        said.append(warning("experts-few-sequences"))
-    return said
+        caveats.append(warning("experts-few-sequences"))
+    return caveats
 
 
 _PROMPTS_WITHOUT_GRAPHS, FROM_GPUS = ("b200", "b300"), 4
@@ -483,8 +483,8 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
     if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
         warnings.append(limit)
     once: dict[str, RunWarning] = {}
-    for said in warnings:
-        once.setdefault(str(said), said)
+    for stored in warnings:
+        once.setdefault(str(stored), stored)
     return tuple(once.values())
 
 

@@ -285,12 +285,12 @@ class _InMemory(RunWriter):
 
     def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table | TableParts] | None = None) -> Run:
         """The run with its tables in memory."""
-        held = {
+        stored = {
             name: table if isinstance(table, pa.Table) else pa.concat_tables(table)
             for name, table in (tables or {}).items()
         }
-        rows = {name: table.num_rows for name, table in held.items()}
-        return Run(self.path, msgspec.structs.replace(manifest, rows=rows), held)
+        rows = {name: table.num_rows for name, table in stored.items()}
+        return Run(self.path, msgspec.structs.replace(manifest, rows=rows), stored)
 
     def __exit__(self, *_: object) -> None:
         """Nothing to clean up."""

@@ -384,9 +384,12 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
         mean_batches(result.steps, RequestColumns.of(result.requests)),
     )
     kv = kv_pressure(result.steps, result.requests, asdict(task.spec.server))
-    said = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
-    said += shown_by_servers(device, batches)
-    return replace(read_measured(tables, load, task.limits), caveats=(*said, *(kv.warnings if kv is not None else ())))
+    caveats_of_run = said_of_run(device, batches, dict.fromkeys((*device.warnings, *result.warnings)))
+    caveats_of_run += shown_by_servers(device, batches)
+    return replace(
+        read_measured(tables, load, task.limits),
+        caveats=(*caveats_of_run, *(kv.warnings if kv is not None else ())),
+    )
 
 
 def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:

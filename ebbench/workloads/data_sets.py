@@ -501,6 +501,6 @@ def _described(requests: Requests, source: str, reason: str, selection: Selectio
         again = selection.redraw and repeatable(requests)
         if again:
             requests = first_sessions(requests, selection.sessions)
-        held = warning("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
-        warnings = (*warnings, held)
+        too_short = warning("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
+        warnings = (*warnings, too_short)
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

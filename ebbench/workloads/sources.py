@@ -116,5 +116,5 @@ def _from_either(workload: WorkloadSpec, profile: Profile, selection: Selection)
     try:
         return read_hub(workload, selection)
     except UnreadableError as error:
-        said = warning("published-lengths", workload=workload.name, why=str(error))
-        return _from_profile(profile, selection, str(error), (said,))
+        published = warning("published-lengths", workload=workload.name, why=str(error))
+        return _from_profile(profile, selection, str(error), (published,))

@@ -186,8 +186,10 @@ def replay_cells() -> list[PublishedFigure]:
         )
         .uninterrupted()
     )
-    got = RequestColumns.of(result.requests)
-    ours = latencies(got.intended / 1e9, got.first_token / 1e9, got.last_token / 1e9, got.output_tokens)
+    requests = RequestColumns.of(result.requests)
+    ours = latencies(
+        requests.intended / 1e9, requests.first_token / 1e9, requests.last_token / 1e9, requests.output_tokens
+    )
     return [
         PublishedFigure(
             "RTX 4090 run", "rtx-4090", "llama-3.1-8b", "300 ShareGPT requests", "v1", name, measured[name], ours[name]
