@@ -216,9 +216,9 @@ def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tup
         lonely = [unit for unit in units if unit.plan_hash not in theirs]
         if lonely:
             notes.append(f"{len(lonely)} run(s) of the {side} left out: the other side has no run of {_seeds(lonely)}")
-        more = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
-        if more:
-            notes.append(f"{more} run(s) of the {side} left out: the other side has fewer runs of the same plan")
+        surplus = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
+        if surplus:
+            notes.append(f"{surplus} run(s) of the {side} left out: the other side has fewer runs of the same plan")
         if tries := sum(unit.invalid_tries for unit in units):
             notes.append(f"{tries} INVALID run(s) of the {side} left out: the same plan was measured again")
     return tuple(notes)
@@ -471,9 +471,9 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
     if len(policies) > 1:
         notes.append(f"the sides differ in policy: {' against '.join(policies)}")
-    apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
-    if apart:
-        notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
+    differing = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
+    if differing:
+        notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(differing))}")
     if drafts := drafts_apart(pairs):
         notes.append(
             f"the candidate's decode steps yield {math.expm1(drafts):+.1%} tokens by what was accepted of drafts: as "
