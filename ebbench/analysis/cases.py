@@ -32,9 +32,9 @@ class RunResult:
 
     def __repr__(self) -> str:
         """What it is of, in one line: the whole tree is too long to read in a notebook."""
-        of = self.summary
-        load = f"{of.workload} under {of.policy} on {of.device}, seed {of.seed}"
-        return f"<RunResult: {load}{'' if of.valid else ', INVALID'}, {self.run.path}>"
+        summary = self.summary
+        load = f"{summary.workload} under {summary.policy} on {summary.device}, seed {summary.seed}"
+        return f"<RunResult: {load}{'' if summary.valid else ', INVALID'}, {self.run.path}>"
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -275,9 +275,9 @@ def comparison_cases(
         range(len(summaries)), conditions, [(summary.seed, summary.plan_hash) for summary in summaries]
     )
     first_of = [places[0] for _, places in titled_places]
-    apart = differing_conditions([conditions[place] for place in first_of])
+    unlike = differing_conditions([conditions[place] for place in first_of])
     if len(titled_places) > len({tuple(sorted(conditions[place].items())) for place in first_of}):
-        apart.append("plan")  # equal conditions were split by their plans
+        unlike.append("plan")  # equal conditions were split by their plans
     cases = []
     for title, places in titled_places:
         own = [summaries[place] for place in places]
@@ -287,7 +287,10 @@ def comparison_cases(
         )
         cases.append(
             ComparisonCase(
-                title, groups, tuple(phase for phase in phases if phase.run_dir in directories), tuple(apart)
+                title,
+                groups,
+                tuple(phase for phase in phases if phase.run_dir in directories),
+                tuple(unlike),
             )
         )
     return tuple(cases)
@@ -409,9 +412,9 @@ def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
     """
     if len(cases) < 2:
         return [""] * len(cases)
-    apart = differing_conditions([conditions for conditions, _ in cases])
+    names = differing_conditions([conditions for conditions, _ in cases])
     for complete in (False, True):
-        titles = [_title(conditions, apart, plan, complete=complete) for conditions, plan in cases]
+        titles = [_title(conditions, names, plan, complete=complete) for conditions, plan in cases]
         if all(titles) and len(set(titles)) == len(titles):
             break
     return titles

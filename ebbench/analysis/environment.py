@@ -359,16 +359,16 @@ def _device(manifest: Manifest) -> str:
     unstated = manifest.device == UNKNOWN_DEVICE and not manifest.facts.get("host_label")
     machine = manifest.facts.get("server_machine") if unstated else None
     facts = (machine or manifest.facts.get("device_profile"), manifest.facts.get("kernel_library"))
-    apart = ", ".join(filter(None, facts))
-    return f"{manifest.device} ({apart})" if apart else manifest.device
+    known_facts = ", ".join(filter(None, facts))
+    return f"{manifest.device} ({known_facts})" if known_facts else manifest.device
 
 
 def _model(manifest: Manifest) -> str:
     """The model with what tells it from others of its name: an own shape, and the models that answered in its place."""
     others = manifest.facts.get("other_models")
     answers = f"answers of {', '.join(sorted(others))}" if others else ""
-    apart = ", ".join(filter(None, [manifest.facts.get("model_shape"), answers]))
-    return f"{manifest.model} ({apart})" if apart else manifest.model
+    known_facts = ", ".join(filter(None, [manifest.facts.get("model_shape"), answers]))
+    return f"{manifest.model} ({known_facts})" if known_facts else manifest.model
 
 
 def _in_effect(manifest: Manifest) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class KvPressure:
             return ()
         full_share = self.full_share if self.full_share > WORTH_SAYING else None
         of_memory = {"full_share": full_share, "running": self.running, "slots": self.slots}
-        again = {"repeated_tokens": self.repeated_tokens, "repeated_share": self.repeated_share}
-        return (warning(KV_CACHE, **of_memory, preemptions=self.preemptions, **again),)
+        repeats = {"repeated_tokens": self.repeated_tokens, "repeated_share": self.repeated_share}
+        return (warning(KV_CACHE, **of_memory, preemptions=self.preemptions, **repeats),)
 
     @property
     def figures(self) -> dict[str, float | None]:

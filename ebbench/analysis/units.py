@@ -226,8 +226,8 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     for unit in units[1:]:
         unlike = differences(first.environment, unit.environment, allowed)
         if unlike:
-            apart = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
-            raise DataError(f"{side}: {apart}; {remedy(unlike)} allows it")
+            problem = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
+            raise DataError(f"{side}: {problem}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 
@@ -237,10 +237,10 @@ def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[Gate
     before = {unit.measurement for unit in baseline}
     shared = [unit.run for unit in candidate if unit.measurement in before]
     if shared:
-        which = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
+        shared_runs = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
         first = "" if len(shared) == 1 else f", {shared[0]} first"
         raise UsageError(
-            f"{which} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
+            f"{shared_runs} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
         )
 
 

@@ -215,9 +215,9 @@ def left_out(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit]) -> tup
         lonely = [unit for unit in units if unit.plan_hash not in theirs]
         if lonely:
             notes.append(fact("runs_alone", runs=len(lonely), side=side, seeds=_seeds(lonely)))
-        more = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
-        if more:
-            notes.append(fact("runs_in_excess", runs=more, side=side))
+        surplus = sum(max(len(own) - len(theirs[plan]), 0) for plan, own in _by_plan(units).items() if plan in theirs)
+        if surplus:
+            notes.append(fact("runs_in_excess", runs=surplus, side=side))
         if tries := sum(unit.invalid_tries for unit in units):
             notes.append(fact("runs_invalid", runs=tries, side=side))
     return tuple(notes)
@@ -456,9 +456,9 @@ def _notes(pairs: Sequence[Pair]) -> tuple[Fact, ...]:
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
     if len(policies) > 1:
         notes.append(fact("policies_differ", policies=list(policies)))
-    apart = [each for pair in pairs for each in differences(pair.baseline.environment, pair.candidate.environment)]
-    if apart:
-        notes.append(fact("sides_differ", differences=[each._asdict() for each in dict.fromkeys(apart)]))
+    differing = [each for pair in pairs for each in differences(pair.baseline.environment, pair.candidate.environment)]
+    if differing:
+        notes.append(fact("sides_differ", differences=[each._asdict() for each in dict.fromkeys(differing)]))
     if drafts := drafts_apart(pairs):
         notes.append(fact("drafts_apart", tokens_per_step=math.expm1(drafts)))
     if repeated_until_clear(pairs):

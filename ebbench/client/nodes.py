@@ -144,8 +144,12 @@ def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
     host = urlsplit(url).hostname or ""
     if not _is_loopback(host):
         return
-    here = this_place()
-    away = [node.address for node in nodes if (node.place.machine, node.place.network) != (here.machine, here.network)]
+    own_place = this_place()
+    away = [
+        node.address
+        for node in nodes
+        if (node.place.machine, node.place.network) != (own_place.machine, own_place.network)
+    ]
     if away:
         raise UsageError(
             f"{url} is an address of this machine only, which client node {away[0]} cannot reach; let the server "

@@ -205,10 +205,10 @@ def repeated_share(plan: pa.Table) -> float:
     size = block_tokens(plan)
     for row in plan.select(["content", "hash_ids", "input_tokens", "output_tokens"]).to_pylist():
         tokens = row["input_tokens"]
-        again = min(tokens, known.get(row["content"], 0))
+        own_repeats = min(tokens, known.get(row["content"], 0))
         blocks = row["hash_ids"] or ()
         first_new = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
-        repeated += max(again, min(tokens, first_new * size))
+        repeated += max(own_repeats, min(tokens, first_new * size))
         total += tokens
         known[row["content"]] = max(known.get(row["content"], 0), tokens + row["output_tokens"])
         seen.update(blocks)

@@ -60,12 +60,12 @@ class Collectives:
     @property
     def warnings(self) -> tuple[RunWarning, ...]:
         """A warning if the times come from another device or from the formula."""
-        of = {"gpus": self.gpus, "device": self.profile.name, "link": self.link}
+        group = {"gpus": self.gpus, "device": self.profile.name, "link": self.link}
         if self.measured:
-            lent = (warning("collectives-lent", **of, taken_from=self._device),)
+            lent = (warning("collectives-lent", **group, taken_from=self._device),)
             return lent if self.profile.collectives_from else ()
         ring = {"bytes_per_s": self._link.bytes_per_s, "latency_s": self._link.latency_s}
-        return (warning("collectives-formula", **of, **ring, bounds=self._bounds),)
+        return (warning("collectives-formula", **group, **ring, bounds=self._bounds),)
 
     @property
     def _lower(self) -> list[Collectives]:
@@ -206,9 +206,9 @@ def expert_times(
         if near := _nearest(profile.name, wanted, dtype, *division):
             similar, kind = near
             tokens, times = scaled_times(profile, wanted, bits, similar, kind, division)
-            of = {"model": model.name, "experts": str(wanted), "device": profile.name}
+            named = {"model": model.name, "experts": str(wanted), "device": profile.name}
             points = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
-            return points, (warning("experts-scaled", **of, measured=str(similar)), *caveats), ()
+            return points, (warning("experts-scaled", **named, measured=str(similar)), *caveats), ()
     estimated = warning("experts-roofline", model=model.name, device=profile.name)
     return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (estimated, *library.hint(profile)), ()
 
@@ -461,8 +461,8 @@ def _all_products(
             return None
         tables_by_dtype[dtype], tables_by_dtype["bfloat16"], caveats = tables
         warnings += caveats
-    taken = {dtype: _gemm_with_origin(profile, dtype)[1] for dtype in tables_by_dtype}
-    notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
+    gemms = {dtype: _gemm_with_origin(profile, dtype)[1] for dtype in tables_by_dtype}
+    notes = tuple((f"products in {dtype}", origin) for dtype, origin in gemms.items() if origin is not None)
     return tables_by_dtype, warnings, notes
 
 

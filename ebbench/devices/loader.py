@@ -143,8 +143,8 @@ def _unused_numbers(
         why = "measured"
     if not unused:
         return ()
-    of = {"file": request.name, "device": profile.name, "published_for": list(profile.calibration_names)}
-    return (warning("unused-numbers", unused=unused, times=why, model=model.name, **of),)
+    named = {"file": request.name, "device": profile.name, "published_for": list(profile.calibration_names)}
+    return (warning("unused-numbers", unused=unused, times=why, model=model.name, **named),)
 
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
@@ -181,8 +181,8 @@ def _slower_than_16_bits(
     slow = _slower_steps(request, profile, plain, cost, request.parallel)
     if not slow:
         return ()
-    of = {"quantization": request.quantization, "by_block": model.weight_dtype == "fp8_block"}
-    return (warning("fp8-slower", device=profile.name, times=slow, **of),)
+    named = {"quantization": request.quantization, "by_block": model.weight_dtype == "fp8_block"}
+    return (warning("fp8-slower", device=profile.name, times=slow, **named),)
 
 
 def _slower_than_half_the_gpus(

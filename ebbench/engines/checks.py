@@ -243,8 +243,8 @@ def _beyond_capacity(device: Device, options: EngineOptions) -> tuple[RunWarning
     capacity = longest_sequence(device, options)
     if capacity >= options.max_model_len:
         return ()
-    of = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
-    return (warning("beyond-capacity", max_model_len=options.max_model_len, **of),)
+    named = {"model": device.model, "device": device.name, "capacity_tokens": capacity}
+    return (warning("beyond-capacity", max_model_len=options.max_model_len, **named),)
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:

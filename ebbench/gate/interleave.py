@@ -216,9 +216,9 @@ def measure_pairs(
     for side in sides:
         side.directory.mkdir(parents=True, exist_ok=True)
         files.write_text(side.command + "\n", side.directory / COMMAND)
-    for runs, (pair, which) in enumerate(abba(pairs), start=1):
-        side = sides[which]
-        label = f"pair {pair + 1}, {('baseline', 'candidate')[which]}"
+    for runs, (pair, side_index) in enumerate(abba(pairs), start=1):
+        side = sides[side_index]
+        label = f"pair {pair + 1}, {('baseline', 'candidate')[side_index]}"
         out = side.run(pair)
         if any(manifest.valid for manifest in _stored(out)):
             say(f"{label}: measured before")

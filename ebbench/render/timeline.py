@@ -122,11 +122,11 @@ def _ttft(columns: RequestColumns, edges: npt.NDArray[np.float64]) -> list[Row]:
         name: [] for name in (*palette.TTFT, *(f"median of {c}" for c in columns.classes))
     }
     for part in np.unique(place[place < len(middles)]):
-        here, t = place == part, float(middles[part])
+        in_part, t = place == part, float(middles[part])
         for name, share in zip(palette.TTFT, (0.5, 0.9), strict=True):
-            rows_by_series[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[here], share))})
+            rows_by_series[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[in_part], share))})
         for name in columns.classes:
-            if (in_class := here & (classes == name)).any():
+            if (in_class := in_part & (classes == name)).any():
                 series = f"median of {name}"
                 rows_by_series[series].append({"t": t, "series": series, "value": float(np.median(ttft_ms[in_class]))})
     return [row for rows in rows_by_series.values() for row in rows]

@@ -530,9 +530,9 @@ def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
     limited = [(columns.ok & (columns.request_class == name), slo.of_class(name).tpot) for name in columns.classes]
     warnings = []
     for answers, tpot_ms in limited if slo.classes else [(columns.ok, slo.tpot)]:
-        of, single = int(answers.sum()), int((answers & (columns.sent_tokens < 2)).sum())
-        if tpot_ms is not None and single and single >= 0.01 * of:
-            warnings.append(warning("one-token-answers", single=single, answers=of, tpot_ms=tpot_ms))
+        total, single = int(answers.sum()), int((answers & (columns.sent_tokens < 2)).sum())
+        if tpot_ms is not None and single and single >= 0.01 * total:
+            warnings.append(warning("one-token-answers", single=single, answers=total, tpot_ms=tpot_ms))
     return warnings
 
 

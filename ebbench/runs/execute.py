@@ -67,8 +67,10 @@ def _released(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
 
     One machine releases them in plan order; several do so each with its own sessions.
     """
-    left = result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))["session"].unique()
-    kept_rows = pc.invert(pc.is_in(plan.table["session"], value_set=left))
+    never_released = result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))[
+        "session"
+    ].unique()
+    kept_rows = pc.invert(pc.is_in(plan.table["session"], value_set=never_released))
     if pc.all(kept_rows).as_py():
         return exhausted(plan, result)
     part = plan_part(plan, plan.table.filter(kept_rows))

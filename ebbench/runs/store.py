@@ -171,8 +171,8 @@ class RunStore:
             return None
         options = cell.server
         identity = (plan_hash(plan_of(cell)), cell.policy, cell.device, cell.model)
-        how = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
-        path = self._adopted.get((*identity, *how, unusual_options(asdict(options))))
+        conditions = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
+        path = self._adopted.get((*identity, *conditions, unusual_options(asdict(options))))
         return None if path is None else measured_from_run(path)
 
 
@@ -235,14 +235,14 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
         if {"model_shape", "device_profile"} & manifest.facts.keys():  # cells name bundled models and devices
             continue
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
-        how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
+        conditions = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
         by_conditions[
             manifest.plan_hash,
             manifest.policy,
             manifest.device,
             manifest.model,
             *sizes,
-            *how,
+            *conditions,
             unusual_options(manifest.options),
         ] = path
     return by_conditions
@@ -303,10 +303,10 @@ def with_progress(
         try:
             run_missing(missing, store, workers=workers, whole=whole, done=done)
         except KeyboardInterrupt:
-            left = len(store.missing(missing, whole=whole))
+            others = len(store.missing(missing, whole=whole))
             raise InterruptedRunError(
-                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
-                f"with the other {left}"
+                f"interrupted; {len(missing) - others} runs are kept in {store.root}; the same command continues "
+                f"with the other {others}"
             ) from None
 
 

@@ -310,12 +310,12 @@ def _gauss_newton(residuals: Callable[[Array], Array], say: Say) -> Array:
     x = START.copy()
     best, at = np.inf, x
     for round_number in range(ROUNDS):
-        here = residuals(x)
-        norm = float(np.sqrt(np.mean(here**2)))
+        residual = residuals(x)
+        norm = float(np.sqrt(np.mean(residual**2)))
         say(f"round {round_number}: {np.round(x, 3).tolist()}, rms error {norm:.2%}")
         if norm < best:
             best, at = norm, x.copy()
-        slopes = np.array([(residuals(x + STEP * unit) - here) / (STEP * unit).sum() for unit in np.eye(3)]).T
-        move, *_ = np.linalg.lstsq(slopes, -here, rcond=None)
+        slopes = np.array([(residuals(x + STEP * unit) - residual) / (STEP * unit).sum() for unit in np.eye(3)]).T
+        move, *_ = np.linalg.lstsq(slopes, -residual, rcond=None)
         x = np.maximum(x + move, 0.0)
     return at
