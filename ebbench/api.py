@@ -325,12 +325,12 @@ class Comparison(Shown):
     def __repr__(self) -> str:
         from ebbench.report import comparison
 
-        said = [
+        verdicts = [
             comparison.verdict_sentence(comparison_of_load, policy)
             for comparison_of_load in self.compared.comparisons
             for policy in comparison_of_load.others
         ]
-        return f"<Comparison: {' '.join(said)}>"
+        return f"<Comparison: {' '.join(verdicts)}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.report import comparison
@@ -347,8 +347,8 @@ _PRE = '<pre style="line-height:normal">{code}</pre>'
 
 
 def _html(document: Document, chart: Any = None) -> str:
-    told = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
-    return f"<div>{as_html(told, 'h4')}{'' if chart is None else _image(chart)}</div>"
+    renamed = replace(document, notes=tuple(named_as_keys(note) for note in document.notes))
+    return f"<div>{as_html(renamed, 'h4')}{'' if chart is None else _image(chart)}</div>"
 
 
 def _image(chart: Any) -> str:

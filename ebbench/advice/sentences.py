@@ -207,7 +207,7 @@ def parameters(advice: Advice) -> list[str]:
     lines += _without_plugin(policy)
     topology = topology_asked(question)
     if topology is not None:
-        lines += map(sentence, rank_notes(policy, topology.pools[0].dp))
+        lines += [sentence(str(note)) for note in rank_notes(policy, topology.pools[0].dp)]
     return lines
 
 
@@ -302,10 +302,10 @@ def left_out(advice: Advice) -> list[str]:
         "other is half a per cent better. --json has all"
     ]
     for seeds in sorted({policy.seeds for policy in advice.dropped}):
-        those = [policy for policy in advice.dropped if policy.seeds == seeds]
-        best = max(those, key=lambda policy: policy.behind_best)
+        dropped = [policy for policy in advice.dropped if policy.seeds == seeds]
+        best = max(dropped, key=lambda policy: policy.behind_best)
         lines.append(
-            f"{len(those)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
+            f"{len(dropped)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
             f"{best.policy} with B = {best.max_num_batched_tokens:,}, was {change(best.behind_best)} there against the "
             "best"
         )

@@ -266,7 +266,7 @@ def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
-            *plan.warnings, *_caveats(question, store, searched.finalists),
+            *map(str, plan.warnings), *_caveats(question, store, searched.finalists),
             *filter(None, [time_note(plan.facts), _api_server(question, store, searched.finalists)]),
         ),
         dropped=searched.dropped, engines=engines,

@@ -210,8 +210,8 @@ def trend_of(kind: SeriesKind, points: Sequence[Point], figure: str, rules: Rule
     rules = replace(rules, gated=(figure,), margin=own)
     values = tuple(point.figure(figure) for point in points)
     known = [place for place, value in enumerate(values) if value is not None]
-    held = [points[place] for place in known]
-    changes = [replace(change, place=known[change.place]) for change in _changes(held, 0, figure, rules)]
+    known_points = [points[place] for place in known]
+    changes = [replace(change, place=known[change.place]) for change in _changes(known_points, 0, figure, rules)]
     begin = changes[-1].place if changes else 0
     since = [points[place] for place in known if place >= begin]
     newest = _judged(since[:-1], since[-1:], figure, rules) if len(since) > 1 else None

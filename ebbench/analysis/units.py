@@ -16,7 +16,16 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, describe_load, differences, machine_of_run, remedy
+from ebbench.analysis.environment import (
+    ENVIRONMENT,
+    LATER,
+    UNKNOWN,
+    describe_load,
+    differences,
+    listed,
+    machine_of_run,
+    remedy,
+)
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
@@ -87,7 +96,7 @@ class GateUnit:
     conditions: Mapping[str, str] = field(default_factory=dict)
     until_clear: bool = False
     steady_rate: float | None = None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     invalid_tries: int = 0
     server: str = ""
     cache_unknown: bool = False
@@ -217,8 +226,8 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     for unit in units[1:]:
         unlike = differences(first.environment, unit.environment, allowed)
         if unlike:
-            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(unlike)})"
-            raise DataError(f"{side}: {apart}; {remedy(unlike)} allows it")
+            problem = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
+            raise DataError(f"{side}: {problem}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 
@@ -228,10 +237,10 @@ def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[Gate
     before = {unit.measurement for unit in baseline}
     shared = [unit.run for unit in candidate if unit.measurement in before]
     if shared:
-        which = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
+        shared_runs = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
         first = "" if len(shared) == 1 else f", {shared[0]} first"
         raise UsageError(
-            f"{which} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
+            f"{shared_runs} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
         )
 
 

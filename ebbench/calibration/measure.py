@@ -358,8 +358,8 @@ def r_squared(y: Any, fitted: Any) -> float:
     """Share of the variance explained; 1 if there is no variance."""
     values: npt.NDArray[np.float64] = np.asarray(y, float)
     total = float(((values - values.mean()) ** 2).sum())
-    left = float(((values - np.asarray(fitted, float)) ** 2).sum())
-    return 1.0 - left / total if total > 0 else 1.0
+    residual = float(((values - np.asarray(fitted, float)) ** 2).sum())
+    return 1.0 - residual / total if total > 0 else 1.0
 
 
 # --- steps that torch alone has timed ------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def connection_totals(workers: Iterable[WorkerDone | None]) -> dict[str, int]:
     return {name: sum(getattr(count, name) for count in counts) for name in ("opened", "most_held", "most_used")}
 
 
-def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str, ...]:
+def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[RunWarning, ...]:
     """A warning if requests that were the first on their connection waited while others overtook them; else empty.
 
     ``first_rows``: the rows of ``requests`` on whose connections no response had come before.
@@ -141,12 +141,8 @@ def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str,
     if len(slow) / int(first.sum()) < _TIMES_AS_OFTEN * slow_others / max(1, int(later.sum())):
         return ()
     waits_s = (answered_ns - sent_ns)[slow] / 1e9
-    return (
-        f"{len(slow)} requests that were the first on their connection waited up to {waits_s.max():.2g} s (median "
-        f"{np.median(waits_s):.2g} s) while later ones, on connections in use, were answered: the server, or a proxy "
-        "before it, serves few connections at a time (threads, a limit), so their latencies are not those of "
-        "generation; give --connections per-request, or a lower load.",
-    )
+    waited = {"longest_s": float(waits_s.max()), "median_s": float(np.median(waits_s))}
+    return (warning("few-connections", requests=len(slow), **waited),)
 
 
 def _times(requests: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -183,9 +179,9 @@ class DriveResult(NamedTuple):
     """
 
     requests: pa.Table
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     server_metrics: pa.Table
-    invalid: tuple[str, ...]
+    invalid: tuple[RunWarning, ...]
     interrupted: bool
     facts: Mapping[str, Any]
     about_server: tuple[RunWarning, ...] = ()
@@ -367,10 +363,7 @@ def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | 
     """The tokenizer that counts what the server does not; where it is not available, a note says so."""
     counter = load_tokenizer(options.tokenizer)
     if counter is None and options.tokenizer is not None:
-        server.notes.append(
-            f"--tokenizer {options.tokenizer} is not available here, so answers without usage fail; give a local "
-            "tokenizer.json or its folder."
-        )
+        server.notes.append(warning("tokenizer-absent", tokenizer=options.tokenizer))
     return counter
 
 
@@ -423,10 +416,10 @@ def _client_facts(
     return facts
 
 
-def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
+def _power_warnings(facts: Mapping[str, Any]) -> tuple[RunWarning, ...]:
     """Why power and energy are missing although the GPUs were read."""
     absent = facts.get("gpu_power", {}).get("absent")
-    return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
+    return () if absent is None else (warning("power-absent", why=absent),)
 
 
 async def _run(

@@ -319,6 +319,6 @@ def reason_in(error: Any) -> str:
         return reason_in(error[0])  # but FastAPI's, which say where, too
     if isinstance(error, Mapping):
         for name in _REASON_FIELDS:
-            if (said := error.get(name)) and not isinstance(said, bool | int | float):
-                return reason_in(said)
+            if (inner := error.get(name)) and not isinstance(inner, bool | int | float):
+                return reason_in(inner)
     return json.dumps(error, default=str)

@@ -33,7 +33,7 @@ def print_workload(name: str, described: dict[str, Any], console: Console) -> No
     elif "arrivals" in described:
         console.print(arrival_line(described["arrivals"]))
     for warning in described["warnings"]:
-        console.print(f"note: {warning}", markup=False)
+        console.print(f"note: {warning['text']}", markup=False)
 
 
 def arrival_line(arrivals: dict[str, float]) -> str:

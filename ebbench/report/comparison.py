@@ -25,10 +25,11 @@ from ebbench.analysis.paired import (
 from ebbench.analysis.units import DRAFTS, HIGHER_IS_BETTER, LABELS, GateUnit
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.records.warnings import fact
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
-from ebbench.render.sentences import AHEAD, WINS
+from ebbench.render.sentences import AHEAD, PAIRING, SKIPPED, WINS
 from ebbench.report import page_tables
 
 BETTER, WORSE, UNDECIDED, IDENTICAL = "better", "worse", "undecided", "identical"
@@ -104,7 +105,7 @@ def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
         for unit in units
     ]
     return told_once(
-        [said for _, said in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
+        [texts for _, texts in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
     )
 
 
@@ -204,12 +205,12 @@ def verdict_sentence(comparison: PairedComparison, policy: PolicyContrasts) -> s
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
     leader = policy.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
-    said, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
+    word, kept_up = verdict(contrast), kept_up + _by_drafts(policy)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
     if _explained_by_drafts(contrast, policy):
         return f"No winner among the policies: {by}.{kept_up}"
-    if said in (BETTER, WORSE):
+    if word in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
     return f"{leader} {AHEAD}: {by}; {_open_question(policy, contrast)}.{kept_up}"
 
@@ -273,7 +274,7 @@ def legend(comparison: PairedComparison) -> str:
     text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in policy.pairs) for policy in comparison.others):
-        text += f"; {copies} {COPIES}"
+        text += f"; {fact(COPIES, pairs=copies).worded(PAIRING)}"
         if pairs < needed:
             return f"{text}. {counted} {'does' if pairs == 1 else 'do'} not rule out chance."
     if pairs < 2:
@@ -292,9 +293,9 @@ def legend(comparison: PairedComparison) -> str:
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{LABELS[figure]} left out for {contrasts.label}: {why}"
-        for contrasts in comparison.others
-        for figure, why in contrasts.skipped.items()
+        f"{LABELS[figure]} left out for {each.label}: {SKIPPED[why]}"
+        for each in comparison.others
+        for figure, why in each.skipped.items()
     ]
 
 
@@ -303,7 +304,7 @@ def _left_out(comparison: PairedComparison) -> list[str]:
     notes: dict[str, list[str]] = {}
     for policy in comparison.others:
         for note in policy.left_out:
-            notes.setdefault(note, []).append(policy.label)
+            notes.setdefault(note.worded(PAIRING), []).append(policy.label)
     return [f"{note} ({', '.join(labels)})" for note, labels in notes.items()]
 
 
@@ -361,7 +362,7 @@ def _other_json(policy: PolicyContrasts) -> dict[str, Any]:
         "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in policy.contrasts],
         "skipped": dict(policy.skipped),
         "copies": sum(pair.copies for pair in pairs),
-        "left_out": list(policy.left_out),
+        "left_out": [each.to_dict(each.worded(PAIRING)) for each in policy.left_out],
         "worse_one_sided": dict(policy.worse),
         "tokens_per_step_change": policy.drafts,
     }

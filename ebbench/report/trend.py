@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, remedy
+from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, listed
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
 from ebbench.analysis.units import LABELS
@@ -54,20 +54,17 @@ def _title(series: Series, all_series: Sequence[Series]) -> str:
 
 def _why_apart(all_series: Sequence[Series]) -> list[str]:
     """Why runs of one policy and load are in several series: their environments differ."""
-    said = []
+    reasons = []
     known: dict[tuple[str, str, str], Point] = {}
     for series in all_series:
         kind, point = series[0].kind, series[0].points[0]
         first = known.setdefault((kind.policy, kind.load, kind.limits), point)
         unlike = differences(first.units[0].environment, point.units[0].environment)
         if unlike:
-            said.append(
-                f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}. A host that has another name "
-                "every night gets one with --host-label."
-                if remedy(unlike) == "--allow host"
-                else f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}."
-            )
-    return said
+            renamed = {each.key for each in unlike} == {"host"}
+            label = " A host that has another name every night gets one with --host-label." if renamed else ""
+            reasons.append(f"Apart, since they differ in {listed(unlike)}: runs of {kind.policy}.{label}")
+    return reasons
 
 
 def _section(series: Series, title: str, last: int | None) -> Section:
@@ -138,8 +135,10 @@ def sentences(series: Series, title: str) -> list[str]:
                 f"than every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
                 "(--repeats 6)."
             )
-    told = lines or ["no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"]
-    return [f"{title}: {line}" for line in told]
+    shown_lines = lines or [
+        "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
+    ]
+    return [f"{title}: {line}" for line in shown_lines]
 
 
 def _change_told(name: str, change: Change, point: Point) -> str:
@@ -269,9 +268,9 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
     for series, section in zip(all_series, shown.sections, strict=True):
         grouped = [f"{column.group} {column.name}".strip() for column in section.columns]
         table = of_section(section, section.title)
-        told = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
+        lines = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
         picture = chart(series).to_dict(validate=False) | {"background": None}
-        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), told, picture))
+        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), lines, picture))
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),

@@ -277,7 +277,7 @@ def job_file(name: str, path: str) -> str:
     own = {"run": FURTHER, "capacity": declared_in(SearchCommand), "sweep": {}}[job.command]
     hidden = {"run": (), "capacity": {*SET_BY_SEARCH} - {*own}, "sweep": _GRID}[job.command]
     known = {key: declared for key, declared in {**known_settings(), **own}.items() if key not in hidden}
-    said = [f"{key} = {_value(value)}  # {_help_text(known[key])}" for key, value in job.chosen.items()]
+    chosen_lines = [f"{key} = {_value(value)}  # {_help_text(known[key])}" for key, value in job.chosen.items()]
     others = [declared for key, declared in known.items() if key not in job.chosen and _matters_to_job(declared, job)]
     lines = [f"# {job.about}", f"# Run it: ebbench {job.command} {path}", ""]
     if job.command == "sweep":
@@ -285,8 +285,8 @@ def job_file(name: str, path: str) -> str:
         lines += [f"{key} = {_value(values)}" for key, values in _GRID.items()]
         lines += ["", "[common]  # the same for all cells"]
     comments = _by_panel(others, lambda declared: _comment(declared, DEFAULTS.get(declared.name, declared.default)))
-    said += ["", "# What follows are defaults: remove the first # to change one."]
-    return "\n".join([*lines, *said, *comments]) + "\n"
+    chosen_lines += ["", "# What follows are defaults: remove the first # to change one."]
+    return "\n".join([*lines, *chosen_lines, *comments]) + "\n"
 
 
 def _matters_to_job(declared: Declared, job: Job) -> bool:

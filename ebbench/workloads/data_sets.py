@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import EbbenchError, InputFileError, RunError, UsageError
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import warning
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.files import FileRecord, read_file, read_json
 from ebbench.workloads.requests import Int32s, Requests, first_sessions, repeatable, single_turn, strings, with_history
@@ -501,6 +501,6 @@ def _described(requests: Requests, source: str, reason: str, selection: Selectio
         again = selection.redraw and repeatable(requests)
         if again:
             requests = first_sessions(requests, selection.sessions)
-        held = caveat("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
-        warnings = (*warnings, held)
+        too_short = warning("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
+        warnings = (*warnings, too_short)
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)
