@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
+from ebbench.analysis.columns import NO_CLASS
 from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, differences, load_of, machine_of_run, remedy
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
@@ -55,13 +56,38 @@ LABELS = {
 } | {f"{name}_{latency}_ms": f"{latency.upper()} {name}" for latency in LATENCIES for name in ("median", *STATISTICS)}
 LENGTHS = ("session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens")
 """Columns of a plan that determine arrival times and lengths."""
-HIGHER_IS_BETTER = frozenset({*RATES.values(), DRAFTS})
+_HIGHER_IS_BETTER = frozenset({*RATES.values(), DRAFTS})
+OF_CLASSES = ("median_ttft_ms", "median_tpot_ms")
+"""Figures that are shown of each class of requests, as ``chat:median_ttft_ms``."""
+
+
+def label_of(figure: str) -> str:
+    """What tables call a figure: ``TTFT median``, of a class of requests ``TTFT median of chat``."""
+    name, _, plain = figure.rpartition(":")
+    return f"{LABELS[plain]} of {name}" if name else LABELS[plain]
+
+
+def name_of(figure: str) -> str:
+    """How a figure is called on the command line: ``ttft``, ``chat:ttft``."""
+    of_class, colon, plain = figure.rpartition(":")
+    return of_class + colon + next(name for name, column in NAMES.items() if column == plain)
+
+
+def is_higher_better(figure: str) -> bool:
+    """Whether more of a figure is better, as of rates."""
+    return figure.rpartition(":")[2] in _HIGHER_IS_BETTER
+
+
+def classes_among(units: Iterable[GateUnit]) -> list[str]:
+    """The classes of requests of which any of the units has figures."""
+    return sorted({name for unit in units for name in (figure.rpartition(":")[0] for figure in unit.figures) if name})
 
 
 @dataclass(frozen=True)
 class GateUnit:
     """One restart of a real engine, or one seeded simulation. A figure is None if undefined.
 
+    ``figures``: those of MEASURED, and of each class of requests, as ``chat:median_ttft_ms``.
     ``load``: number and rate of sessions in words. ``lengths``: hash of the plan's lengths and arrivals, which alone
     determine a run in virtual time; empty in real time. A stored baseline may have neither. ``conditions``: what the
     figures depend on besides policy and seed, by name; only runs just read have it. ``until_clear``: one of several
@@ -165,7 +191,7 @@ def _unit_of(run: Run) -> GateUnit:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         run=str(run.path),
-        figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step},
+        figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step} | _figures_of_classes(summary.classes),
         slo=str(summary.slo),
         load=load_of(manifest),
         conditions=summary.conditions,
@@ -201,6 +227,15 @@ def figures_of(metrics: Metrics) -> dict[str, float | None]:
     }
     figures = rates | latencies
     return {figure: figures.get(figure) for figure in MEASURED}
+
+
+def _figures_of_classes(classes: Mapping[str, Metrics]) -> dict[str, float | None]:
+    return {
+        f"{name}:{figure}": value
+        for name, metrics in classes.items()
+        if name != NO_CLASS
+        for figure, value in figures_of(metrics).items()
+    }
 
 
 def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:
@@ -242,13 +277,15 @@ MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, e
 
 
 def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
-    """The columns of the named figures, in that order. Raises UnknownNameError."""
-    figures: dict[str, None] = {}
-    for name in pairs_of(names):
-        if name not in NAMES:
-            raise UnknownNameError("figure", name, NAMES)
-        figures[NAMES[name]] = None
-    return tuple(figures)
+    """The columns of the named figures (``ttft``, ``chat:ttft``), in that order. Raises UnknownNameError."""
+    return tuple(dict.fromkeys(map(_column, pairs_of(names))))
+
+
+def _column(text: str) -> str:
+    of_class, colon, name = text.rpartition(":")
+    if name not in NAMES:
+        raise UnknownNameError("figure", name, NAMES)
+    return f"{of_class}{colon}{NAMES[name]}"
 
 
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
@@ -256,9 +293,7 @@ def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
     shares: dict[str, float] = {}
     for pair in pairs_of(texts):
         name, colon, text = pair.rpartition(":")
-        if colon and name not in NAMES:
-            raise UnknownNameError("figure", name, NAMES)
-        figure = NAMES[name] if colon else ""
+        figure = _column(name) if colon else ""
         if figure in shares:
             raise UsageError(f"--margin: {name or 'the margin of all figures'} is given twice; give it once")
         shares[figure] = value_of(name, text, MARGIN, "--margin", equals=colon) / 100

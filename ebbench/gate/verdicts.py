@@ -11,19 +11,19 @@ from typing import Any
 from xml.etree import ElementTree as Xml
 
 import numpy as np
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ebbench import __version__
-from ebbench.analysis.units import LABELS
+from ebbench.analysis.documents import Column, Section
+from ebbench.analysis.units import label_of
 from ebbench.analysis.verdict import Judged, Outcome, Verdict
 from ebbench.errors import EbbenchError
 from ebbench.gate import self_test as gate_trials
 from ebbench.gate.self_test import SelfTest, TrialTally
 from ebbench.records import files
 from ebbench.render import numbers
+from ebbench.render.documents import section_tables
 from ebbench.untrusted import markdown
 
 
@@ -142,23 +142,20 @@ _STYLES: dict[Outcome, str] = {"pass": "green", "fail": "bold red", "inconclusiv
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def console(verdict: Verdict) -> RenderableType:
-    """The verdict, its table, and notes."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for header in HEADERS:
-        table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
-    for entry in verdict.judged:
-        table.add_row(*_cells(entry), style=None if entry.gated else "dim")
+def console(verdict: Verdict, width: int) -> RenderableType:
+    """The verdict, its table, and notes, for a terminal of ``width`` characters."""
+    columns = tuple(Column(header, "label" if header in ("figure", "verdict") else "number") for header in HEADERS)
+    tables = section_tables(Section("", columns, tuple(tuple(_cells(entry)) for entry in verdict.judged)), width)
     head = Text(f"{WORDS[verdict.outcome]}: {verdict.reason}.", style=_STYLES[verdict.outcome])
-    return Group(head, Text(), table, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
+    return Group(head, Text(), *tables, Text(_legend(verdict), style="dim"), *(Text(line) for line in notes(verdict)))
 
 
-HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "")
+HEADERS = ("figure", "baseline", "candidate", "worse by", "95 % interval", "p", "verdict")
 
 
 def _cells(entry: Judged) -> list[str]:
     return [
-        LABELS[entry.figure],
+        label_of(entry.figure),
         _value(entry.figure, entry.baseline),
         _value(entry.figure, entry.candidate),
         _percent(entry.loss),
@@ -190,14 +187,14 @@ def detectable(verdict: Verdict) -> str:
     for entry in verdict.judged:
         if entry.gated:
             smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
-            parts.append(f"{LABELS[entry.figure]} {smallest} ({100 * entry.margin:g} %)")
+            parts.append(f"{label_of(entry.figure)} {smallest} ({100 * entry.margin:g} %)")
     return ", ".join(parts) or "nothing is gated"
 
 
 def _margins(verdict: Verdict) -> str:
     """The margin of every gated figure."""
     gated = [entry for entry in verdict.judged if entry.gated]
-    return ", ".join(f"{LABELS[entry.figure]} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
+    return ", ".join(f"{label_of(entry.figure)} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
 
 
 def interval(entry: Judged) -> str:
@@ -208,7 +205,7 @@ def interval(entry: Judged) -> str:
 def notes(verdict: Verdict) -> list[str]:
     """Notes and the figures that could not be judged."""
     skipped = [
-        f"not judged: {', '.join(LABELS[f] for f, reason in verdict.skipped.items() if reason == why)}; {why}"
+        f"not judged: {', '.join(label_of(f) for f, reason in verdict.skipped.items() if reason == why)}; {why}"
         for why in dict.fromkeys(verdict.skipped.values())
     ]
     return [f"note: {text}" for text in (*verdict.notes, *skipped)]
@@ -278,7 +275,7 @@ def _legal(text: str) -> str:
 def sentence(entry: Judged) -> str:
     """One figure in words."""
     return (
-        f"{LABELS[entry.figure]}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
+        f"{label_of(entry.figure)}: {_value(entry.figure, entry.baseline)} -> {_value(entry.figure, entry.candidate)}, "
         f"{_percent(entry.loss)} worse ({interval(entry)}), p = {entry.p_adjusted:.3f}, "
         f"margin {100 * entry.margin:g} %"
     )
@@ -305,7 +302,7 @@ def summary_of_error(message: str, exit_code: int) -> str:
 
 def markdown_table(judged: Sequence[Judged]) -> list[str]:
     """The figures as lines of a Markdown table."""
-    head = [header or "verdict" for header in HEADERS]
+    head = list(HEADERS)
     rows = [[markdown(cell) for cell in _cells(entry)] for entry in judged]
     rule = ["---", *["---:"] * (len(head) - 2), "---"]
     return [f"| {' | '.join(row)} |" for row in [head, rule, *rows]]

@@ -22,7 +22,7 @@ from ebbench.analysis.paired import (
     PolicyContrasts,
     pairs_needed_by,
 )
-from ebbench.analysis.units import DRAFTS, HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.units import DRAFTS, GateUnit, is_higher_better, label_of
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
 from ebbench.render import numbers
@@ -160,7 +160,7 @@ def _p(value: float) -> str:
 def _row(contrast: Contrast) -> tuple[Value, ...]:
     show = numbers.duration_ms if contrast.figure.endswith("_ms") else numbers.rate
     return (
-        LABELS[contrast.figure],
+        label_of(contrast.figure),
         show(contrast.baseline),
         show(contrast.value),
         contrast.change,
@@ -185,7 +185,7 @@ def verdict(contrast: Contrast) -> str:
         return IDENTICAL
     if contrast.p_adjusted > ALPHA or contrast.change == 0:
         return UNDECIDED
-    return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
+    return BETTER if (contrast.change > 0) == is_higher_better(contrast.figure) else WORSE
 
 
 def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> str:
@@ -201,7 +201,7 @@ def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> st
     by = f"{numbers.change(contrast.change)} {_named(contrast)} of {other.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
     higher = contrast.change > 0
-    leader = other.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
+    leader = other.label if higher == is_higher_better(contrast.figure) else comparison.baseline
     said, kept_up = verdict(contrast), kept_up + _by_drafts(other)
     if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
@@ -225,7 +225,7 @@ def _by_drafts(other: PolicyContrasts) -> str:
 
 def _explained_by_drafts(contrast: Contrast, other: PolicyContrasts) -> bool:
     """Whether the drafts alone may have made the whole difference."""
-    gain = math.log1p(contrast.change) * (1 if contrast.figure in HIGHER_IS_BETTER else -1)
+    gain = math.log1p(contrast.change) * (1 if is_higher_better(contrast.figure) else -1)
     drafts = math.log1p(other.drafts)
     return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
@@ -245,7 +245,7 @@ def _open_question(other: PolicyContrasts, contrast: Contrast) -> str:
 def _gate_notes(comparison: PairedComparison) -> list[str]:
     """Figures other than the deciding one that are undecided here and worse by the gate's one-sided test."""
     worse = [
-        f"{LABELS[c.figure]} of {other.label} (p = {_p(other.worse[c.figure])})"
+        f"{label_of(c.figure)} of {other.label} (p = {_p(other.worse[c.figure])})"
         for other in comparison.others
         for c in other.contrasts
         if c.figure in other.worse and c.figure != other.deciding and verdict(c) == UNDECIDED
@@ -280,7 +280,7 @@ def legend(comparison: PairedComparison) -> str:
     test = "valid after every pair (--repeats auto)" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
     more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in GATED)
-    text += "".join(f"; {LABELS[figure]} decides here and counts as one test more" for figure in more)
+    text += "".join(f"; {label_of(figure)} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     detectable = "; ".join(_detectable_of(other) for other in comparison.others if not other.identical)
@@ -290,7 +290,7 @@ def legend(comparison: PairedComparison) -> str:
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{LABELS[figure]} left out for {contrasts.label}: {why}"
+        f"{label_of(figure)} left out for {contrasts.label}: {why}"
         for contrasts in comparison.others
         for figure, why in contrasts.skipped.items()
     ]
@@ -307,7 +307,7 @@ def _left_out(comparison: PairedComparison) -> list[str]:
 
 def _detectable_of(other: PolicyContrasts) -> str:
     known = [
-        f"{LABELS[contrast.figure]} {100 * contrast.detectable:.1f} %"
+        f"{label_of(contrast.figure)} {100 * contrast.detectable:.1f} %"
         for contrast in other.contrasts
         if contrast.detectable is not None
     ]
