@@ -171,7 +171,7 @@ def _gpus() -> list[CheckResult]:
         return [CheckResult("gpu", "missing", "none visible", "engine auto takes sim; a GPU needs its NVIDIA driver")]
     findings = []
     for number, gpu in enumerate(gpus):
-        profile = machine.profile_of(gpu.name)
+        profile = machine.gpu_profile(gpu.name)
         detail = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver}"
         name = "gpu" if number == 0 else f"gpu {number}"
         if profile is None:

@@ -374,12 +374,12 @@ class Series:
     csv: str
 
 
-def series_of(runs: Sequence[Run]) -> list[Series]:
+def otava_series(runs: Sequence[Run]) -> list[Series]:
     """One series per policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
 
     Raises DataError if no run is left.
     """
-    points_by_kind = trend.series_of(trend.members_of(runs))
+    points_by_kind = trend.series_points(trend.trend_members(runs))
     if not points_by_kind:
         raise DataError("no valid run to make a history of")
     return [_series(kind, points) for kind, points in points_by_kind.items()]
@@ -494,7 +494,7 @@ def _unique(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _otava(runs: Sequence[Run], directory: Path) -> list[Path]:
-    series = series_of(runs)
+    series = otava_series(runs)
     written = []
     for one_series in series:
         written.append(directory / f"{one_series.name}.csv")

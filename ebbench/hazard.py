@@ -271,7 +271,7 @@ def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
     return np.array([int(line) for line in filled], np.int64)
 
 
-def thresholds_of(analysed: Hazard, device: str, model: str, max_num_seqs: int) -> dict[str, Threshold | None]:
+def fitted_thresholds(analysed: Hazard, device: str, model: str, max_num_seqs: int) -> dict[str, Threshold | None]:
     """The optimal threshold of each fit with the costs of a device; None where there is no fit."""
     fits = {"published": analysed.published, "censored": analysed.censored}
     return {name: _threshold(fit, device, model, max_num_seqs) for name, fit in fits.items()}

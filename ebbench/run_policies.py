@@ -22,9 +22,9 @@ from ebbench.runs import prepare
 from ebbench.runs.api_server import CODE, ApiServerBusyError, again_if_busy
 from ebbench.runs.execute import measured, planned
 from ebbench.runs.file import FURTHER
-from ebbench.runs.prepare import Series, needs_saturation, series_of
+from ebbench.runs.prepare import Series, needs_saturation, parse_series
 from ebbench.spec.run import stored_form
-from ebbench.spec.server import AUTO, is_server
+from ebbench.spec.server import AUTO, VIRTUAL_TIME, is_server
 
 if TYPE_CHECKING:
     from ebbench.analysis.summary import Summary
@@ -112,7 +112,6 @@ def why_stop(summaries: Sequence[Summary]) -> str:
 def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
     """Print these lines."""
     from ebbench.analysis.environment import time_note
-    from ebbench.spec.server import VIRTUAL_TIME
 
     messages.say(sentence)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
@@ -131,6 +130,8 @@ def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages
 
 def _power_note(engine: Engine) -> str:
     """Whose GPU power is measured, or why none is; empty for an engine in virtual time."""
+    if engine.name in VIRTUAL_TIME:
+        return ""
     import os
 
     from ebbench.client.power import announcement
@@ -187,7 +188,7 @@ class Output:
 
 def series_and_output(asked: Mapping[str, Any]) -> tuple[Series, Output]:
     """The series, and where it is stored, by settings of a run and the keys of FURTHER. Raises UsageError."""
-    series = series_of({name: value for name, value in asked.items() if name not in FURTHER})
+    series = parse_series({name: value for name, value in asked.items() if name not in FURTHER})
     words, most = str(asked.get("repeats", "1")), int(asked.get("max_repeats", 30))
     repeats, until_clear = parse_repeats(words, most, policies=len(series.policies))
     directory, target = (asked.get(name) for name in ("output_dir", "save_as_vllm"))
@@ -207,7 +208,7 @@ class MadeRuns:
 
     @property
     def summaries(self) -> list[Summary]:
-        """One per run."""
+        """Summaries of the runs made so far, in order."""
         return [result.summary for result in self.results]
 
 

@@ -16,7 +16,7 @@ from ebbench.config.topology import TopologySpec
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
 from ebbench.engines.checks import check_counts, check_fits, check_options, check_tp
-from ebbench.engines.setup import topology_of
+from ebbench.engines.setup import resolve_topology
 from ebbench.errors import UsageError
 from ebbench.hazard import analyse_lengths
 from ebbench.records.plan import Plan
@@ -39,7 +39,7 @@ TRIED_BUDGETS = (8192, 2048, 4096, 16384)
 """Token budgets to try; the first is the reference: that of vLLM's own on data-centre GPUs is 8,192 or 16,384."""
 
 
-def question_of(
+def advice_question(
     workload: str,
     settings: Mapping[str, Any],
     *,
@@ -84,7 +84,7 @@ def question_of(
     return checked(question)
 
 
-def cluster_of(topology: str | None, tp: int, link: str | None) -> dict[str, str]:
+def cluster_settings(topology: str | None, tp: int, link: str | None) -> dict[str, str]:
     """The topology, or what a number of GPUs means, and the link, if they are given. Raises UsageError."""
     if topology is None:
         check_tp(tp, link)
@@ -159,10 +159,10 @@ def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | No
 
 def topology_asked(question: AdviceQuestion) -> TopologySpec | None:
     """The topology given, else the scenario's; None for one GPU. Raises UsageError if it cannot be read."""
-    return topology_of(question.server.get("topology"), question.scenario, question.server.get("link"))
+    return resolve_topology(question.server.get("topology"), question.scenario, question.server.get("link"))
 
 
-def engines_of(question: AdviceQuestion) -> int:
+def engine_count(question: AdviceQuestion) -> int:
     """Number of engines among which the requests are shared, each with a scheduler of its own.
 
     Raises UsageError for separated pools, whose engines have nothing for a policy to decide, and for a topology that
@@ -186,7 +186,7 @@ def checked(question: AdviceQuestion) -> AdviceQuestion:
 
     Raises UsageError for names, scheduler settings and requests that cannot be run, and what build_plan raises.
     """
-    engines_of(question)
+    engine_count(question)
     first = candidate(question, BASELINE, 0)
     check_options(first.server, [parse_policy(policy) for policy in question.policies])
     for budget in question.budgets:
@@ -216,7 +216,7 @@ def _streams(plan: Plan) -> npt.NDArray[np.int64]:
     return np.asarray(content - content[:1], np.int64)
 
 
-def load_of(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
+def expected_load(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
     """Lengths and hazard of the first plan, and the number of open requests. Raises what build_plan raises."""
     plan = plan_of(candidate(question, BASELINE, 0))
     outputs = plan.table["output_tokens"].to_numpy()

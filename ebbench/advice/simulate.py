@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ebbench.advice.candidates import candidate, engines_of, figure, load_of
+from ebbench.advice.candidates import candidate, engine_count, expected_load, figure
 from ebbench.advice.choice import (
     BASELINE,
     Advice,
@@ -73,7 +73,7 @@ class SearchResult:
     dropped: tuple[DroppedPolicy, ...]
 
 
-def pairs_of(question: AdviceQuestion) -> list[BudgetedPolicy]:
+def budgeted_policies(question: AdviceQuestion) -> list[BudgetedPolicy]:
     """All pairs that a server can run; the reference budget with every policy comes first."""
     pairs = [BudgetedPolicy(policy, question.max_num_batched_tokens) for policy in question.policies]
     for budget in question.budgets:
@@ -90,7 +90,7 @@ def _valid(question: AdviceQuestion, policy: str, budget: int) -> bool:
     return True
 
 
-def rounds_of(seeds: int) -> list[int]:
+def seeds_per_round(seeds: int) -> list[int]:
     """Seeds on which the pairs of each round have run at its end: 1, 3, 9, ... and the number asked for."""
     seeds_by_round = [1]
     while seeds_by_round[-1] < seeds:
@@ -100,8 +100,8 @@ def rounds_of(seeds: int) -> list[int]:
 
 def search(question: AdviceQuestion, make: Make, objective: Callable[[RunSpec], float]) -> SearchResult:
     """Carry out the rounds. ``objective``: the figure of a finished run that decides, larger is better."""
-    left, dropped = pairs_of(question), []
-    rounds = rounds_of(question.seeds)
+    left, dropped = budgeted_policies(question), []
+    rounds = seeds_per_round(question.seeds)
     for index, seeds in enumerate(rounds):
         cells = {pair: _cells(question, pair, seeds) for pair in left}
         name = f"candidates, round {index + 1} of {len(rounds)}" if len(rounds) > 1 else "candidates"
@@ -240,7 +240,7 @@ def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Ad
     messages = Console(stderr=True, highlight=False)
     question, searched = again_if_busy(attempt, partial(messages.say, quiet=effort.quiet))
     if effort.crossover:
-        load = load_of(question, store)
+        load = expected_load(question, store)
         pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
         carry_out("crossovers", [cell for pair in pairs for cell in pair], whole=False)
     advice = advise(question, store, searched, with_crossover=effort.crossover)
@@ -254,8 +254,8 @@ def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Ad
 def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *, with_crossover: bool) -> Advice:
     """Combine stored runs and theory; the runs must exist. Raises UsageError, TheoryError."""
     first = candidate(question, BASELINE, 0)
-    load, plan, device = load_of(question, store), plan_of(first), device_of(first)
-    engines = engines_of(question)
+    load, plan, device = expected_load(question, store), plan_of(first), device_of(first)
+    engines = engine_count(question)
     of_one = replace(load, concurrency=math.ceil(load.concurrency / engines))
     drafts = NO_DRAFTS if first.server.drafts is None else first.server.drafts.theory
     theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.max_num_seqs, drafts)

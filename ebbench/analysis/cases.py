@@ -115,7 +115,7 @@ class Gain:
 def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explanation] = ()) -> tuple[Group, ...]:
     """Groups in the order in which policies first appear. ``explanations`` is empty or has one entry per summary.
 
-    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.cases_of` does.
+    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.comparison_cases` does.
     """
     policies = dict.fromkeys(summary.policy for summary in summaries)
     return tuple(_group(policy, summaries, explanations) for policy in policies)
@@ -128,7 +128,7 @@ def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Exp
     return Group(policy, tuple(summaries[place] for place in own), explained)
 
 
-def baseline_of(groups: Sequence[Group]) -> Group:
+def baseline_group(groups: Sequence[Group]) -> Group:
     """The group of ``v1``, else the first group."""
     return next((group for group in groups if group.policy == "v1"), groups[0])
 
@@ -251,7 +251,7 @@ class ComparisonCase:
     @property
     def baseline(self) -> Group:
         """The group that the others are compared with."""
-        return baseline_of(self.groups)
+        return baseline_group(self.groups)
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
@@ -259,7 +259,7 @@ class ComparisonCase:
         return tuple(summary for group in self.groups for summary in group.summaries)
 
 
-def cases_of(
+def comparison_cases(
     summaries: Sequence[Summary], explanations: Sequence[Explanation] = (), phases: Sequence[Summary] = ()
 ) -> tuple[ComparisonCase, ...]:
     """Cases in the order of their first runs; in each case the baseline comes first.
@@ -294,7 +294,7 @@ def cases_of(
 def cases_of_results(results: Sequence[RunResult]) -> tuple[ComparisonCase, ...]:
     """The cases of runs that were read as a whole."""
     phases = [phase for result in results for phase in result.phases]
-    return cases_of([result.summary for result in results], [result.explanation for result in results], phases)
+    return comparison_cases([result.summary for result in results], [result.explanation for result in results], phases)
 
 
 MEASUREMENT = "measurement"
@@ -358,7 +358,7 @@ def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
 
 
 def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     return (baseline, *(group for group in groups if group is not baseline))
 
 

@@ -319,7 +319,7 @@ UNKNOWN_DEVICE = "unknown"
 """Device name stored for a server that ebbench did not start, if nobody stated it."""
 
 
-def environment_of(manifest: Manifest) -> dict[str, str]:
+def run_environment(manifest: Manifest) -> dict[str, str]:
     """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
     return {
         "engine": manifest.engine,
@@ -331,7 +331,7 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
         "scenario": manifest.scenario,
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
-        "host": host_of(manifest),
+        "host": run_host(manifest),
         "endpoint": _endpoint(manifest),
     }
 
@@ -343,7 +343,7 @@ def _endpoint(manifest: Manifest) -> str:
     return ", ".join(filter(None, (endpoint if endpoint != "completions" else "", estimated)))
 
 
-def host_of(manifest: Manifest) -> str:
+def run_host(manifest: Manifest) -> str:
     """The machine of a server: as the user labelled it, else what is known of it where only its device was stated."""
     facts = manifest.facts
     label = facts.get("host_label")
@@ -399,7 +399,7 @@ def _recorded(manifest: Manifest, name: str) -> str:
     return str(version) if version else UNKNOWN
 
 
-def load_of(manifest: Manifest) -> str:
+def describe_load(manifest: Manifest) -> str:
     """The load in words: number and rate of sessions."""
     if manifest.phases:
         return ", ".join(
@@ -417,7 +417,7 @@ def load_of(manifest: Manifest) -> str:
     return ", ".join([f"{facts.get('sessions') or manifest.rows.get('plan', 0)} sessions", *shown])
 
 
-def conditions_of(environment: Mapping[str, str], load: LoadFacts) -> dict[str, str]:
+def comparison_conditions(environment: Mapping[str, str], load: LoadFacts) -> dict[str, str]:
     """Everything that the figures of a run depend on besides policy and seed: name and text, options one by one.
 
     Only runs that agree in all conditions are averaged and get gains.

@@ -221,7 +221,7 @@ def parse_slo(texts: Iterable[str]) -> Slo:
     return slo_from_limits(limits_by_name)
 
 
-def slo_of(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> Slo:
+def parse_class_slo(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> Slo:
     """The limits of a run: those of ``--goodput``, and for other latencies those that the plan's classes bring.
 
     ``classes``: by name, as in a plan's facts. Raises UsageError.
@@ -337,7 +337,7 @@ class Economy:
 ECONOMY_FIGURES = tuple(Economy.__dataclass_fields__)
 
 
-def economy_of(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool = True) -> Economy:
+def cost_and_energy(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool = True) -> Economy:
     """Cost and energy of a run with these facts; ``whole`` False: of one of its phases."""
     price = facts.get(PRICE)
     power = facts.get(POWER) or {}

@@ -24,9 +24,9 @@ from ebbench.analysis.verdict import (
     drafts_apart,
     figures_by_class,
     left_out,
-    losses_of,
     measured_somewhere,
     pair_units,
+    paired_losses,
     repeated_until_clear,
     worse_by_gate,
 )
@@ -200,7 +200,7 @@ def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str])
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
     figures = [figure for figure in (*FIGURES, DRAFTS, *figures_by_class(pairs)) if measured_somewhere(figure, pairs)]
-    losses_by_figure = {figure: losses_of(figure, pairs) for figure in figures}
+    losses_by_figure = {figure: paired_losses(figure, pairs) for figure in figures}
     skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]
     deciding = _deciding(contrasts, pairs)
@@ -217,7 +217,7 @@ def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
     sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
     known = [[rate for rate in side if rate is not None] for side in sides]
     if all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
-        return THROUGHPUT if isinstance(losses_of(REQUEST_TIME, pairs), str) else REQUEST_TIME
+        return THROUGHPUT if isinstance(paired_losses(REQUEST_TIME, pairs), str) else REQUEST_TIME
     return THROUGHPUT
 
 

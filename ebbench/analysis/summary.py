@@ -15,11 +15,11 @@ from ebbench.analysis.columns import NEEDED, NO_CLASS, RequestColumns
 from ebbench.analysis.environment import (
     LoadFacts,
     Machine,
-    conditions_of,
-    environment_of,
+    comparison_conditions,
     flat_load,
     load_of_run,
     machine_of_run,
+    run_environment,
 )
 from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.analysis.metrics import (
@@ -30,7 +30,7 @@ from ebbench.analysis.metrics import (
     Distribution,
     Metrics,
     Slo,
-    economy_of,
+    cost_and_energy,
     measure,
     measure_classes,
     refuse_unknown_classes,
@@ -38,7 +38,7 @@ from ebbench.analysis.metrics import (
     steady_windows,
 )
 from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class, sessions_table
-from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, merge_failures
+from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_by_cause, merge_failures
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
 from ebbench.records.warnings import ESTIMATED, RunWarning
@@ -77,9 +77,9 @@ class Drafted:
 
     @staticmethod
     def over(runs: Sequence[Drafted]) -> Drafted:
-        """The sums over several runs; what one of them does not know is unknown."""
+        """Sums over several runs; None where a run has no value."""
         steps = [run.steps for run in runs]
-        drafted, accepted = ([sum(place) for place in zip(*each, strict=False)] for each in (
+        drafted, accepted = ([sum(place) for place in zip(*by_run, strict=False)] for by_run in (
             [run.drafted for run in runs], [run.accepted for run in runs],
         ))  # fmt: skip
         tokens = sum(run.accepted_tokens for run in runs)
@@ -236,7 +236,7 @@ class Summary:
     @property
     def conditions(self) -> dict[str, str]:
         """What the figures depend on besides policy and seed, as text by name."""
-        return conditions_of(self.environment, self.load)
+        return comparison_conditions(self.environment, self.load)
 
     def to_dict(self, *, all_percentiles: bool = False) -> dict[str, Any]:
         """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``.
@@ -367,7 +367,7 @@ class _Summariser:
 
 def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
     manifest = run.manifest
-    metrics = replace(metrics, economy=economy_of(manifest.facts, metrics, whole=not phase))
+    metrics = replace(metrics, economy=cost_and_energy(manifest.facts, metrics, whole=not phase))
     if metrics.prefix_hit_rate is None and not phase:  # of the whole server, by its own counters
         metrics = replace(metrics, prefix_hit_rate=manifest.facts.get("prefix_hit_rate"))
     drafted = Drafted.of(manifest.facts)
@@ -392,8 +392,8 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         open_loop=not manifest.phases,
         phase=phase,
         plan_hash=manifest.plan_hash,
-        environment=environment_of(manifest),
-        failures=failures_of(run.table("requests", FAILURE_COLUMNS), phase),
+        environment=run_environment(manifest),
+        failures=failures_by_cause(run.table("requests", FAILURE_COLUMNS), phase),
         load=load_of_run(manifest),
         machine=machine_of_run(manifest),
         clients=ClientNodes.of(manifest.facts),

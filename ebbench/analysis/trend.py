@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Literal
 
 from ebbench.analysis.statistics import EXACT_PAIRS, PairedInterval, paired_t
-from ebbench.analysis.units import GateUnit, is_higher_better, unit_of
-from ebbench.analysis.verdict import Judged, Pair, Rules, judge, losses_of, pairs_needed, without_copies
+from ebbench.analysis.units import GateUnit, gate_unit, is_higher_better
+from ebbench.analysis.verdict import Judged, Pair, Rules, judge, paired_losses, pairs_needed, without_copies
 from ebbench.errors import DataError
 from ebbench.records.manifest import Manifest, RunLabels
 from ebbench.records.run import Run, slug
@@ -40,7 +40,7 @@ class SeriesKind:
 
     @classmethod
     def of(cls, unit: GateUnit) -> SeriesKind:
-        """That of a run."""
+        """The kind of series that a run belongs to."""
         return cls(unit.policy, unit.configuration_hash, unit.server, unit.load, unit.slo)
 
     @property
@@ -61,7 +61,7 @@ class Member:
 
     @classmethod
     def of(cls, manifest: Manifest, unit: GateUnit) -> Member:
-        """Of a run's manifest and unit.
+        """The point of a history that a run's manifest and unit give.
 
         Without a stated commit it is that of ebbench, which holds simulator and plugin; of a server its own version.
         """
@@ -104,7 +104,7 @@ class Point:
 
     @property
     def begun(self) -> str:
-        """The same in UTC, to the minute."""
+        """Start of the first run in UTC, to the minute."""
         return datetime.fromtimestamp(self.begun_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
 
     @property
@@ -122,22 +122,22 @@ class Point:
                                 (interval.mean, interval.low, interval.high)))  # fmt: skip
 
 
-def series_of(members: Iterable[Member]) -> dict[SeriesKind, list[Point]]:
+def series_points(members: Iterable[Member]) -> dict[SeriesKind, list[Point]]:
     """The series of valid runs, points in order of time."""
     groups: dict[SeriesKind, list[Member]] = {}
     for member in members:
         groups.setdefault(SeriesKind.of(member.unit), []).append(member)
-    return {kind: points_of(groups[kind]) for kind in sorted(groups)}
+    return {kind: points_by_commit(groups[kind]) for kind in sorted(groups)}
 
 
-def members_of(runs: Sequence[Run]) -> Iterator[Member]:
+def trend_members(runs: Sequence[Run]) -> Iterator[Member]:
     """The valid ones among the runs. Raises DataError for a damaged run."""
     for run in runs:
         if run.manifest.valid:
-            yield Member.of(run.manifest, unit_of(run))
+            yield Member.of(run.manifest, gate_unit(run))
 
 
-def points_of(members: Sequence[Member]) -> list[Point]:
+def points_by_commit(members: Sequence[Member]) -> list[Point]:
     """Commits with their runs, in order of time; of a server, and of what is measured twice, measurements."""
     rows: list[list[Member]] = []
     for member in sorted(members, key=lambda measured: measured.unit.anchor_unix_ns):
@@ -232,7 +232,7 @@ def _judged(before: Sequence[Point], after: Sequence[Point], figure: str, rules:
 
 
 def _entry(pairs: Sequence[Pair], figure: str, rules: Rules) -> Judged | None:
-    if not pairs or isinstance(losses_of(figure, pairs), str):
+    if not pairs or isinstance(paired_losses(figure, pairs), str):
         return None
     verdict = judge(pairs, rules, with_detectable=False)
     return next(entry for entry in verdict.judged if entry.figure == figure)
@@ -320,7 +320,7 @@ def _outside(points: Sequence[Point], figure: str, rules: Rules) -> bool:
 
 def trends_of(runs: Sequence[Run], figures: Sequence[str], rules: Rules = DEFAULT_RULES) -> list[list[Trend]]:
     """Per series, those that began first in front, the trends of these figures. Raises DataError if no run is valid."""
-    points_by_series = series_of(members_of(runs))
+    points_by_series = series_points(trend_members(runs))
     if not points_by_series:
         raise DataError("no valid run to make a history of")
     series = sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from ebbench.analysis.columns import NO_CLASS
-from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, differences, load_of, machine_of_run, remedy
+from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, describe_load, differences, machine_of_run, remedy
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
@@ -136,17 +136,17 @@ class GateUnit:
 
 
 def load_units(paths: Sequence[Path]) -> list[GateUnit]:
-    """:func:`units_of` of the runs among ``paths`` (run directories or directories of runs).
+    """:func:`gate_units` of the runs among ``paths`` (run directories or directories of runs).
 
     Also raises DataError if there is no run.
     """
-    units = units_of([Run.load(path) for path in find_runs(paths)])
+    units = gate_units([Run.load(path) for path in find_runs(paths)])
     if not units:
         raise DataError("no run to compare")
     return units
 
 
-def units_of(runs: Sequence[Run]) -> list[GateUnit]:
+def gate_units(runs: Sequence[Run]) -> list[GateUnit]:
     """Units by seed, then oldest first. An INVALID run is left out if the same plan was measured again.
 
     Raises DataError for a run that is unreadable, or INVALID and not measured again: it is shown, but not compared.
@@ -174,9 +174,9 @@ def _asked(run: Run) -> tuple[str, str]:
     return run.manifest.policy, run.manifest.plan_hash
 
 
-def unit_of(run: Run) -> GateUnit:
+def gate_unit(run: Run) -> GateUnit:
     """Reduce a run to a unit. Raises DataError if it is INVALID or damaged."""
-    return units_of([run])[0]
+    return gate_units([run])[0]
 
 
 def _unit_of(run: Run) -> GateUnit:
@@ -193,7 +193,7 @@ def _unit_of(run: Run) -> GateUnit:
         run=str(run.path),
         figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step} | _figures_of_classes(summary.classes),
         slo=str(summary.slo),
-        load=load_of(manifest),
+        load=describe_load(manifest),
         conditions=summary.conditions,
         until_clear=summary.until_clear,
         steady_rate=steady.output_throughput if summary.open_loop and steady else None,

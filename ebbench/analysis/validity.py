@@ -23,7 +23,7 @@ from ebbench.spec.client import lag_limit_ms
 from ebbench.spec.server import VIRTUAL_TIME
 
 FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
-"""Columns of the requests table that :func:`failures_of` reads."""
+"""Columns of the requests table that :func:`failures_by_cause` reads."""
 
 LONGEST_EXAMPLE = 200  # characters
 _ADVICE = re.compile(r"\((Retry-After|Location|Content-Type): [^)]*\) ")
@@ -138,7 +138,7 @@ _CAUSES = (
 )
 
 
-def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
+def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
     """Requests that did not complete, grouped by error class and cause, the most frequent first.
 
     ``requests`` has FAILURE_COLUMNS; ``phase``: only this phase, empty: all. Every request that is not ``ok`` is in

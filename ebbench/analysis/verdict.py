@@ -273,7 +273,7 @@ def judge(
     losses, skipped = {}, {}
     drafted = [DRAFTS] if measured_somewhere(DRAFTS, pairs) else []
     for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted, *figures_by_class(pairs)]):
-        losses_or_why = losses_of(figure, pairs)
+        losses_or_why = paired_losses(figure, pairs)
         if isinstance(losses_or_why, str):
             skipped[figure] = losses_or_why
         else:
@@ -313,7 +313,7 @@ def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[s
     losses = {
         figure: losses_or_why
         for figure in rules.gated
-        if not isinstance(losses_or_why := losses_of(figure, pairs), str)
+        if not isinstance(losses_or_why := paired_losses(figure, pairs), str)
     }
     adjusted = zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True)
     return {figure: p for figure, p in adjusted if p <= rules.alpha}
@@ -356,7 +356,7 @@ def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
     return any(unit.figures.get(figure) is not None for unit in units)
 
 
-def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
+def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
     """Log ratios, positive if the candidate is worse, or the reason why they cannot be computed."""
     if (
         figure.endswith("request_goodput")

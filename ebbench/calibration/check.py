@@ -133,7 +133,7 @@ def _tokens_per_s(result: EngineResult) -> float:
     return rate
 
 
-def machine_of(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
+def known_machine(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
     """A machine whose step times are known, with the KV cache that vLLM would make of its memory."""
     profile = DeviceProfile(name, name, memory_bytes, 1.0, 1.0, "measured")
     tokens = kv_capacity_tokens(profile, model, start_up(), max_num_seqs=_SEQS, max_num_batched_tokens=_TOKENS)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.declare import Setting, values_of
+from ebbench.config.declare import Setting, parse_values
 from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import fixed_and_each
@@ -106,7 +106,7 @@ SMALL = ("32,128,512", "1,8,32", "32,256")
 """Prompt tokens, sequences and KV tokens per decode that are measured on a GPU, and where vLLM runs on a CPU."""
 
 
-def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
+def parse_grid(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
     """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
     default = SMALL if engine == "vllm" and not machine.visible_gpus() else LARGE
     return ProbeGrid(
@@ -118,7 +118,7 @@ def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | N
 
 def _sizes(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas and increasing. Raises UsageError."""
-    sizes = values_of(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
+    sizes = parse_values(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
     if len(sizes) < 2 or any(b <= a for a, b in pairwise(sizes)):
         raise UsageError(f"{option} {text}: at least two sizes, increasing")
     return sizes

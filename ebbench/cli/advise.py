@@ -67,14 +67,14 @@ def advise(
     Theory (the papers' formulas) and simulation are shown together; the simulation decides.
     """
     from ebbench.advice import sentences
-    from ebbench.advice.candidates import cluster_of, question_of
+    from ebbench.advice.candidates import advice_question, cluster_settings
     from ebbench.advice.simulate import Effort, find_advice
     from ebbench.render.documents import Console
     from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 
-    question = question_of(
-        workload, settings, device=device, model=model, cluster=cluster_of(topology, tp, link),
+    question = advice_question(
+        workload, settings, device=device, model=model, cluster=cluster_settings(topology, tp, link),
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens or (), num_prompts=num_prompts,
         goodput=goodput or (), policies=policy or (), seeds=seeds,
     )  # fmt: skip

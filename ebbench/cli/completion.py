@@ -6,7 +6,6 @@ matches, the shell offers files.
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from ebbench.installation import bundled_dir
@@ -61,6 +60,8 @@ def api_servers_or_auto(incomplete: str) -> list[str]:
 
 def models(incomplete: str) -> list[str]:
     """Models with known geometry."""
+    import tomllib
+
     return _beginning(incomplete, sorted(tomllib.loads((_DEVICES / "models.toml").read_text(encoding="utf-8"))))
 
 

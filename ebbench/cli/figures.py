@@ -127,11 +127,11 @@ def _of_runs(name: str, paths: list[Path], folder: Path, formats: list[str]) -> 
     from ebbench.errors import UsageError
     from ebbench.records.run import slug
     from ebbench.render.figures import save, surface_chart
-    from ebbench.render.timeline import timeline_chart, timeline_of
+    from ebbench.render.timeline import make_timeline, timeline_chart
 
     if not paths:
         raise UsageError(f"`ebbench figures {name}` needs a run: ebbench figures {name} RUN")
     for loaded in load_runs(runs_meant(paths)):
-        chart = timeline_chart(timeline_of(loaded)) if name == "timeline" else surface_chart(loaded)
+        chart = timeline_chart(make_timeline(loaded)) if name == "timeline" else surface_chart(loaded)
         for path in save(chart, folder / f"{name}-{slug(loaded.path.name)}", formats, legend="top"):
             typer.echo(str(path))

@@ -85,7 +85,7 @@ def gate(
         return
     if len(given) != 2:
         raise UsageError(f"gate needs two arguments, BASELINE and CANDIDATE, not {len(given)}")
-    policies = interleave.policies_of(policy or ())
+    policies = interleave.policies_of_sides(policy or ())
     sides = interleave.GateSides(given[0], given[1], rules, tuple(allow or ()), policies, messages.say)
     verdict = _judged(sides, wanted, verdicts.VerdictFiles(junit, summary), messages, as_json=as_json)
     raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])

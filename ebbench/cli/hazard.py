@@ -63,7 +63,7 @@ def hazard(
     refuse_unused(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
         raise UsageError("give a workload, log:FILE, a run directory, or --experiment ifr")
-    from ebbench.hazard import analyse_lengths, as_dict, print_hazard, read_lengths, thresholds_of
+    from ebbench.hazard import analyse_lengths, as_dict, fitted_thresholds, print_hazard, read_lengths
     from ebbench.render.documents import Console
 
     lengths = read_lengths(
@@ -71,7 +71,7 @@ def hazard(
         length_distribution=length_distribution,
     )  # fmt: skip
     analysed = analyse_lengths(lengths.output_tokens)
-    thresholds = thresholds_of(analysed, device, model, max_num_seqs)
+    thresholds = fitted_thresholds(analysed, device, model, max_num_seqs)
     if plot is not None:
         _plot(analysed, lengths.name, plot)
     if as_json:

@@ -42,7 +42,7 @@ def report(
     """
     from ebbench.analysis.metrics import parse_slo
     from ebbench.records.run import Run, find_runs
-    from ebbench.report.page_tables import searches_of, shown_runs
+    from ebbench.report.page_tables import search_sections, shown_runs
 
     slo = parse_slo(goodput) if goodput else None
     if watch:
@@ -50,7 +50,7 @@ def report(
             raise UsageError("--watch writes nothing: give it without --html, --export and --output")
         _watch(runs, port, title, slo, all_percentiles=all_percentiles)
         return
-    searches = searches_of(runs)
+    searches = search_sections(runs)
     loaded = [Run.load(path) for given in runs for path in shown_runs(given) or find_runs([given])]
     if not loaded:
         raise DataError("no run to report on")
@@ -67,12 +67,12 @@ def report(
 
 def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_percentiles: bool) -> None:
     from ebbench.report import page
-    from ebbench.report.page_data import page_of
+    from ebbench.report.page_data import report_page
     from ebbench.report.watch import Watched, Watcher
 
     def rendered(now: Watched) -> str:
         notes = [now.note] if now.going_on else []
-        shown_page = page_of(now.runs, title=title, slo=slo, notes=notes, all_percentiles=all_percentiles)
+        shown_page = report_page(now.runs, title=title, slo=slo, notes=notes, all_percentiles=all_percentiles)
         return page.render(shown_page)
 
     shown = " ".join(map(str, runs))
@@ -89,10 +89,10 @@ def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_
 def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool,
           searches: Sequence[SearchSection] = ()) -> None:  # fmt: skip
     from ebbench.report import page
-    from ebbench.report.page_data import page_of
+    from ebbench.report.page_data import report_page
 
     extra, notes = _paired(runs)
-    shown_page = page_of(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
+    shown_page = report_page(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
                     searches=searches)  # fmt: skip
     page.write(shown_page, target)
     typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
@@ -101,14 +101,14 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all
 def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
     """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
     from ebbench.analysis import paired as compare_paired
-    from ebbench.analysis.units import GateUnit, units_of
+    from ebbench.analysis.units import GateUnit, gate_units
     from ebbench.report.comparison import left_out, tables
 
     if len({run.manifest.policy for run in runs}) < 2:
         return [], []
     try:
         groups: dict[str, list[GateUnit]] = {}
-        for unit in units_of(runs):
+        for unit in gate_units(runs):
             groups.setdefault(unit.policy, []).append(unit)
         compared = compare_paired.compare_cases(groups)
     except DataError as error:

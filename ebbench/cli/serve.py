@@ -100,12 +100,12 @@ def serve(
 def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags, extra: tuple[str, ...]) -> Serving:
     """What is served, and under which policy."""
     from ebbench.engines.costs import serving_costs
-    from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parallel_of, types_of
+    from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parse_parallel, parse_types
     from vllm_eb.policy import parse_policy
 
-    if emulated.emulate is not None and not parallel_of(extra).single:
+    if emulated.emulate is not None and not parse_parallel(extra).single:
         raise UsageError("--emulate emulates one GPU; leave out the options of several after --")
-    if emulated.emulate is not None and types_of(extra):
+    if emulated.emulate is not None and parse_types(extra):
         raise UsageError(
             "--emulate emulates a model in the types of its config.json; leave out --quantization and --kv-cache-dtype "
             "after --, or give them to `ebbench run --engine emulated`"

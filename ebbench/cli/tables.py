@@ -174,9 +174,9 @@ def _policies(names: list[str]) -> tuple[str, ...]:
 
 
 def _numbers(text: str, option: str) -> tuple[float, ...]:
-    from ebbench.config.declare import Setting, values_of
+    from ebbench.config.declare import Setting, parse_values
 
-    return values_of(option, text, Setting("", above=0, infinite=True, example="2,5,10"))
+    return parse_values(option, text, Setting("", above=0, infinite=True, example="2,5,10"))
 
 
 def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:

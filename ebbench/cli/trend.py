@@ -76,7 +76,7 @@ def trend(
     from ebbench.analysis.units import parse_figures, parse_margins
     from ebbench.analysis.verdict import GATED, Rules
     from ebbench.records.run import Run
-    from ebbench.report.trend import EXIT_CODES, alert_of
+    from ebbench.report.trend import EXIT_CODES, worst_alert
     from ebbench.runs.stored import DEFAULT_ROOTS, listed, meant
     from ebbench.sizing.chart import check_suffix
 
@@ -97,19 +97,19 @@ def trend(
     for path, why in listing.problems.items():
         typer.echo(visible(f"left out: {path}: {why}"), err=True)
     if rules.alert:
-        raise typer.Exit(EXIT_CODES[alert_of(series)])
+        raise typer.Exit(EXIT_CODES[worst_alert(series)])
 
 
 def _write(series: Sequence[Series], output: TrendOutput, style: str) -> None:
     from ebbench.records import files
     from ebbench.render.documents import rendered
     from ebbench.report import page
-    from ebbench.report.trend import as_json, document, page_of, save_chart
+    from ebbench.report.trend import as_json, document, save_chart, trend_page
 
     if output.plot is not None:
         save_chart(series, output.plot)
     if output.html is not None:
-        page.write(page_of(series), output.html)
+        page.write(trend_page(series), output.html)
     table = document(series, output.last)
     files.append_to_summary(rendered(table, "markdown"), output.summary)
     if output.as_json:

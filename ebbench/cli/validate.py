@@ -128,10 +128,10 @@ def validate(
     Exit code 0 with a verdict, whatever it is; 5 if noise or lack of time leaves it undecided; 4 if vLLM cannot run.
     """
     from ebbench.validation.command import run_validation
-    from ebbench.validation.question import question_of
+    from ebbench.validation.question import validation_question
 
     asked = {**vars(what), **vars(how)}
-    question = question_of(**asked, vllm_options=tuple(vllm_options or ()), labels=Labels(**labels))
+    question = validation_question(**asked, vllm_options=tuple(vllm_options or ()), labels=Labels(**labels))
     word = run_validation(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)
     sys.exit(5 if word == "undecided" else 0)
 

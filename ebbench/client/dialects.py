@@ -188,8 +188,8 @@ def draft_counts(messages: Sequence[Any], completion: int | None, odd: dict[str,
     """
     for counts in _objects(messages):
         for names in _DRAFT_FIELDS:
-            if (found := _drafts(counts, names, completion, odd)) is not None:
-                return found
+            if (drafts := _drafts(counts, names, completion, odd)) is not None:
+                return drafts
         per_step = finite_number(counts.get(_TOKENS_PER_STEP))
         if per_step is not None and per_step >= 1.0 and completion:
             steps = round(completion / per_step)
@@ -290,7 +290,7 @@ class Dialect:
 
     @property
     def thinks(self) -> bool:
-        """Whether its answers may have a part that is marked as thinking."""
+        """Whether answers of this endpoint can mark a part as thinking."""
         return self.holds == "messages"
 
     def decoder(self, reader: Reader) -> Callable[[bytes], Completion | Chat | None]:

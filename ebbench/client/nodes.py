@@ -85,7 +85,7 @@ async def client_nodes(
                 ray.kill(actor, no_restart=True)
 
 
-async def result_of(call: Any, timeout_s: float) -> Any:
+async def await_result(call: Any, timeout_s: float) -> Any:
     """The result of a remote call. Raises CallFailedError if its node is lost or does not answer in time."""
     future = asyncio.wrap_future(call.future())
     done, _ = await asyncio.wait([future], timeout=timeout_s)
@@ -127,7 +127,7 @@ def _actor(ray: Any, node_id: str) -> Any:
 
 async def _started(ray: Any, address: str, actor: Any) -> ClientNode:
     try:
-        place = _PLACE.decode(await result_of(actor.place.remote(), START_S))
+        place = _PLACE.decode(await await_result(actor.place.remote(), START_S))
     except CallFailedError as error:
         raise RunError(
             f"client node {address} did not start ({error}); it needs a free CPU and the same ebbench as this machine"
@@ -180,7 +180,7 @@ class ClockOffset:
         return -(-self.round_trip_ns // 2)
 
 
-def offset_of(sent_ns: int, other_ns: int, received_ns: int) -> ClockOffset:
+def clock_offset(sent_ns: int, other_ns: int, received_ns: int) -> ClockOffset:
     """The offset by one exchange: read here at ``sent_ns`` and ``received_ns``, there at ``other_ns``."""
     return ClockOffset(other_ns - (sent_ns + received_ns) // 2, received_ns - sent_ns)
 
@@ -191,7 +191,7 @@ async def measured_offset(read_other: Callable[[], Awaitable[int]], exchanges: i
     for _ in range(exchanges):
         sent_ns = time.monotonic_ns()
         other_ns = await read_other()
-        offsets.append(offset_of(sent_ns, other_ns, time.monotonic_ns()))
+        offsets.append(clock_offset(sent_ns, other_ns, time.monotonic_ns()))
     return min(offsets, key=lambda offset: offset.round_trip_ns)
 
 
@@ -234,7 +234,7 @@ class Sending:
 
     @property
     def running(self) -> bool:
-        """Whether more is to come from the node."""
+        """Whether the node still sends requests or reports."""
         return self.done is None and not self.lost_ns
 
     def alignment_error_ns(self) -> int | None:
@@ -289,7 +289,7 @@ class NodeSenders:
             assert sender.before is not None, "ready comes first"
             offset_ns = sender.before.offset_ns
             begun = sender.node.actor.begin.remote(start_ns + offset_ns, offset_ns, sender.first_worker)
-            calls.append(self._unless_lost(sender, result_of(begun, SILENT_S)))
+            calls.append(self._unless_lost(sender, await_result(begun, SILENT_S)))
         await asyncio.gather(*calls)
 
     def send_all(self, message: FromParent) -> None:
@@ -306,7 +306,7 @@ class NodeSenders:
             if not sender.lost_ns:
                 with contextlib.suppress(CallFailedError):
                     sender.after = await self._clock(sender)
-                    await result_of(sender.node.actor.end.remote(), SILENT_S)
+                    await await_result(sender.node.actor.end.remote(), SILENT_S)
 
     def missing(self, seen: Seen) -> list[RequestRecord]:
         """See Senders. Requests of a lost node have the error class NODE_LOST.
@@ -382,7 +382,7 @@ class NodeSenders:
         )  # fmt: skip
         prepared = sender.node.actor.prepare.remote(msgspec.msgpack.encode(task), _stream(part.table), self.keys)
         try:
-            sender.workers, problem = await result_of(prepared, PREPARE_S)
+            sender.workers, problem = await await_result(prepared, PREPARE_S)
         except CallFailedError as error:
             raise RunError(f"client node {sender.node.address} was lost before the start ({error})") from None
         if problem is not None:
@@ -395,14 +395,14 @@ class NodeSenders:
             raise RunError(f"client node {sender.node.address} was lost before the start ({error})") from None
 
     async def _clock(self, sender: Sending) -> ClockOffset:
-        return await measured_offset(lambda: result_of(sender.node.actor.clock.remote(), SILENT_S))
+        return await measured_offset(lambda: await_result(sender.node.actor.clock.remote(), SILENT_S))
 
     async def _listen(self, sender: Sending, on_batch: OnBatch) -> None:
         while sender.running:
             await self._unless_lost(sender, self._next_report(sender, on_batch))
 
     async def _next_report(self, sender: Sending, on_batch: OnBatch) -> None:
-        report = _REPORT.decode(await result_of(sender.node.actor.report.remote(), SILENT_S))
+        report = _REPORT.decode(await await_result(sender.node.actor.report.remote(), SILENT_S))
         sender.released = report.released
         for worker, batch in report.batches:
             on_batch(worker, batch)

@@ -45,7 +45,7 @@ class MetBefore(NamedTuple):
     unix_s: int
 
 
-def prompts_of(plan: pa.Table) -> tuple[str, int]:
+def prompts_key(plan: pa.Table) -> tuple[str, int]:
     """What the prompts of a plan come from, and how many there are.
 
     Synthetic prompts of one seed are the same whatever the load, the first n of any number of them; so their seed's
@@ -67,7 +67,7 @@ def note_prompts(server: str, model: str, plan: pa.Table, environ: Mapping[str, 
 
     Without a writable folder nothing is known, and nothing noted.
     """
-    key, count = prompts_of(plan)
+    key, count = prompts_key(plan)
     now = SentPrompts(server, model, key, count, int(time.time()))
     path = record_path(environ)
     try:

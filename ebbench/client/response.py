@@ -137,7 +137,7 @@ class StreamedResponse:
         """The token counts that the server reported last, checked."""
         if self._counts is None:
             counts = token_counts(self.usage, self._dialect.counts)
-            last = [stream_messages.document_of(data) for data in reversed(self._last) if _SAYS_DRAFTS.search(data)]
+            last = [stream_messages.parse_document(data) for data in reversed(self._last) if _SAYS_DRAFTS.search(data)]
             if last:
                 odd = dict(counts.odd)
                 counts = counts._replace(drafts=draft_counts(last, counts.completion, odd), odd=odd)
@@ -217,7 +217,7 @@ class StreamedResponse:
         if kind is None:
             self._keep_stray(data)
         elif kind == ERROR:
-            self.fail("error_frame", stream_messages.reason_in(stream_messages.document_of(data) or _text(data)))
+            self.fail("error_frame", stream_messages.reason_in(stream_messages.parse_document(data) or _text(data)))
         elif not stream_messages.is_keep_alive(data, kind):
             self._message(data, now_ns)
 
@@ -262,7 +262,7 @@ class StreamedResponse:
             self._without_choices(data)
 
     def _end(self, message: Translated, data: bytes) -> None:
-        """What a message of another API says beside its part of the answer."""
+        """Record usage, finish reason and errors in a message of another API."""
         if stream_messages.is_finish_reason(message.finish_reason):
             self.finish_reason = message.finish_reason
         if message.done:
@@ -318,7 +318,7 @@ class StreamedResponse:
         """A message that is not of the usual form; None if it is none and what it says has been recorded."""
         if data.strip() == stream_messages.DONE:
             self._done()
-        elif (document := stream_messages.document_of(data)) is not None:
+        elif (document := stream_messages.parse_document(data)) is not None:
             return self._read(document)
         elif b"\n" in data or (joined := stream_messages.joined_messages(data)):
             # several messages without the blank line, or even the line end, between them
@@ -334,7 +334,7 @@ class StreamedResponse:
 
     def _without_choices(self, data: bytes) -> None:
         """Record the failure that a message without choices may report; keep it as an explanation otherwise."""
-        document = stream_messages.document_of(data) or {}
+        document = stream_messages.parse_document(data) or {}
         if stream_messages.failure_in(document):
             self.fail("error_frame", stream_messages.reason_in(document))
         elif document and not document.get("usage"):
@@ -342,7 +342,7 @@ class StreamedResponse:
 
     def _failed(self, error: Any, data: bytes) -> None:
         """Record an error; where it is a mere number or true, the message beside it says more."""
-        said = error if isinstance(error, str | dict | list) else stream_messages.document_of(data)
+        said = error if isinstance(error, str | dict | list) else stream_messages.parse_document(data)
         self.fail("error_frame", stream_messages.reason_in(said))
 
     def _keep_stray(self, data: bytes) -> None:

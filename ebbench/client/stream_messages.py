@@ -203,7 +203,7 @@ def is_message(line: bytes) -> bool:
         try:
             _RAW.decode(line)
         except (msgspec.DecodeError, RecursionError):
-            return document_of(line) is not None or bool(joined_messages(line))
+            return parse_document(line) is not None or bool(joined_messages(line))
         return True
     return line.strip() == DONE
 
@@ -232,7 +232,7 @@ def is_keep_alive(data: bytes, kind: bytes = b"") -> bool:
     return kind.lower() in _KEEP_ALIVE_KINDS or _KEEP_ALIVE.fullmatch(data.strip()) is not None
 
 
-def document_of(data: bytes) -> Mapping[str, Any] | None:
+def parse_document(data: bytes) -> Mapping[str, Any] | None:
     """The JSON object in ``data``, with NaN and bytes that are no UTF-8 accepted; None if it is none."""
     try:
         document = json.loads(data.decode("utf-8", "replace"), parse_int=_integer)

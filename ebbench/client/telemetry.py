@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from ebbench.client.dialects import DIALECTS
 from ebbench.errors import RunError, UsageError
@@ -34,6 +33,8 @@ class LiveMetrics:
 
     def __init__(self, port: int, open_requests: Callable[[], int]) -> None:
         """Serve ``http://127.0.0.1:PORT/metrics``; 0 takes a free port. Raises RunError if the port is taken."""
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
         self.registry = registry = CollectorRegistry()
         self._requests = Counter("ebbench_requests", "Requests that ended, by status", ["status"], registry=registry)
         self._tokens = Counter("ebbench_output_tokens", "Output tokens of complete responses", registry=registry)

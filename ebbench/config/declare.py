@@ -32,12 +32,12 @@ __all__ = [
     "named_settings",
     "option_name",
     "pairs_of",
+    "parse_values",
     "setting",
     "settings_of",
     "split_kind",
     "split_pairs",
     "value_of",
-    "values_of",
 ]
 
 
@@ -61,7 +61,7 @@ value_of = _usage_errors()(read_value)
 """:func:`vllm_eb.settings.read_value`, but raises UsageError."""
 
 
-def values_of(option: str, text: str, about: Setting) -> tuple[Any, ...]:
+def parse_values(option: str, text: str, about: Setting) -> tuple[Any, ...]:
     """The values of an option that takes several, separated by commas or white space. Raises UsageError."""
     with _usage_errors():
         return tuple(read_value("", part, about, option, equals="") for part in split_pairs(text))
@@ -132,7 +132,7 @@ class Declared:
     """A run's condition in words where the value is not the default, with a place for it; "": told elsewhere."""
 
     def condition(self, value: Any) -> str:
-        """The value as a condition of a run; "" for the default, and where it is told elsewhere."""
+        """The value as a condition of a run; "" for the default, and for settings that are shown elsewhere."""
         if value is None or value == self.default or self.shown == "":
             return ""
         return f"{self.name} {value}" if self.shown is None else self.shown.format(value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import HostCosts, Speculative, release_of
+from ebbench.spec.server import HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     """
     if version == EB_VLLM:
         return _OF_EB_VLLM
-    release = release_of(version)
+    release = parse_release(version)
     if release is None:
         raise UsageError(f"--vllm-version must be like {DEFAULT_VLLM} or 0.25.1, not {version!r}")
     if not STARTS[0].since <= release <= NEWEST:

@@ -44,7 +44,7 @@ class Module(NamedTuple):
     params: int
 
 
-def modules_of(
+def read_modules(
     model: ModelGeometry, names: ModuleNames, mixers: Sequence[Sequence[Mixer]], mlps: Sequence[str], dense: str
 ) -> Iterator[Module]:
     """The weights of all layers; ``mixers`` and ``mlps``: of every layer, of which ``dense`` is a dense MLP's name."""
@@ -147,7 +147,7 @@ class _Scheme(NamedTuple):
     dtype: str
 
 
-def types_of(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
+def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
     """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
 
     ``modules``: its weights. Raises InputFileError, by the right name, for what vLLM does not read or what has no size
@@ -319,8 +319,8 @@ class _Typed:
     def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
         targets: dict[str, list[str]] = {}
         for scheme in schemes:
-            targets.setdefault(scheme.dtype, []).extend(one for one in scheme.targets if one != "Linear")
-        for_all = (one.dtype for one in schemes if not one.targets or "Linear" in one.targets)
+            targets.setdefault(scheme.dtype, []).extend(target for target in scheme.targets if target != "Linear")
+        for_all = (target.dtype for target in schemes if not target.targets or "Linear" in target.targets)
         named = tuple((_Names.of(path, listed), dtype) for dtype, listed in targets.items() if listed)
         return _Typed(named, next(for_all, PLAIN), _Names.of(path, left_out), only_experts)
 

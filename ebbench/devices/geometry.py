@@ -25,7 +25,7 @@ class Product:
 
     @property
     def params(self) -> int:
-        """Its elements."""
+        """Number of weights: columns x rows."""
         return self.columns * self.rows
 
     def sliced(self, tp: int) -> Product:
@@ -488,7 +488,7 @@ class KvLayout:
         return low
 
 
-def layout_of(model: ModelGeometry, in_flight: int) -> KvLayout | None:
+def kv_layout(model: ModelGeometry, in_flight: int) -> KvLayout | None:
     """The groups of a model as it lies on one GPU; None for one group that keeps all tokens."""
     element = model.kv_dtype_bytes
     kept = [mixer for mixer in model.mixers if mixer.cached or mixer.cached_bytes]

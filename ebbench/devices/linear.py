@@ -208,12 +208,12 @@ def fixed_and_each(counts: Sequence[float], times_s: Sequence[float]) -> tuple[f
     fixed cost of a decode step no threshold is defined.
     """
     x, y = np.asarray(counts, float), np.asarray(times_s, float)
-    each, fixed = (float(v) for v in np.polyfit(x, y, 1))
+    slope, fixed = (float(v) for v in np.polyfit(x, y, 1))
     if fixed < 0.0:
-        fixed, each = 0.0, float(x @ y / (x @ x))
-    elif each < 0.0:
-        fixed, each = float(y.mean()), 0.0
-    return max(fixed, LEAST_FIXED_S), each
+        fixed, slope = 0.0, float(x @ y / (x @ x))
+    elif slope < 0.0:
+        fixed, slope = float(y.mean()), 0.0
+    return max(fixed, LEAST_FIXED_S), slope
 
 
 def _fitted_mixed(a: float, b: float, c: float) -> MixedCost | None:

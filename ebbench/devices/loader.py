@@ -38,11 +38,11 @@ from ebbench.devices.linear import (
 )
 from ebbench.devices.profiles import (
     DeviceProfile,
+    device_identity,
     find_model,
     find_profile,
     has_bundled_shape,
     has_other_shape,
-    identity_of,
     measured_name,
 )
 from ebbench.devices.roofline import RooflineCost, roofline_cost
@@ -50,7 +50,7 @@ from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, caveat
-from ebbench.spec.server import OPTION, HostCosts, Speculative, release_of
+from ebbench.spec.server import OPTION, HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
 SLOWER = 1.02
@@ -108,7 +108,7 @@ _TABLES_SINCE = (0, 19)
 
 def _other_kernels(request: DeviceRequest) -> tuple[str, ...]:
     """What of an older vLLM ``--vllm-version`` does not set."""
-    version = release_of(request.vllm_version or "")
+    version = parse_release(request.vllm_version or "")
     if version is None or version >= _TABLES_SINCE:
         return ()
     return (caveat("older-vllm", vllm_version=request.vllm_version),)
@@ -326,7 +326,7 @@ def load(request: DeviceRequest) -> Device:
         profile=profile,
         geometry=geometry,
         request=request,
-        identity=(*identity_of(profile, named, cost=request.cost, host=request.host), *built.identity),
+        identity=(*device_identity(profile, named, cost=request.cost, host=request.host), *built.identity),
         kv_layout=requested_layout(profile, geometry, request),
     )
 
@@ -557,7 +557,7 @@ def unit_device(
     return UnitDevice(unit, spare, speed, model.kv_bytes_per_token)
 
 
-def shape_of(topology: TopologySpec) -> Parallel:
+def parallel_shape(topology: TopologySpec) -> Parallel:
     """How the GPUs of one instance of the first pool share the model."""
     return _shape(topology.pools[0], topology.link)
 

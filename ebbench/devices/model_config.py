@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbench.devices.checkpoint_types import CheckpointTypes, modules_of, types_of
+from ebbench.devices.checkpoint_types import CheckpointTypes, read_modules, read_types
 from ebbench.devices.families import (
     DENSE_MLP,
     EXPERTS,
@@ -115,7 +115,7 @@ def is_params(raw: Mapping[str, Any]) -> bool:
 
 
 def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model as a config.json. Raises InputFileError for a quantization of another kind."""
+    """Mistral's params.json as a config.json. Raises InputFileError for a quantization of another kind."""
     config = {_KEYS.get(key, key): value for key, value in raw.items()}
     config.setdefault("max_position_embeddings", 128_000)
     config["model_type"] = "mistral"
@@ -233,7 +233,7 @@ def _geometry(
     by_layer = _mixers(path, v, family, plan)
     mlps = _mlps(v, family, kinds, layers)
     model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
-    types = types_of(path, raw, modules_of(model, family.modules, by_layer, mlps, DENSE_MLP))
+    types = read_types(path, raw, read_modules(model, family.modules, by_layer, mlps, DENSE_MLP))
     model = _with_types(model, types)
     unknown = v.not_understood()
     if unknown and not assume_decoder:
@@ -374,9 +374,9 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
     if isinstance(frequency, list):
         flags = v.per_layer("moe_layer_freq", layers) or []
     else:
-        each = v.number("moe_layer_freq", default=0) or 1
+        frequency_of_experts = v.number("moe_layer_freq", default=0) or 1
         flags = [
-            layer % each == 0 and (layer + 1) % every == 0 and layer % period == offset % period
+            layer % frequency_of_experts == 0 and (layer + 1) % every == 0 and layer % period == offset % period
             for layer in range(layers)
         ]
     return [bool(flag) and start <= layer <= last and layer not in named for layer, flag in enumerate(flags)]
@@ -409,7 +409,7 @@ def _base(
         sliding_layers=sum(mixer.layers for mixer in windows),
         other_params=family.others(v) if family.others else 0,
         dtype_bytes=_dtype(path, raw),
-        positions=positions_of(raw),
+        positions=max_positions(raw),
         mtp_layers=v.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
     )
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
@@ -474,7 +474,7 @@ def _shared(v: ConfigValues, family: Family, inner: int) -> int:
 
 
 def positions_of_values(v: ConfigValues) -> int:
-    """:func:`positions_of` for values that are already read."""
+    """:func:`max_positions` for values that are already read."""
     keys = (
         "max_position_embeddings",
         "rope_scaling",
@@ -484,10 +484,10 @@ def positions_of_values(v: ConfigValues) -> int:
         "n_positions",
         "seq_length",
     )
-    return positions_of({key: v.get(key) for key in keys})
+    return max_positions({key: v.get(key) for key in keys})
 
 
-def positions_of(raw: Mapping[str, Any]) -> int:
+def max_positions(raw: Mapping[str, Any]) -> int:
     """Longest sequence in tokens that a config.json allows, as vLLM derives it; 0: not stated.
 
     A scaling of rotary embeddings stretches the positions, unless those stated are stretched already (Gemma 3, and the

@@ -337,7 +337,7 @@ _WORDS = frozenset(
 """Fields of a profile that no figure depends on."""
 
 
-def identity_of(
+def device_identity(
     profile: DeviceProfile, model: ModelGeometry, *, cost: str, host: HostCosts | None
 ) -> tuple[tuple[str, str], ...]:
     """Names and values for a manifest that tell own models and devices from others of their names; empty for bundled
@@ -356,7 +356,7 @@ def identity_of(
 
 
 def identity_given(cost: object, kv_tokens: int) -> tuple[tuple[str, str], ...]:
-    """The same for a device that is given by its constants."""
+    """As :func:`device_identity`, for a device that is given by its cost model and KV capacity."""
     return (("device_profile", _digest([repr(cost), kv_tokens])),)
 
 

@@ -195,7 +195,7 @@ def unverified_priorities(plan: Plan) -> list[RunWarning]:
     return [warning("priorities-unverified")] if _uses(plan, "priority") else []
 
 
-def notes_of(plan: Plan) -> tuple[str, ...]:
+def plan_notes(plan: Plan) -> tuple[str, ...]:
     """Warnings about what of a plan is not simulated."""
     return (IMAGES_AS_TOKENS,) if _uses(plan, "image_tokens") else ()
 

@@ -29,7 +29,7 @@ import pyarrow as pa
 from ebbench.devices.base import Device
 from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_unsimulated
+from ebbench.engines.checks import check_fits, check_options, num_kv_blocks, plan_notes, refuse_unsimulated
 from ebbench.errors import RunError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
@@ -120,7 +120,7 @@ class VirtualClients:
         return rows
 
     def catch_up(self, now_ns: int, *, idle: bool = False) -> None:
-        """Let everything happen that happens outside the engine up to now.
+        """Process all events outside the engine up to ``now_ns``: arrivals, follow-ups, API server, hang-ups.
 
         A client that hangs up at this very moment still gets the tokens of a step that ends now, so its hang-up comes
         later, unless the engine is ``idle``.
@@ -571,7 +571,7 @@ class _EmulatedRun:
             steps=steps_after(self._log, self._beginning, ids, self._blocks, by_time=False),
             decisions=table_of_records(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
-            warnings=notes_of(self._plan),
+            warnings=plan_notes(self._plan),
             facts={} if self._drafts is None else self._drafts.facts,
         )
 

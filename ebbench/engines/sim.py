@@ -22,8 +22,8 @@ from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import (
     check_fits,
-    notes_of,
     num_kv_blocks,
+    plan_notes,
     refuse_queue_limits,
     refuse_undecided,
     refuse_unsimulated,
@@ -456,7 +456,7 @@ class _Simulation:
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts=({} if topology is None else self._facts(topology))
             | ({} if self._drafting is None else self._drafting.counts.facts),
-            warnings=tuple(dict.fromkeys([*said, *self._notes, *notes_of(self._plan)])),
+            warnings=tuple(dict.fromkeys([*said, *self._notes, *plan_notes(self._plan)])),
             device=self._units[0] if self._units else None,
         )
 

@@ -92,7 +92,7 @@ def explain(output: str) -> str:
     return f"{said} (choose another --port, or end what listens there)" if _PORT_TAKEN.search(said) else said
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """An exception of vLLM in this process, as :func:`explain` would say it of a server's output."""
     return explain("".join(["Traceback (most recent call last):\n", *traceback.format_exception_only(error)]))
 

@@ -160,7 +160,7 @@ def not_text(path: Path, error: UnicodeDecodeError, line: int | None = None) -> 
     return InputFileError(path, problem, line and line + error.object.count(b"\n", 0, error.start))
 
 
-def lines_of(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their numbers, without a byte order mark. Raises InputFileError."""
     blank = 0
     try:
@@ -487,7 +487,7 @@ def not_positive(name: str, value: float | None) -> str:
     return f"{name} must be {'finite' if value == math.inf else 'positive'}, not {value:g}"
 
 
-def given_of(table: msgspec.Struct, keys: Iterable[str]) -> list[str]:
+def given_keys(table: msgspec.Struct, keys: Iterable[str]) -> list[str]:
     """Names among ``keys`` whose value differs from the default."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(table)}
     return [key for key in keys if getattr(table, key) != defaults[key]]

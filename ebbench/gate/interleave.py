@@ -97,7 +97,7 @@ class PairsWanted:
         return self.max_pairs is not None or (self.given and self.pairs is None)
 
 
-def policies_of(names: Sequence[str]) -> tuple[str | None, str | None]:
+def policies_of_sides(names: Sequence[str]) -> tuple[str | None, str | None]:
     """The baseline's and the candidate's policy; None: the only one there is. Raises UsageError for more than two."""
     if len(names) > 2:
         raise UsageError(f"--policy may be given twice, for the baseline and for the candidate, not {len(names)}x")

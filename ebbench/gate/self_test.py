@@ -32,7 +32,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.runs.pool import pool_of, values
+from ebbench.runs.pool import make_pool, values
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -117,7 +117,7 @@ def tried_in_parallel(trials: int, workers: int | None, rules: Rules, say: Calla
     """The self-test with so many trials per noise in worker processes. Raises UsageError."""
     if trials < 20:
         raise UsageError(f"--trials must be at least 20, not {trials}")
-    pool = pool_of(workers, trials)
+    pool = make_pool(workers, trials)
     return run_self_test(
         trials=trials,
         power_trials=trials // 5,

@@ -97,7 +97,7 @@ class Setting:
     beside_print: bool
 
 
-def setting_of(options: PaperOptions, reads: Collection[str], published: Published | None) -> Setting:
+def table_setting(options: PaperOptions, reads: Collection[str], published: Published | None) -> Setting:
     """How the options differ from the published setting of an item that reads ``reads``.
 
     Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the chosen
@@ -150,7 +150,7 @@ class PaperTable:
         Raises UsageError if the options leave no row.
         """
         document = self.document(options, store)
-        setting = setting_of(options, self.reads, self.published_on)
+        setting = table_setting(options, self.reads, self.published_on)
         if not any(section.rows for section in document.sections) and not self.cells(options):
             raise UsageError(f"{self.name} has no row for {', '.join(setting.deviations) or 'these options'}")
         return _titled(document, setting) if setting.deviations else document
@@ -162,11 +162,11 @@ def _titled(document: Document, setting: Setting) -> Document:
     sections = document.sections if setting.beside_print else tuple(map(_without_print, document.sections))
     run = ", ".join(setting.deviations)
     printed = any(_printed_groups(section) for section in document.sections)
-    notes = (said_of(setting, "table", printed=printed), *document.notes)
+    notes = (describe_setting(setting, "table", printed=printed), *document.notes)
     return replace(document, title=f"{document.title} ({run})", sections=sections, notes=notes)
 
 
-def said_of(setting: Setting, item: str, *, printed: bool = True) -> str:
+def describe_setting(setting: Setting, item: str, *, printed: bool = True) -> str:
     """What was run in place of the own setting of a table or figure, in words; ``printed``: print has values of it."""
     run = f"Run with {', '.join(setting.deviations)} instead of the {item}'s own setting"
     if not printed:
@@ -293,8 +293,8 @@ class PaperFigure:
     def drawn(self, options: PaperOptions, store: RunStore) -> tuple[Any, str]:
         """The chart and its caption, which says what was run where that is not the published setting; published values
         of another setting are left out."""
-        setting = setting_of(options, self.reads, self.published_on)
-        said = f"{said_of(setting, 'figure')} " if setting.deviations else ""
+        setting = table_setting(options, self.reads, self.published_on)
+        said = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
         return self.chart(options, store, setting.beside_print), said + self.caption
 
 

@@ -8,11 +8,12 @@ import subprocess
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import metadata
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 import ebbench
@@ -236,13 +237,16 @@ def phase_facts(plan: Plan) -> tuple[PhaseFact, ...]:
 def software_versions(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Versions that can change a result: ebbench, Python, numpy, pyarrow and the engine's (``extra``)."""
     versions = {"ebbench": ebbench.__version__, "python": platform.python_version()}
-    for name in ("numpy", "pyarrow"):
-        versions[name] = metadata.version(name)
+    versions |= {"numpy": np.__version__, "pyarrow": pa.__version__}
     return versions | dict(extra or {})
 
 
+@cache
 def git_commit() -> str | None:
-    """Commit of the checkout, with ``-dirty`` for uncommitted changes; None if ebbench is installed as a package."""
+    """Commit of the checkout, with ``-dirty`` for uncommitted changes; None if ebbench is installed as a package.
+
+    Asked for once per process: later changes are not of the code that runs.
+    """
     top = Path(ebbench.__file__).resolve().parent.parent
     if not (top / ".git").exists():
         return None

@@ -18,7 +18,7 @@ from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
 from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
-from ebbench.render.sentences import doubts_of
+from ebbench.render.sentences import doubts_by_case
 
 # The conditions that all runs share, in sentences: machine, load, requests, limits. Tables show what differs.
 
@@ -99,14 +99,16 @@ def _accepted(drafted: Drafted) -> str:
     rate = "" if drafted.rate is None else f"{percent(drafted.rate)} of the drafted tokens accepted"
     if drafted.mean_acceptance_length is None:
         return rate or f"{drafted.accepted_tokens:,} tokens accepted"
-    positions = f"by position: {', '.join(f'{one:.2f}' for one in drafted.acceptance)}" if drafted.acceptance else ""
+    positions = (
+        f"by position: {', '.join(f'{rate_at:.2f}' for rate_at in drafted.acceptance)}" if drafted.acceptance else ""
+    )
     said = ", ".join(filter(None, (rate, positions)))
     return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({said})' if said else ''}"
 
 
 def _unlike(summaries: Sequence[Summary]) -> bool:
     """Whether so different shares of drafts were accepted that speeds differ by that alone."""
-    known = [one.tokens_per_step or 1.0 for one in summaries if not sets_drafts(one.policy)]
+    known = [summary.tokens_per_step or 1.0 for summary in summaries if not sets_drafts(summary.policy)]
     return bool(known) and max(known) > (1.0 + ACCEPTED_ALIKE) * min(known)
 
 
@@ -200,7 +202,7 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
     parts += notes("Requests that did not complete", failure_lines(summaries))
-    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_of(cases), *sentences.caveats(groups)])
+    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_by_case(cases), *sentences.caveats(groups)])
     parts += notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
@@ -216,7 +218,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
         *(f"Did not complete: {line}" for line in failure_lines(summaries)),
         *sentences.missing(groups),
-        *doubts_of(cases),
+        *doubts_by_case(cases),
         *sentences.caveats(groups),
     ]
     parts = [section for case in cases for section in tables.parts(case)]

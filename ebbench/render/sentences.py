@@ -20,7 +20,7 @@ from ebbench.analysis.cases import (
     Gain,
     Group,
     all_keep_up,
-    baseline_of,
+    baseline_group,
     differing,
     gain,
     output_throughput,
@@ -34,11 +34,11 @@ from ebbench.analysis.certainty import (
     deciding_figure,
     identical,
     log_ratios,
-    p_of,
+    p_value,
     pairs_for,
     pairs_needed,
     stop_reason_of,
-    tests_of,
+    test_count,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary, named
@@ -72,7 +72,7 @@ NO_CHANCE = (
 """Shown instead of advice to repeat if every seed gives the same run."""
 
 
-def doubts_of(cases: Sequence[ComparisonCase]) -> list[str]:
+def doubts_by_case(cases: Sequence[ComparisonCase]) -> list[str]:
     """The doubts of all cases; a doubt that holds in some cases only begins with their titles."""
     members: dict[str, list[str]] = {}
     for case in cases:
@@ -83,7 +83,7 @@ def doubts_of(cases: Sequence[ComparisonCase]) -> list[str]:
 
 def doubts(groups: Sequence[Group]) -> list[str]:
     """Doubts about the comparison: whole run against steady window, and too few repeats."""
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     others = [group for group in groups if group is not baseline]
     lines = [line for group in others if (line := _ends_decide(group, baseline))]
     if others and not differing([summary for group in groups for summary in group.summaries]):
@@ -99,7 +99,7 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
         return []
     if any(group.copies for group in groups) or all(of_run.load.replayed and of_run.virtual for of_run in summaries):
         return [NO_CHANCE]
-    baseline, figure = baseline_of(groups), deciding_figure(groups)
+    baseline, figure = baseline_group(groups), deciding_figure(groups)
     others = [group for group in groups if group is not baseline]
     same = [group for group in others if identical(group, baseline)]
     unsettled = {
@@ -108,7 +108,7 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
         if group not in same and not stop_reason_of(groups, group) and (logs := log_ratios(group, baseline, figure))
     }
     lines = [_identical([baseline.policy, *(group.policy for group in same)])] if same else []
-    return lines + _more_pairs(unsettled, baseline.policy, tests_of(groups))
+    return lines + _more_pairs(unsettled, baseline.policy, test_count(groups))
 
 
 def _identical(policies: Sequence[str]) -> str:
@@ -221,7 +221,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
     if decided is not None:
         return Verdict([*decided.lines, *_limits(groups)], decided.shown)
-    baseline, best = baseline_of(groups), order[0]
+    baseline, best = baseline_group(groups), order[0]
     reference = baseline if best is not baseline else order[1]
     lead = gain(best, reference)
     if lead is None:
@@ -253,8 +253,8 @@ def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Fig
 
 
 def _p(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> float | None:
-    compared = best if reference is baseline_of(groups) else reference
-    return p_of(groups, compared.policy, figure)
+    compared = best if reference is baseline_group(groups) else reference
+    return p_value(groups, compared.policy, figure)
 
 
 def _invalid(groups: Sequence[Group]) -> str:
@@ -283,7 +283,7 @@ def _fastest(order: Sequence[Group]) -> Verdict:
 
     by_latency = sorted(order, key=latency)
     best, others = by_latency[0], by_latency[1:]
-    baseline = baseline_of(order)
+    baseline = baseline_group(order)
     reference = baseline if best is not baseline else others[0]
     keeping_up = "All policies keep up with the arrivals, so latency decides"
     if latency(others[0]) / latency(best) - 1 < TIE:
@@ -331,7 +331,7 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
     order = ranked(groups, request_goodput)
     if len(order) < len(groups) or not order[0].mean(request_goodput):
         return None
-    baseline, best = baseline_of(groups), order[0]
+    baseline, best = baseline_group(groups), order[0]
     reference = baseline if best is not baseline else order[1]
     lead = gain(best, reference, request_goodput)
     if lead is not None and lead.mean < TIE:

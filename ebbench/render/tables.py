@@ -16,7 +16,7 @@ from ebbench.analysis.cases import (
     ComparisonCase,
     Figure,
     Group,
-    baseline_of,
+    baseline_group,
     by_class,
     by_phase,
     differing,
@@ -98,7 +98,7 @@ def comparison(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False
 
 def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = False) -> Section:
     """One row per policy. Gains are in output throughput of the whole run over the baseline."""
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     figures = _figures(groups, all_percentiles=all_percentiles)
     versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
     completed = any(_missing(group) for group in groups)
@@ -173,7 +173,7 @@ def _by_part(
     )
     rows = tuple(
         (
-            name, _named(group), _OUTPUT.cell(group), *([_gain(group, baseline_of(groups))] if versus else []),
+            name, _named(group), _OUTPUT.cell(group), *([_gain(group, baseline_group(groups))] if versus else []),
             *(f.cell(group) for f in figures),
         )
         for name, groups in groups_by_name

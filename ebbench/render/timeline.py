@@ -47,7 +47,7 @@ class Timeline:
     ttft: list[Row] = field(default_factory=list)
 
 
-def timeline_of(run: Run) -> Timeline:
+def make_timeline(run: Run) -> Timeline:
     """The timeline of a run. Raises DataError if nothing was sent."""
     columns = RequestColumns.of(metric_columns(run))
     spans, manifest = served_spans(columns), run.manifest

@@ -216,7 +216,7 @@ def _by_drafts(other: PolicyContrasts) -> str:
     """What accepted drafts explain of a difference; empty where they are alike."""
     if not other.drafts:
         return ""
-    tokens = next(each for each in other.contrasts if each.figure == DRAFTS)
+    tokens = next(contrast for contrast in other.contrasts if contrast.figure == DRAFTS)
     return (
         f" Drafts: {tokens.value:.2f} tokens per step against {tokens.baseline:.2f}; up to "
         f"{numbers.change(other.drafts)} in tokens/s comes from what was accepted, not from the policy."

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import host_of
+from ebbench.analysis.environment import run_host
 from ebbench.records.run import read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
 from ebbench.runs.stored import Listing, StoredRun
-from ebbench.sizing.chart import capacity_of
+from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load
 
 _LEAST = (
@@ -128,7 +128,7 @@ def _described(run: StoredRun) -> dict[str, str]:
     }  # fmt: skip
     if run.kind == "run":
         manifest = read_manifest(run.path)
-        described |= {"host": host_of(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
+        described |= {"host": run_host(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
     if run.kind == "search":
         described["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
     sizes = [
@@ -139,7 +139,7 @@ def _described(run: StoredRun) -> dict[str, str]:
 
 def _answer(row: Mapping[str, Any]) -> str:
     unit = " open sessions" if "capacity_concurrency" in row else "/s"
-    reached = f"{row['policy']} {numbers.rate(capacity_of(row))}{unit}"
+    reached = f"{row['policy']} {numbers.rate(stored_capacity(row))}{unit}"
     return f"{reached}, limited by {row['limited_by']} (limits {row['limits']})"
 
 

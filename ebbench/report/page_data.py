@@ -18,8 +18,8 @@ from ebbench.analysis.summary import Summary, metric_columns
 from ebbench.records.run import Run
 from ebbench.render import sentences
 from ebbench.render.report import load_and_limits, machine
-from ebbench.render.sentences import doubts_of
-from ebbench.render.timeline import Timeline, timeline_of
+from ebbench.render.sentences import doubts_by_case
+from ebbench.render.timeline import Timeline, make_timeline
 from ebbench.report.page_tables import (
     SearchSection,
     Table,
@@ -63,7 +63,7 @@ class Page:
     searches: tuple[SearchSection, ...] = ()
 
 
-def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
+def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
             notes: Sequence[str] = (), all_percentiles: bool = False,
             searches: Sequence[SearchSection] = ()) -> Page:  # fmt: skip
     """Read everything the page needs. Raises DataError if a file of a run is damaged.
@@ -76,7 +76,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
     groups = [group for case in cases for group in case.groups]
     labels, curves = latency_curves(cases, runs)
     targets = _targets(runs, summaries[0].slo)
-    doubtful = doubts_of(cases)
+    doubtful = doubts_by_case(cases)
     return Page(
         title=title or _title(summaries),
         subtitle=(machine(summaries), *load_and_limits(summaries)),
@@ -180,7 +180,7 @@ def _run_data(run: Run, targets: Targets | None) -> dict[str, Any]:
     stepped = run.table("steps", ["step_id"]).num_rows > 0
     sent = run.table("requests", ["sent_ns"])["sent_ns"]
     if sent.null_count < len(sent):
-        line: Timeline = timeline_of(run)
+        line: Timeline = make_timeline(run)
         data |= {name: getattr(line, name) for name in _PANELS}
     if stepped:
         data["steps"], data["steps_left_out"] = _steps(run)

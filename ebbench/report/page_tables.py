@@ -15,7 +15,7 @@ from ebbench.analysis.summary import Summary
 from ebbench.records.run import MANIFEST, Run
 from ebbench.render import numbers, tables
 from ebbench.sizing import chart
-from ebbench.sizing.sentences import end_of, load
+from ebbench.sizing.sentences import end_sentence, load
 
 # Capacity searches on the page: a table, what was stopped or refused, and the curves that `--plot` draws, too.
 
@@ -34,7 +34,7 @@ class SearchSection:
     chart: dict[str, Any]
 
 
-def searches_of(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
+def search_sections(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
     """The searches whose directories are among ``paths``. Raises DataError for a damaged file of results."""
     searches = [rows for path in paths if (rows := load(path))]
     return tuple(SearchSection(_table(rows), _lines(rows), _chart(rows)) for rows in searches)
@@ -54,7 +54,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _row(row: Mapping[str, Any]) -> tuple[TableCell, ...]:
-    capacity, low, high = chart.capacity_of(row), row["low"], row["high"]
+    capacity, low, high = chart.stored_capacity(row), row["low"], row["high"]
     interval = numbers.DASH if capacity is None else f"{low:.3g} to {'?' if high is None else f'{high:.3g}'}"
     return (
         TableCell(str(row["policy"]), str(row["policy"])),
@@ -71,8 +71,8 @@ def _row(row: Mapping[str, Any]) -> tuple[TableCell, ...]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    lines = [f"{row['policy']}: {end_of(row['refused'])}." for row in rows if row["refused"]]
-    lines += [f"{row['policy']}: stopped by {end_of(row['stopped'])}." for row in rows if row["stopped"]]
+    lines = [f"{row['policy']}: {end_sentence(row['refused'])}." for row in rows if row["refused"]]
+    lines += [f"{row['policy']}: stopped by {end_sentence(row['stopped'])}." for row in rows if row["stopped"]]
     lines.append(
         "The probe nearest to each capacity, which a diamond marks, stands for the search in the rest of this page; "
         "the others are ordinary runs in the same directory."

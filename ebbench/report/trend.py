@@ -157,7 +157,7 @@ def _named(point: Point) -> str:
     return ", ".join(filter(None, (point.commit[:_COMMIT], point.label, point.begun[:10])))
 
 
-def alert_of(all_series: Sequence[Series]) -> str:
+def worst_alert(all_series: Sequence[Series]) -> str:
     """The worst alert: ``worse``, ``doubt`` or none."""
     alerts = {trend.alert for series in all_series for trend in series}
     return "worse" if "worse" in alerts else "doubt" if "doubt" in alerts else ""
@@ -166,7 +166,7 @@ def alert_of(all_series: Sequence[Series]) -> str:
 def as_json(all_series: Sequence[Series]) -> dict[str, Any]:
     """Series with their points, changes and alerts; an infinite bound is null."""
     return {
-        "alert": alert_of(all_series) or None,
+        "alert": worst_alert(all_series) or None,
         "series": [
             {
                 "name": series[0].kind.name, "title": _title(series, all_series), "policy": series[0].kind.policy,
@@ -262,7 +262,7 @@ def save_chart(all_series: Sequence[Series], path: Path) -> None:
     figures.save(alt.vconcat(*rows), path.with_suffix(""), [path.suffix[1:]])
 
 
-def page_of(all_series: Sequence[Series], title: str = "") -> Page:
+def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
     """The HTML page: the same tables, sentences and panels."""
     shown = document(all_series)
     sections = []
@@ -272,7 +272,7 @@ def page_of(all_series: Sequence[Series], title: str = "") -> Page:
         told = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
         picture = chart(series).to_dict(validate=False) | {"background": None}
         sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), told, picture))
-    alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[alert_of(all_series)]
+    alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
         warnings=tuple(_apart(all_series)),

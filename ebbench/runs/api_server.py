@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Drafted
-from ebbench.engines.setup import topology_of
+from ebbench.engines.setup import resolve_topology
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions
@@ -84,8 +84,8 @@ def api_server_warning(
         return None
     drafted = Drafted.of(facts)
     accepted = 0 if drafted is None else drafted.accepted_tokens  # which leave in the message of another token
-    each = metrics.completed, metrics.total_input_tokens, max(metrics.total_output_tokens - accepted, 0)
-    rates = [amount / metrics.duration_s for amount in each]
+    amounts = metrics.completed, metrics.total_input_tokens, max(metrics.total_output_tokens - accepted, 0)
+    rates = [amount / metrics.duration_s for amount in amounts]
     units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
     if options.api_server == OFF:
         return left_out(processes_needed(*rates), units)
@@ -113,7 +113,7 @@ def left_out_of(cell: RunSpec, figures: Figures) -> RunWarning | None:
     simulated = cell.engine in VIRTUAL_TIME and cell.server.api_server == OFF and not figures.get("dead")
     if not simulated or requests is None or total is None or output is None:
         return None
-    topology = topology_of(cell.cluster.topology, cell.plan.scenario, cell.cluster.link)
+    topology = resolve_topology(cell.cluster.topology, cell.plan.scenario, cell.cluster.link)
     return left_out(
         processes_needed(requests, total - output, output), 1 if topology is None else topology.pools[-1].units
     )

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.analysis.metrics import Slo, refuse_unknown_classes, slo_of
+from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classes
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
@@ -71,7 +71,7 @@ def _released(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
     kept_rows = pc.invert(pc.is_in(plan.table["session"], value_set=left))
     if pc.all(kept_rows).as_py():
         return exhausted(plan, result)
-    part = part_of(plan, plan.table.filter(kept_rows))
+    part = plan_part(plan, plan.table.filter(kept_rows))
     kept = pc.is_in(result.requests["request_id"], value_set=part.table["request_id"].combine_chunks())
     return part, replace(result, requests=result.requests.filter(kept))
 
@@ -116,10 +116,10 @@ def _released_before(requests: pa.Table, sessions: list[int], seconds: float) ->
 
 def _first_sessions(plan: Plan, order: list[int], count: int) -> Plan:
     chosen = pa.array(order[:count], plan.table.schema.field("session").type)
-    return part_of(plan, plan.table.filter(pc.is_in(plan.table["session"], value_set=chosen)))
+    return plan_part(plan, plan.table.filter(pc.is_in(plan.table["session"], value_set=chosen)))
 
 
-def part_of(plan: Plan, table: pa.Table) -> Plan:
+def plan_part(plan: Plan, table: pa.Table) -> Plan:
     """The plan with only the rows of ``table``; ``cut_from`` keeps the whole plan."""
     sessions = np.unique(table["session"].to_numpy()).size
     facts = {**plan.facts, "released_sessions": int(sessions), "released_requests": table.num_rows}
@@ -191,7 +191,7 @@ class _Stoppable:
 
 def _limits(ready: Prepared) -> Slo:
     """The limits of the run. Raises UsageError for those of a class that no request has."""
-    slo = slo_of(ready.spec.goodput, ready.plan.facts.get("classes") or {})
+    slo = parse_class_slo(ready.spec.goodput, ready.plan.facts.get("classes") or {})
     if slo.classes:
         table = ready.plan.table
         known = table["class"].unique().drop_null().to_pylist() if "class" in table.column_names else []

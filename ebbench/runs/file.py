@@ -23,9 +23,9 @@ from ebbench.spec.run import (
     RunSpec,
     SearchCommand,
     known_settings,
+    make_spec,
     named_as_keys,
     settings_of,
-    spec_of,
 )
 from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
@@ -54,7 +54,7 @@ def spec_of_file(settings: Mapping[str, Any]) -> RunSpec:
     if is_server(engine):
         given = [name for name in settings if starts_a_server(name) or name in _STATED]
         refuse_server_settings(engine, given, "leave it out, or set it in [[overrides]] for the engines that take it")
-    return spec_of(with_batch_limits(settings))
+    return make_spec(with_batch_limits(settings))
 
 
 def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:

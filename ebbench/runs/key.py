@@ -116,7 +116,7 @@ class FileCache:
         if known is not None and known[:3] == stamp:
             return _Facts(known[3], tuple(known[4]))
         content = Path(path).read_bytes()
-        imports = imports_of(content, module, path) if module else []
+        imports = read_imports(content, module, path) if module else []
         facts = _Facts(hashlib.sha256(content).hexdigest(), tuple(imports))
         if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
             self._known[path] = [*stamp, facts.digest, list(imports)]
@@ -136,7 +136,7 @@ class FileCache:
             self._changed = False
 
 
-def imports_of(source: bytes, module: str, path: str) -> list[str]:
+def read_imports(source: bytes, module: str, path: str) -> list[str]:
     """The relevant imports of a module: all, or only top-level ones if it selects an engine by name."""
     is_package = path.endswith("__init__.py")
     return imported_modules(source, module, is_package=is_package, in_functions=module not in CHOOSERS)
@@ -238,7 +238,7 @@ def cache_file(tree: Tree) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "ebbench" / f"code-{name}.json"
 
 
-def key_of(spec: RunSpec) -> str:
+def result_key(spec: RunSpec) -> str:
     """Sixteen hex digits over the run, the contents of the user's files that it names, and the code and data that
     compute it."""
     content = [_identity(spec), _files(spec), code_fingerprint(_engine_kind(spec.engine)), _versions(spec.engine)]
@@ -249,7 +249,7 @@ def directory_name(spec: RunSpec) -> str:
     """A readable name followed by the key."""
     engine = "" if spec.engine == "sim" else spec.engine
     words = (engine, spec.device or "", spec.model or "", spec.plan.scenario or "", spec.plan.workload, spec.policy)
-    return f"{slug('-'.join(word for word in words if word))[:60].rstrip('-._')}-{key_of(spec)}"
+    return f"{slug('-'.join(word for word in words if word))[:60].rstrip('-._')}-{result_key(spec)}"
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
@@ -339,9 +339,9 @@ def _file(value: str | None) -> Path | None:
 def _digest(path: Path) -> str:
     """The digest of a file's content, or of the files of a log that is a folder."""
     if path.is_dir():
-        from ebbench.workloads.files import files_of
+        from ebbench.workloads.files import log_files
 
-        return _digest_of_files(files_of(path))
+        return _digest_of_files(log_files(path))
     try:
         stat = path.stat()
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NS

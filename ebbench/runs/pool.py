@@ -170,7 +170,7 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         manager.join()
 
 
-def pool_of(workers: int | None, jobs: int) -> Pool:
+def make_pool(workers: int | None, jobs: int) -> Pool:
     """A pool for so many jobs that need one core each; with one worker or one job, this process."""
     check_counts(workers=workers)
     count = min(workers or len(os.sched_getaffinity(0)), jobs)

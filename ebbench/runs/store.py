@@ -30,8 +30,8 @@ from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
 from ebbench.runs.execute import Made, Task, make
-from ebbench.runs.key import directory_name, key_of, with_absolute_paths
-from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
+from ebbench.runs.key import directory_name, result_key, with_absolute_paths
+from ebbench.runs.pool import InProcess, Outcome, Pool, make_pool
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.spec.run import RunSpec, stored_form
 from ebbench.spec.server import is_server
@@ -129,7 +129,7 @@ class RunStore:
 
     def temporary(self, cell: RunSpec) -> Path:
         """A path for the directory of a running cell; hidden, not created yet, and used by no other command."""
-        return self.root / f"{_TEMPORARY}{key_of(cell)}-{secrets.token_hex(4)}"
+        return self.root / f"{_TEMPORARY}{result_key(cell)}-{secrets.token_hex(4)}"
 
     def abandon(self, directory: Path) -> None:
         """Drop the directory of an unfinished run; measurements of real servers are kept."""
@@ -150,7 +150,7 @@ class RunStore:
         try:
             working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
             content = {
-                "key": key_of(cell), "cell": stored_form(cell), "figures": figures, "phases": list(made.phases),
+                "key": result_key(cell), "cell": stored_form(cell), "figures": figures, "phases": list(made.phases),
                 "caveats": list(made.caveats), "seconds": outcome.seconds, "worker": outcome.worker,
             }  # fmt: skip
             try:
@@ -268,7 +268,7 @@ def run_missing(
     before a failure or an interruption are kept.
     """
     todo = store.missing(cells, whole=whole)
-    pool = pool_of(workers, len(todo)) if not any(cell.real_time for cell in todo) else InProcess()
+    pool = make_pool(workers, len(todo)) if not any(cell.real_time for cell in todo) else InProcess()
     if not todo:
         return 0
     check_names(todo)

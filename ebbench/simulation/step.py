@@ -274,7 +274,7 @@ class FigureLog:
         return pa.table({name: pa.array(columns[name]) for name in schema.names}).cast(schema)
 
 
-def phase_of(step: Step) -> str:
+def step_phase(step: Step) -> str:
     """What a step held: prefill, decode or mixed."""
     if not step.prefill_tokens:
         return "decode"
@@ -306,7 +306,7 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
     offsets = _offsets(rows)
     columns = {name: pa.array(_column(made, name), STEPS.field(name).type) for name in PLAIN_COLUMNS} | {
         "instance": pa.array([instance for instance, _ in steps], pa.int32()),
-        "phase": pa.array(list(map(phase_of, made)), pa.string()),
+        "phase": pa.array(list(map(step_phase, made)), pa.string()),
         "request_ids": pa.ListArray.from_arrays(offsets, pa.array(_flat(rows))),
         "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(_flat(_column(made, "tokens")))),
         "preemptions": pa.array(list(map(len, preempted)), pa.int32()),

@@ -72,16 +72,16 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 def _intervals(alt: Any, rows: Sequence[Mapping[str, Any]], colour: Any) -> list[Any]:
     """A rule at each capacity, and a band over its interval if both ends are known."""
     intervals = [
-        {"series": row["policy"], "x": capacity_of(row), "low": row["low"], "high": row["high"]}
+        {"series": row["policy"], "x": stored_capacity(row), "low": row["low"], "high": row["high"]}
         for row in rows
-        if capacity_of(row) is not None
+        if stored_capacity(row) is not None
     ]
     rules = alt.Chart(figures.values(intervals)).mark_rule(strokeWidth=1.5).encode(x="x:Q", color=colour)
     closed = alt.Chart(figures.values([row for row in intervals if row["high"] is not None]))
     return [closed.mark_rect(opacity=0.15).encode(x="low:Q", x2="high:Q", color=colour), rules]
 
 
-def capacity_of(row: Mapping[str, Any]) -> float | None:
+def stored_capacity(row: Mapping[str, Any]) -> float | None:
     """The capacity in one object of ``--json``, whichever unit it is in."""
     value = row.get("capacity_concurrency", row.get("capacity_requests_per_s"))
     return None if value is None else float(value)
@@ -107,7 +107,7 @@ def _knees(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list
     knees = []
     for row in rows:
         near = [probe for probe in row["curve"] if probe["run_dir"] == row["nearest_run_dir"]]
-        if capacity_of(row) is not None and near and near[0][key] is not None:
+        if stored_capacity(row) is not None and near and near[0][key] is not None:
             x = near[0]["load"] if over_load else near[0]["output_tokens_per_s"]
             knees.append({"series": row["policy"], "x": x, "y": _shown(near[0], key)})
     return knees

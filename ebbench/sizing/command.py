@@ -22,13 +22,13 @@ from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
-from ebbench.runs.prepare import Series, device_of, series_of
+from ebbench.runs.prepare import Series, device_of, parse_series
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, parse_limits
 from ebbench.sizing.prober import RunProber, one_server
 from ebbench.spec.run import SearchCommand, stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
-from ebbench.workloads.mixture import brought_limits, check_workload, classes_of
+from ebbench.workloads.mixture import brought_limits, check_workload, class_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,7 +83,7 @@ class CapacitySearch:
             raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
         check_workload(self.series.spec.plan.workload)
         if self.limits.named:
-            refuse_unknown_classes(self.limits.named, classes_of(self.series.spec.plan))
+            refuse_unknown_classes(self.limits.named, class_names(self.series.spec.plan))
         self.series.check()
 
 
@@ -113,9 +113,9 @@ class Searched:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One object per policy, as ``--json`` gives them."""
-        from ebbench.sizing.sentences import rows_of
+        from ebbench.sizing.sentences import outcome_rows
 
-        return rows_of(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
+        return outcome_rows(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
 
     def store(self) -> None:
         """Write the results into the directory of the search."""
@@ -135,7 +135,7 @@ def capacity_search(asked: Mapping[str, Any]) -> CapacitySearch:
     goodput = [own["goodput"]] if own["goodput"] else []
     limits = parse_limits([*brought_limits(str(settings["workload"]), goodput), *goodput], own["attainment"])
     arrivals = scenario or ("gamma" if "burstiness" in settings else "poisson")
-    series = series_of({**settings, "scenario": arrivals})
+    series = parse_series({**settings, "scenario": arrivals})
     limits_ms = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
     return CapacitySearch(
         replace(series, spec=series.spec.changed(redraw=True, goodput=limits_ms)),

@@ -36,7 +36,7 @@ _FLATTEST = -0.5
 """Slopes of logit(share) over log(load) above this do not locate the crossing."""
 
 
-def crossing_of(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
+def fit_crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
     """Capacity under one requirement; None if there are too few probes, or none above it."""
     usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
     centre, reach = math.log(middle), _NEAR
@@ -277,7 +277,7 @@ def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
     crossings = [
         crossing
         for index, requirement in enumerate(search.requirements)
-        if (crossing := crossing_of(requirement, index, probes, middle)) is not None
+        if (crossing := fit_crossing(requirement, index, probes, middle)) is not None
     ]
     known = Estimate(middle, *_undisputed(search, probes), _blame(search, probes), fitted=False)
     best = min(crossings, key=lambda crossing: crossing.capacity or math.inf, default=None)

@@ -207,10 +207,10 @@ def _measured(
     finally:
         if any(folder.glob(f"*/{MANIFEST}")):  # its runs are probes, which lists of runs show as one search
             files.write_text(json.dumps({"saturation": series.spec.plan.workload}) + "\n", folder / SEARCH)
-    return saturation_of(outcome, first.name, time.monotonic() - begun)
+    return read_saturation(outcome, first.name, time.monotonic() - begun)
 
 
-def saturation_of(outcome: SearchOutcome, policy: str, seconds: float) -> Saturation:
+def read_saturation(outcome: SearchOutcome, policy: str, seconds: float) -> Saturation:
     """The highest rate of all loops; with more sessions than a prefix cache serves the largest ones may be slower."""
     usable = sorted((r for r in outcome.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
     if not usable:

@@ -28,7 +28,7 @@ from ebbench.sizing.probe import ProbeReading
 FILE = "capacity-answers.json"
 
 
-def rows_of(
+def outcome_rows(
     outcomes: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits, notes: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """One object per policy. ``notes``: warnings that all policies share."""
@@ -234,13 +234,13 @@ SATURATION: Texts = {"simulated": _simulated, "measured": _measured}
 
 
 def not_saturated(outcome: SearchOutcome) -> str:
-    """Why no run told the saturated rate."""
+    """The reason why no run was usable to measure the saturated rate."""
     failed = next((r.probe.failed for r in outcome.readings if r.probe.failed), "no run was long enough")
     why = failed if outcome.stopped is None else outcome.stopped.worded(ENDS)
     return f"saturation could not be measured ({why}); give --saturation-rate"
 
 
-def end_of(stored: object) -> str:
+def end_sentence(stored: object) -> str:
     """Why a stored search ended; that of an earlier version is a sentence already."""
     return convert(stored, Fact).worded(ENDS) if isinstance(stored, dict) else str(stored)
 

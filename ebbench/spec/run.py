@@ -74,7 +74,7 @@ class Labels:
 
     def in_job(self, environ: Mapping[str, str]) -> Labels:
         """The same with commit and label of the CI job that runs this process, where they are not given."""
-        job = job_of(environ)
+        job = ci_job(environ)
         return replace(self, commit=self.commit or job.commit or None, label=self.label or job.label or None)
 
 
@@ -119,7 +119,7 @@ _SYSTEMS = (
 _GITHUB_REQUEST = re.compile(r"refs/pull/(\d+)/")
 
 
-def job_of(environ: Mapping[str, str]) -> Job:
+def ci_job(environ: Mapping[str, str]) -> Job:
     """The CI job of this environment."""
     system = next((known for known in _SYSTEMS if environ.get(known.sign)), None)
     if system is None:
@@ -271,7 +271,7 @@ def _key(option: re.Match[str]) -> str:
     return option[1].replace("-", "_")
 
 
-def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> RunSpec:
+def make_spec(settings: Mapping[str, Any], *, with_text: bool | None = None) -> RunSpec:
     """The run with these settings by name; others have their defaults. Raises UsageError for an invalid value.
 
     A rate without a scenario means Poisson arrivals. Plans of simulated engines contain no text, unless ``with_text``

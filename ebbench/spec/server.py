@@ -88,7 +88,7 @@ class Speculative:
 
 
 @cache
-def speculative_of(text: str) -> Speculative:
+def parse_speculative(text: str) -> Speculative:
     """Read the setting. Raises UsageError."""
     given = _pairs(text)
     method = given.pop("method", None)
@@ -102,11 +102,11 @@ def speculative_of(text: str) -> Speculative:
     rates = _acceptance(given.pop("acceptance", None), tokens)
     if given:
         raise UnknownNameError(f"setting of {OPTION}", next(iter(given)), ("method", "tokens", "acceptance"))
-    tokens = len(rates) if tokens is None else tokens
-    if len(rates) > tokens:
+    if len(rates) > (most := tokens or MOST_TOKENS):
         raise UsageError(
-            f"{OPTION}: acceptance has {len(rates)} rates for {tokens} drafted tokens; give at most one per token"
+            f"{OPTION}: acceptance has {len(rates)} rates for {most} drafted tokens; give at most one per token"
         )
+    tokens = tokens or len(rates)
     return Speculative(method, tokens, _continued(rates, tokens))
 
 
@@ -115,15 +115,15 @@ def served_drafts(vllm_options: Sequence[str]) -> dict[str, Any]:
 
     Empty without one, and for what is no JSON object, which vLLM refuses.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word, following in zip(vllm_options, (*vllm_options[1:], ""), strict=False):
         name, _, value = word.partition("=")
         option, _, key = name.replace("_", "-").partition(".")
         key = _SHORT.get(option) or key.replace("-", "_")
         if option in ("--speculative-config", "-sc", *_SHORT):
             read = _json_or_text(value or following)
-            found |= {key: read} if key else read if isinstance(read, dict) else {}
-    return found
+            settings |= {key: read} if key else read if isinstance(read, dict) else {}
+    return settings
 
 
 def _json_or_text(text: str) -> Any:
@@ -163,7 +163,7 @@ def _pairs(text: str) -> dict[str, str]:
 def _tokens(text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MOST_TOKENS:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MOST_TOKENS:
         raise UsageError(f"{OPTION}: tokens must be a whole number from 1 to {MOST_TOKENS}, not {text}")
     return int(text)
 
@@ -214,12 +214,14 @@ def _measured(path: Path) -> tuple[float, ...]:
 
     The mean per position over several runs.
     """
+    from msgspec import ValidationError, convert
+
     from ebbench.foreign.documents import read_json
 
     read = read_json(path)
     try:
-        runs = [[float(rate) for rate in run["acceptance"]] for run in (read if isinstance(read, list) else [read])]
-    except (ValueError, TypeError, KeyError):
+        runs = [convert(run["acceptance"], list[float]) for run in (read if isinstance(read, list) else [read])]
+    except (ValidationError, TypeError, KeyError):
         raise UsageError(
             f"{OPTION}: {path} must be what `ebbench show RUN --json` prints of a run with drafts, or a JSON object "
             'with "acceptance": [0.8, 0.6, ...]'
@@ -276,7 +278,7 @@ class HostCosts:
         )
 
 
-def release_of(version: str) -> tuple[int, int] | None:
+def parse_release(version: str) -> tuple[int, int] | None:
     """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
     matched = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
     return None if matched is None else (int(matched[1]), int(matched[2]))
@@ -288,7 +290,7 @@ _SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}
 
 def version_defaults(version: str | None) -> dict[str, bool]:
     """Settings that are off by default in this version of vLLM, unlike here; {} for None and for other texts."""
-    release = release_of(version or "")
+    release = parse_release(version or "")
     return {} if release is None else {name: False for name, since in _SINCE.items() if release < since}
 
 
@@ -428,7 +430,7 @@ class EngineOptions:
         check_ranges(self)
         if self.speculative is None:
             return
-        drafts = speculative_of(self.speculative)
+        drafts = parse_speculative(self.speculative)
         # A run's settings hold the rates, not the file that they are read from.
         object.__setattr__(self, "speculative", drafts.text)
         if not drafts.rules.asynchronous:
@@ -437,7 +439,7 @@ class EngineOptions:
     @property
     def drafts(self) -> Speculative | None:
         """How the server drafts tokens; None: not at all. Raises UsageError."""
-        return None if self.speculative is None else speculative_of(self.speculative)
+        return None if self.speculative is None else parse_speculative(self.speculative)
 
     @property
     def running_limit(self) -> int:

@@ -25,11 +25,11 @@ from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.render.report import notes
 from ebbench.runs.file import plain
-from ebbench.runs.key import key_of
+from ebbench.runs.key import result_key
 from ebbench.spec.run import RunSpec, settings_of
 from ebbench.spec.server import DEFAULT_CLASS, OFF, is_server
 from ebbench.sweep.drive import Finished, Result, SweepProgress, named, summary_lines
-from ebbench.sweep.spec import Sweep, problem_of
+from ebbench.sweep.spec import Sweep, cell_problem
 
 # Results of a sweep: per policy and setting of the other axes, the best configuration and the sensitivity.
 
@@ -59,7 +59,7 @@ class Finding:
     gain_shown: bool = True
 
 
-def metric_of(cells: Sequence[RunSpec]) -> str:
+def deciding_metric(cells: Sequence[RunSpec]) -> str:
     """The figure that ranks if none was chosen: goodput if all cells have limits, else requests/s."""
     return GOODPUT if all(cell.goodput for cell in cells) else METRIC
 
@@ -67,7 +67,7 @@ def metric_of(cells: Sequence[RunSpec]) -> str:
 def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = METRIC) -> list[Finding]:
     """One entry per setting and policy, in grid order. INVALID cells are counted and left out.
 
-    ``gain``: best throughput over the best of :func:`baseline_of` in the same setting, minus one.
+    ``gain``: best throughput over the best of :func:`baseline_policy` in the same setting, minus one.
     """
     others = tuple(name for name in axes if name not in _CONFIGURATION)
     settings: dict[tuple[Any, ...], dict[str, list[Finished]]] = {}
@@ -80,7 +80,7 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
         for setting, policies in settings.items()
         for finding in _of_setting(tuple(zip(others, setting, strict=True)), policies, metric)
     ]
-    baseline = baseline_of(all_findings)
+    baseline = baseline_policy(all_findings)
     bests = {
         finding_of_policy.setting: finding_of_policy.sensitivity.best
         for finding_of_policy in all_findings
@@ -141,7 +141,7 @@ def _with_gain(finding: Finding, baseline: float | None) -> Finding:
     return replace(finding, gain=gain, gain_shown=abs(math.log1p(gain)) > math.log1p(reach) if gain > -1 else True)
 
 
-def baseline_of(bests: Sequence[Finding]) -> str:
+def baseline_policy(bests: Sequence[Finding]) -> str:
     """The policy that the others are compared with: v1, else the first one of the grid."""
     policies = [finding.policy for finding in bests]
     return policies[0] if policies and _BASELINE not in policies else _BASELINE
@@ -179,7 +179,7 @@ def dry_run(sweep: Sweep, todo: Sequence[RunSpec]) -> RenderableType:
         values = dict.fromkeys(str(plain(settings_of(cell)[name])) for cell in sweep.cells)
         lines.append(f"  {name}: {', '.join(values)}")
     lines += [f"  {name}: {_values(sweep, name)}" for name in _SHARED if name not in sweep.axes]
-    problems = [problem for cell in sweep.cells if (problem := problem_of(cell))]
+    problems = [problem for cell in sweep.cells if (problem := cell_problem(cell))]
     if problems:
         lines += ["these cannot run:", *(f"  {line}" for line in summary_lines(problems))]
     return Stack(*(Text(line) for line in lines))
@@ -278,7 +278,7 @@ def findings_parts(bests: Sequence[Finding], metric: str) -> list[RenderableType
     """One table per setting, one row per policy; all have the same columns, so only the first has headers."""
     settings = list(dict.fromkeys(finding.setting for finding in bests))
     width = max((len(finding.policy) for finding in bests), default=0)
-    headers = _headers(metric, baseline_of(bests), limits=any(entry.sensitivity.best_budget for entry in bests))
+    headers = _headers(metric, baseline_policy(bests), limits=any(entry.sensitivity.best_budget for entry in bests))
     parts: list[RenderableType] = []
     for place, setting in enumerate(settings):
         if setting:
@@ -370,9 +370,9 @@ def to_json(result: Result, bests: Sequence[Finding], metric: str) -> dict[str, 
         "finished": len(result.finished),
         "from_before": result.progress.kept,
         "kept_since_unix_s": result.kept_since_unix_s,
-        "failed": [{"key": key_of(e.cell), "error": str(e.error)} for e in result.failed],
+        "failed": [{"key": result_key(e.cell), "error": str(e.error)} for e in result.failed],
         "invalid": [
-            {"key": key_of(entry.cell), "cell": where, "reasons": why}
+            {"key": result_key(entry.cell), "cell": where, "reasons": why}
             for entry, (where, why) in zip(result.invalid, named(result.invalid, result.sweep.axes), strict=True)
         ],
         "warnings": caveats(result),
@@ -381,7 +381,7 @@ def to_json(result: Result, bests: Sequence[Finding], metric: str) -> dict[str, 
         "interrupted": result.interrupted,
         "results": str(result.results),
         "metric": metric,
-        "baseline": baseline_of(bests),
+        "baseline": baseline_policy(bests),
         "findings": [
             dict(f.setting)
             | {"policy": f.policy, "gain": f.gain, "gain_shown": f.gain_shown, "invalid": f.invalid, "noise": f.noise}
@@ -403,13 +403,14 @@ def ranking_metric(grid: Sweep, asked: str | None) -> str:
         raise UsageError(
             '--metric request_goodput needs limits for all cells: goodput = "ttft:500 tpot:50" in [common]'
         )
-    return asked or metric_of(grid.cells)
+    return asked or deciding_metric(grid.cells)
 
 
 def dry_run_json(grid: Sweep, todo: Sequence[RunSpec]) -> dict[str, Any]:
     """The cells with what is left to run, as one JSON object."""
     left = set(todo)
     cells = [
-        {"key": key_of(cell), "finished": cell not in left, "problem": problem_of(cell) or None} for cell in grid.cells
+        {"key": result_key(cell), "finished": cell not in left, "problem": cell_problem(cell) or None}
+        for cell in grid.cells
     ]
     return {"name": grid.name, "cells": cells, "axes": list(grid.axes)}

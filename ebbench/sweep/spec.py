@@ -20,7 +20,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, speculative_of
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, parse_speculative
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
@@ -205,7 +205,7 @@ def check_cells(cells: Sequence[RunSpec]) -> None:
     cell."""
     _check_names(cells)
     _check_labels(cells)
-    problems = [problem_of(cell) for cell in cells]
+    problems = [cell_problem(cell) for cell in cells]
     if all(problems):
         raise UsageError(f"no cell of the grid can run: {problems[0]}")
     _check_engines(cells)
@@ -221,7 +221,7 @@ def _check_labels(cells: Sequence[RunSpec]) -> None:
             )
 
 
-def problem_of(cell: RunSpec) -> str:
+def cell_problem(cell: RunSpec) -> str:
     """Why no engine can run a cell's scheduler settings; empty if one can."""
     return _problem(cell.server, cell.policy)
 
@@ -281,7 +281,7 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     for model, assumed, drafts in dict.fromkeys(served):
         geometry = find_model(as_decoder(model) if assumed else model)
         if drafts is not None:
-            check_drafts(speculative_of(drafts), geometry)
+            check_drafts(parse_speculative(drafts), geometry)
 
 
 def trace_notes(cells: Sequence[RunSpec]) -> list[str]:

@@ -123,7 +123,7 @@ _SWAPS, _CLOSE_CENTRE = 100, 0.005
 """Pairs that are tried per stretch to bring its centre into place; error left, in the length of the stretch."""
 
 
-def roots_of(values: Any) -> Floats:
+def relative_roots(values: Any) -> Floats:
     """Square roots of the values in their mean."""
     held = np.asarray(values, np.float64)
     roots: Floats = np.sqrt(held / max(float(held.mean()), 1e-12))
@@ -146,8 +146,8 @@ def order_with(
     until the mean roots fit, and the spreads until the means fit; without ``roots`` the shifts until the means fit.
     Both hold as far as the values allow. Values of one stretch are in random order.
 
-    ``stretch``: of each place. ``means``: relative ones; ``roots``: see :func:`roots_of`. ``group``: values only change
-    places within a group.
+    ``stretch``: of each place. ``means``: relative ones; ``roots``: see :func:`relative_roots`. ``group``: values only
+    change places within a group.
     """
     n = len(values)
     if not n:
@@ -155,7 +155,7 @@ def order_with(
     groups = np.zeros(n, np.int64) if group is None else group
     sizes, relative = np.asarray(values, np.float64), np.asarray(means, np.float64)
     by_size = np.lexsort((rng.random(n), sizes, groups))  # equal values in random order
-    ordered, ordered_roots = sizes[by_size], roots_of(sizes)[by_size]
+    ordered, ordered_roots = sizes[by_size], relative_roots(sizes)[by_size]
     held = np.bincount(stretch, minlength=len(relative))
     noise = _normal(stretch, held, rng)
     mean, wanted_root = _mean_of(relative, held, sizes), np.asarray(roots, np.float64)
@@ -177,7 +177,7 @@ def order_with(
     return order
 
 
-def centres_of(stretch: Int64s, values: Floats) -> Floats:
+def stretch_centres(stretch: Int64s, values: Floats) -> Floats:
     """Where in each stretch its values lie: near 0 with all of their sum in its first place, near 1 in its last.
 
     ``stretch``: of each place, rising by 1 from 0.
@@ -193,11 +193,11 @@ def order_centred(stretch: Int64s, values: Floats, centres: npt.ArrayLike, rng: 
     """An order (indices into ``values``) in which values change places within their stretch, so that it has its centre.
 
     Two places of a stretch are drawn, and their values swapped if that brings the centre nearer; and so on.
-    ``stretch`` and ``centres``: see :func:`centres_of`.
+    ``stretch`` and ``centres``: see :func:`stretch_centres`.
     """
     place, starts, lengths = _places(stretch)
     order, total = np.arange(len(values)), np.bincount(stretch, values)
-    off = (np.asarray(centres, np.float64) - centres_of(stretch, values)) * total
+    off = (np.asarray(centres, np.float64) - stretch_centres(stretch, values)) * total
     for _ in range(_SWAPS):
         at = np.flatnonzero(np.abs(off) > _CLOSE_CENTRE * total)
         if not len(at):

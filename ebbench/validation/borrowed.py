@@ -462,8 +462,8 @@ class TorchSteps:
             return torch.nn.functional.rms_norm(x, (decoder.hidden,))
 
         def rotated(x: Any) -> Any:
-            one, two = x.chunk(2, -1)
-            return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+            first, second = x.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
         def step() -> Any:
             x = hidden
@@ -611,29 +611,31 @@ def _show_steps(grid: StepGrid, times: dict[Point, list[float]]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="borrowed", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("pack", help="build the parcels, where there is a network and uv")
-    one.add_argument("--dest", type=Path, default=Path("parcels"), help="an empty folder (parcels)")
-    one.add_argument("--vllm", default="vllm==0.25.1", help="what to install (vllm==0.25.1)")
-    one.add_argument("--python", default="3.12", help="Python of the machine (3.12)")
+    packing = commands.add_parser("pack", help="build the parcels, where there is a network and uv")
+    packing.add_argument("--dest", type=Path, default=Path("parcels"), help="an empty folder (parcels)")
+    packing.add_argument("--vllm", default="vllm==0.25.1", help="what to install (vllm==0.25.1)")
+    packing.add_argument("--python", default="3.12", help="Python of the machine (3.12)")
     model = CHECKOUT / "reports" / "measured" / "configs" / "qwen3-8b" / "config.json"
-    one.add_argument("--model", type=Path, default=model, help="a config.json (qwen3-8b)")
-    one.add_argument("--parcel-mib", type=int, default=50, help="largest size of a parcel in MiB (50)")
-    one.add_argument("--without", action="append", default=[], help="leave out a distribution (on the machine); repeat")
-    two = commands.add_parser(
+    packing.add_argument("--model", type=Path, default=model, help="a config.json (qwen3-8b)")
+    packing.add_argument("--parcel-mib", type=int, default=50, help="largest size of a parcel in MiB (50)")
+    packing.add_argument(
+        "--without", action="append", default=[], help="leave out a distribution (on the machine); repeat"
+    )
+    measuring = commands.add_parser(
         "measure",
         help="take parcels over; with all of them, unpack and measure",
         epilog=f"Options of ebbench validate go after --; without any: {' '.join(MEASUREMENT)}",
     )
-    three = commands.add_parser("steps", help="measure step times with torch alone, without parcels")
-    three.add_argument("--model", type=Path, help="a config.json of a dense decoder (Qwen3-8B's sizes)")
+    stepping = commands.add_parser("steps", help="measure step times with torch alone, without parcels")
+    stepping.add_argument("--model", type=Path, help="a config.json of a dense decoder (Qwen3-8B's sizes)")
     for name in ("tokens", "seqs", "contexts"):
         sizes = ",".join(map(str, getattr(StepGrid, name)))
-        three.add_argument(f"--{name}", type=_sizes, default=sizes, help=f"increasing sizes ({sizes})")
-    for one in (two, three):
-        one.add_argument("--output", type=Path, default=Path("measured"), help="folder of the results (measured)")
-        one.add_argument("--seconds", type=float, default=560.0, help="time of this call (560)")
+        stepping.add_argument(f"--{name}", type=_sizes, default=sizes, help=f"increasing sizes ({sizes})")
+    for packing in (measuring, stepping):
+        packing.add_argument("--output", type=Path, default=Path("measured"), help="folder of the results (measured)")
+        packing.add_argument("--seconds", type=float, default=560.0, help="time of this call (560)")
     store = Path(tempfile.gettempdir()) / "ebbench-borrowed"
-    two.add_argument("--store", type=Path, default=store, help=f"where parcels and runs are kept ({store})")
+    measuring.add_argument("--store", type=Path, default=store, help=f"where parcels and runs are kept ({store})")
     return parser
 
 

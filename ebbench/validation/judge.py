@@ -140,7 +140,7 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
             )
             pairs.setdefault((observation.policy, observation.load), []).append((predicted, measured))
     groups = [list(by_round.values()) for by_round in logs.values()]
-    typical, sigmas = noise_of(groups)
+    typical, sigmas = noise_between_rounds(groups)
     t = interval_factor(error_freedom(list(logs.values())))
     errors = []
     for (policy, load), values, sigma in zip(logs, groups, sigmas, strict=True):
@@ -163,7 +163,7 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
     return errors
 
 
-def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
+def noise_between_rounds(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
     """The typical standard deviation within groups, and that of each group, at least the typical one.
 
     The typical one is the median over groups, divided by the median of a standard deviation of as many values of
@@ -237,7 +237,7 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainP
                 (math.log(ours / theirs), math.log(measured / measured_base))
             )
     measured_gains = [[measured for _, measured in pairs] for pairs in logs.values()]
-    _, sigmas = noise_of(measured_gains)
+    _, sigmas = noise_between_rounds(measured_gains)
     t = interval_factor(freedom(measured_gains), len(measured_gains))
     for ((policy, load), pairs), sigma in zip(logs.items(), sigmas, strict=True):
         predicted_gain, measured_gain = (mean(part) for part in zip(*pairs, strict=True))

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ebbench.calibration.measure import ProbeGrid, grid_of
-from ebbench.config.declare import DEFAULT_DEVICE, Setting, values_of
+from ebbench.calibration.measure import ProbeGrid, parse_grid
+from ebbench.config.declare import DEFAULT_DEVICE, Setting, parse_values
 from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.checks import check_counts
 from ebbench.engines.vllm_command import check_vllm_options, cpu_build, random_weight_options
@@ -331,7 +331,7 @@ def fitted_schedule(
         rounds -= 1
 
 
-def question_of(
+def validation_question(
     model: str,
     policy: Sequence[str] | None,
     engine: str,
@@ -362,7 +362,7 @@ def question_of(
         raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
     if engine != "vllm" and api_server is not None:
         raise UsageError(f"--api-server is for engine vllm; with engine {engine} neither side has one")
-    grid = grid_of(engine, tokens, seqs, contexts)
+    grid = parse_grid(engine, tokens, seqs, contexts)
     needed = random_weight_options(model, vllm_options) if engine == "vllm" else ()
     return ValidationQuestion(
         model=model,
@@ -384,5 +384,5 @@ def question_of(
 
 
 def _loads(text: str | None) -> tuple[int, ...]:
-    loads = values_of("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
+    loads = parse_values("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
     return tuple(sorted(set(loads)))

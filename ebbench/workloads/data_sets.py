@@ -20,7 +20,7 @@ from ebbench.errors import EbbenchError, InputFileError, RunError, UsageError
 from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.files import FileRecord, read_file, read_json
-from ebbench.workloads.requests import Int32s, Requests, part_of, repeatable, single_turn, strings, with_history
+from ebbench.workloads.requests import Int32s, Requests, first_sessions, repeatable, single_turn, strings, with_history
 from ebbench.workloads.spec import Hub, Records, Schema, Selection, WorkloadSpec
 from ebbench.workloads.tokens import TokenCounter, token_counter
 
@@ -120,7 +120,7 @@ _KINDS: Mapping[Schema, _Kind] = {
 }
 
 
-def columns_of(schema: Schema) -> list[str]:
+def schema_columns(schema: Schema) -> list[str]:
     """Names of the record's fields that are read."""
     return [field.encode_name for field in msgspec.structs.fields(_KINDS[schema].struct)]
 
@@ -401,7 +401,7 @@ def from_file(workload: WorkloadSpec, path: Path, selection: Selection) -> Reque
     """Requests from the records of a file. Raises InputFileError if none passes the workload's rules."""
     assert workload.records is not None  # checked by _check
     rules = workload.records
-    requests = _select(read_file(path, columns_of(rules.schema)), str(path), rules, selection).requests
+    requests = _select(read_file(path, schema_columns(rules.schema)), str(path), rules, selection).requests
     if not len(requests):
         raise InputFileError(path, f"holds no {rules.schema} record that passes the selection rules of {workload.name}")
     return _described(requests, f"file:{path}", "asked for", selection)
@@ -500,7 +500,7 @@ def _described(requests: Requests, source: str, reason: str, selection: Selectio
     if have < selection.sessions:
         again = selection.redraw and repeatable(requests)
         if again:
-            requests = part_of(requests, selection.sessions)
+            requests = first_sessions(requests, selection.sessions)
         held = caveat("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
         warnings = (*warnings, held)
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.arrivals import order_with, roots_of, substream
+from ebbench.traffic.arrivals import order_with, relative_roots, substream
 from ebbench.traffic.lengths import LONGEST
-from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
+from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_before
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
 from ebbench.workloads.shared_prefix import shared_prefixes
 
@@ -62,7 +62,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return level
 
 
-def drift_of(prompts: Any, outputs: Any | None = None) -> Drift | None:
+def fit_drift(prompts: Any, outputs: Any | None = None) -> Drift | None:
     """The drift of sessions with these tokens, in the order of their starts; None of too few sessions."""
     count = min(_MOST_LEVELS, len(prompts) // _SESSIONS_PER_LEVEL)
     if count < 2:
@@ -71,7 +71,10 @@ def drift_of(prompts: Any, outputs: Any | None = None) -> Drift | None:
     level = drift.level_of(len(prompts), 1.0)
     levels = {"prompts": _levels(level, count, prompts)}
     if outputs is not None:
-        levels |= {"outputs": _levels(level, count, outputs), "output_roots": _means(level, count, roots_of(outputs))}
+        levels |= {
+            "outputs": _levels(level, count, outputs),
+            "output_roots": _means(level, count, relative_roots(outputs)),
+        }
     return msgspec.structs.replace(drift, **levels)
 
 
@@ -118,7 +121,7 @@ class Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return values
 
 
-def points_of(values: Any, digits: int = 2, most: int = 48, tailed: bool = False) -> tuple[float, ...]:
+def fit_points(values: Any, digits: int = 2, most: int = 48, tailed: bool = False) -> tuple[float, ...]:
     """Means of groups of sorted values for :class:`Points`, moved so that draws have the values' mean."""
     ordered = np.sort(np.asarray(values, np.float64))
     count = max(1, min(most, len(ordered) // GROUP))
@@ -376,7 +379,7 @@ def _draw_overlapping(
         drawn_session = draw_session(overlap, last - first, rng)
         if overlap.side_output:
             outputs[first:last] = np.where(drawn_session.overlaps, side[first:last], outputs[first:last])
-        own_pauses = pauses_of(drawn_session, [seconds[first:last] for seconds in pauses], staggers[first:last])
+        own_pauses = pauses_before(drawn_session, [seconds[first:last] for seconds in pauses], staggers[first:last])
         lasts_s = (outputs[first:last] * overlap.s_per_output_token).tolist()
         order = draw_order(overlap, drawn_session, lasts_s, own_pauses, rng)
         pause[first + 1 : last] = own_pauses[1:]

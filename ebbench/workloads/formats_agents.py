@@ -25,7 +25,7 @@ from ebbench.workloads.recorded import (
     Rows,
     TraceFormat,
     converted,
-    tokens_of,
+    read_tokens,
     unusable,
 )
 from ebbench.workloads.trace_times import read_stamp
@@ -100,7 +100,7 @@ def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[
     timed = all(isinstance(request.get("api_time"), int | float) for _, request in chains)
     for chain, request in chains:
         blocks = [ids.setdefault((scope, inner), len(ids)) for inner in request.get("hash_ids") or ()]
-        inputs, outputs = (tokens_of(log, record, name, request.get(name)) for name in ("in", "out"))
+        inputs, outputs = (read_tokens(log, record, name, request.get(name)) for name in ("in", "out"))
         reason = unusable(inputs, outputs)
         if reason or inputs is None or outputs is None:
             yield Dropped(record.line, reason)
@@ -182,7 +182,7 @@ def _otel_rows(log: LogFile) -> Rows:
             if str(operation).lower() in _OTHER_WORK or (operation is None and inputs is None):
                 continue  # a tool, an agent or a span of another kind is no request
             cached = _first(attributes, _CACHED)
-            counts = [tokens_of(log, record, "a span's token counts", value) for value in (inputs, outputs, cached)]
+            counts = [read_tokens(log, record, "a span's token counts", value) for value in (inputs, outputs, cached)]
             reason = "an error" if span.failed else unusable(*counts[:2])
             if reason or counts[0] is None or counts[1] is None:
                 yield Dropped(span.line, reason)

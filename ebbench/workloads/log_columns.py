@@ -55,7 +55,7 @@ _NOTHING = {
 """Values of an error's column without an error, in small letters."""
 
 
-def failure_of(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
+def failure_reader(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
     """A function that returns why a record's request failed, with the role that says so; None if it did not."""
     status = columns.getter("status")
     http = any(_HTTP.fullmatch(_plain(status(record.value))) for record in log.sample)

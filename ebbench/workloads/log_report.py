@@ -35,7 +35,7 @@ def poisson_instead(workload: str, settings: Mapping[str, Any]) -> str:
     starts = _own_starts(workload, settings)
     if starts is None or not len(starts) or not starts[-1]:
         return ""
-    gaps = gaps_of(starts)
+    gaps = describe_gaps(starts)
     of = "recorded ones" if recorded_file(workload) else "ones fitted to a log"
     compared = (
         _differ(gaps["gap_variation"], gaps.get("dispersion_per_minute"))
@@ -103,7 +103,7 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         described["time_hint"] = trace.reading.time_hint
     else:
         requests = trace.timed(time_unit)
-        described["arrivals"] = gaps_of(_starts(trace, time_unit))
+        described["arrivals"] = describe_gaps(_starts(trace, time_unit))
     if rows.sessions:
         described["sessions"] = _sessions(requests)
     if rows.cached_share is not None:
@@ -117,7 +117,7 @@ def _starts(trace: Trace, time_unit: str | None) -> Floats:
     return np.sort(trace.seconds(time_unit)[1])
 
 
-def gaps_of(starts: Floats) -> dict[str, Any]:
+def describe_gaps(starts: Floats) -> dict[str, Any]:
     """Gaps between sorted times (s), their coefficient of variation, and the dispersion of counts per minute."""
     gaps = np.diff(starts)
     if not gaps.size or not starts[-1]:

@@ -112,7 +112,7 @@ _FILE = msgspec.defstruct(
 )  # fmt: skip
 
 
-def mixture_of(workload: str) -> Mixture | None:
+def read_mixture(workload: str) -> Mixture | None:
     """The mixture that a workload names, or whose file it is; None for a single workload.
 
     Raises UsageError, InputFileError.
@@ -131,7 +131,7 @@ def mixture_of(workload: str) -> Mixture | None:
 
 def check_workload(workload: str) -> None:
     """Raise UsageError or InputFileError for a workload, or one of a mixture, that does not exist."""
-    mixture = mixture_of(workload)
+    mixture = read_mixture(workload)
     for name in [workload] if mixture is None else [request_class.workload for request_class in mixture.classes]:
         if not is_recorded(name):
             load_workload(name)
@@ -139,9 +139,9 @@ def check_workload(workload: str) -> None:
             raise UsageError(f"{name}: no such file")
 
 
-def classes_of(options: PlanOptions) -> set[str]:
+def class_names(options: PlanOptions) -> set[str]:
     """Names of the classes that the requests of a workload have. Raises UsageError, InputFileError."""
-    if (mixture := mixture_of(options.workload)) is not None:
+    if (mixture := read_mixture(options.workload)) is not None:
         return {request_class.name for request_class in mixture.classes}
     path = recorded_file(options.workload)
     if path is None:
@@ -154,7 +154,7 @@ def classes_of(options: PlanOptions) -> set[str]:
 
 def brought_limits(workload: str, goodput: Sequence[str]) -> list[str]:
     """Limits of the classes of a mixture as ``--goodput`` has them, of those classes that ``goodput`` does not name."""
-    mixture = mixture_of(workload)
+    mixture = read_mixture(workload)
     given = {word.partition(":")[0] for text in goodput for word in text.split()}
     classes = () if mixture is None else mixture.classes
     return [
@@ -166,7 +166,7 @@ def brought_limits(workload: str, goodput: Sequence[str]) -> list[str]:
 
 def files_of_mixture(workload: str) -> dict[str, str]:
     """What the classes of a mixture take their requests from, by a name for each; empty for a single workload."""
-    mixture = mixture_of(workload)
+    mixture = read_mixture(workload)
     named = ("source", "tokenizer")
     return {
         f"class {request_class.name} {key}": value
@@ -179,7 +179,7 @@ def files_of_mixture(workload: str) -> dict[str, str]:
     }
 
 
-def options_of(request_class: RequestClass, options: PlanOptions) -> PlanOptions:
+def class_options(request_class: RequestClass, options: PlanOptions) -> PlanOptions:
     """The options of a class alone: those of the whole with its own settings and a seed of its own.
 
     Settings of logs go to classes that are logs only, and the source of data sets to the others.
@@ -328,7 +328,7 @@ def parse_priorities(text: str) -> dict[str, int]:
 
 def has_priorities(options: PlanOptions) -> bool:
     """Whether classes have priorities, from the options or from a mixture's file."""
-    mixture = mixture_of(options.workload)
+    mixture = read_mixture(options.workload)
     own = mixture is not None and any(request_class.priority is not None for request_class in mixture.classes)
     return options.priorities is not None or own
 

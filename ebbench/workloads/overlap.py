@@ -111,7 +111,7 @@ def _case(ended: int, running: int) -> int:
     return _SOME if ended else _NONE
 
 
-def starts_of(requests: Requests) -> Starts:
+def find_starts(requests: Requests) -> Starts:
     """The later requests of a log's sessions with what had ended when they started."""
     streams = requests.session if requests.content is None else requests.content
     after = requests.after or [None] * len(requests)
@@ -304,7 +304,7 @@ def _add(order: Order, before: list[int], gone: list[int], grew: int) -> None:
     before.append(done)
 
 
-def pauses_of(session: Session, pauses: Sequence[Sequence[float]], staggers: Sequence[float]) -> list[float]:
+def pauses_before(session: Session, pauses: Sequence[Sequence[float]], staggers: Sequence[float]) -> list[float]:
     """Pause of each turn (s) from the end of what it waits for; the first has none, and the number there is unused.
 
     ``pauses``: as drawn for each kind of :attr:`Session.overlaps`, and ``staggers``, with an entry per turn.

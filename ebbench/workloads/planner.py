@@ -36,9 +36,9 @@ from ebbench.workloads.requests import (
     ImageSettings,
     Int64s,
     Requests,
+    first_sessions,
     int_lists,
     ints,
-    part_of,
     repeatable,
     strings,
 )
@@ -317,15 +317,15 @@ def make_plan(options: PlanOptions) -> Plan:
 
 def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
     """The requests of all classes, each from its own workload with its own options, as of :func:`_single`."""
-    from ebbench.workloads.mixture import mixed, mixture_of, options_of
+    from ebbench.workloads.mixture import class_options, mixed, read_mixture
 
-    mixture, scenario = mixture_of(options.workload), load_scenario(options.scenario or "saturated")
+    mixture, scenario = read_mixture(options.workload), load_scenario(options.scenario or "saturated")
     assert mixture is not None  # the caller checked
     if scenario.loop == "trace" or scenario.own_lengths:
         own = "replays recorded times" if scenario.loop == "trace" else "brings its own lengths"
         raise UsageError(f"scenario {scenario.name!r} {own}; several workloads take --request-rate, -c or both")
     _check_times(options, scenario, trace=False)
-    own_options = [options_of(request_class, options) for request_class in mixture.classes]
+    own_options = [class_options(request_class, options) for request_class in mixture.classes]
     default = mixture.num_prompts or mixture.most([_held(of_class) for of_class in own_options])
     schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
     counts, parts = mixture.counts(schedule.sessions), []
@@ -338,7 +338,7 @@ def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
     if have != counts:  # a data set has texts for no more
         schedule = make_schedule(scenario, options.load, mixture.most(have), default, options.seed)
         parts = [
-            part_of(request_class, count)
+            first_sessions(request_class, count)
             for request_class, count in zip(parts, mixture.counts(schedule.sessions), strict=True)
         ]
     return mixed(mixture, parts, options.seed, options.priorities), schedule, scenario
@@ -538,7 +538,7 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     requests, sessions, first = _enough(requests, schedule.sessions, options, asker)
     if sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, sessions, sessions, options.seed)
-    return part_of(requests, sessions, first), schedule
+    return first_sessions(requests, sessions, first), schedule
 
 
 def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
@@ -550,7 +550,7 @@ def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) ->
     part = sliced(requests, replay)
     part, asked, first = _enough(part, options.num_prompts or 0, options, "--num-prompts asks", replay.repeat)
     requests = replayed(part, replay, options.request_rate, first + asked)
-    requests = part_of(requests, asked or requests.sessions, first)
+    requests = first_sessions(requests, asked or requests.sessions, first)
     if options.duration_s is not None:
         assert requests.arrival_s is not None  # a replay has times
         requests = requests.keep((requests.arrival_s < options.duration_s)[requests.session])

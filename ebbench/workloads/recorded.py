@@ -60,14 +60,14 @@ class TextReader:
         return ids
 
 
-def text_of(value: Any) -> str:
+def joined_text(value: Any) -> str:
     """The text of a prompt: a string, chat messages with roles, or a list of strings; empty for anything else."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return _message(value)
     if isinstance(value, Sequence):
-        return "\n".join(filter(None, (text_of(part) for part in value)))
+        return "\n".join(filter(None, (joined_text(part) for part in value)))
     return ""
 
 
@@ -75,7 +75,7 @@ def _message(message: Mapping[str, Any]) -> str:
     content, calls = "", _calls(message)
     for key in ("content", "text", "parts", "messages", "prompt", "value"):
         if key in message:
-            content = text_of(message[key])
+            content = joined_text(message[key])
             break
     else:
         if not calls:
@@ -98,20 +98,20 @@ def _calls(message: Mapping[str, Any]) -> str:
     return "\n".join(word for word in words if isinstance(word, str))
 
 
-def answer_of(value: Any) -> str:
+def answer_text(value: Any) -> str:
     """The text of a response: a string, a message, or the first choice of a completion; empty for anything else.
 
     Thinking and tool calls are part of it, as they are of the output tokens.
     """
     if isinstance(value, Mapping):
         if isinstance(choices := value.get("choices"), Sequence) and choices:
-            return answer_of(choices[0])
+            return answer_text(choices[0])
         thinking = value.get("reasoning_content") or value.get("reasoning")
         own = next((value[key] for key in ("message", "body", "content", "text", "output") if value.get(key)), "")
-        parts = (thinking if isinstance(thinking, str) else "", answer_of(own), _calls(value))
+        parts = (thinking if isinstance(thinking, str) else "", answer_text(own), _calls(value))
         return "\n".join(filter(None, parts))
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "\n".join(filter(None, map(answer_of, value)))
+        return "\n".join(filter(None, map(answer_text, value)))
     return value if isinstance(value, str) else ""
 
 
@@ -200,7 +200,7 @@ class TraceFormat:
     choices: tuple[str, ...] = ()
 
 
-def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:
+def read_tokens(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:
     """A token count, or None if the cell is empty. Raises InputFileError if it is no whole number of 0 or more."""
     if type(value) is int:
         count = value
@@ -231,7 +231,7 @@ def converted(log: LogFile, line: int, value: Any, kind: Any) -> Any:
         raise InputFileError(log.path, f"is not as its format has it: {problem}", line) from None
 
 
-def turn_of(log: LogFile, line: int, name: str, value: Any) -> float | None:
+def read_turn(log: LogFile, line: int, name: str, value: Any) -> float | None:
     """The number of a turn, None for an empty cell. Raises InputFileError."""
     if value is None or value == "":
         return None
@@ -248,7 +248,7 @@ MOST_CLASSES = 100
 """Different values of a column of classes: one with more names requests, users or times."""
 
 
-def class_of(log: LogFile, line: int, name: str, value: Any) -> str | None:
+def read_class(log: LogFile, line: int, name: str, value: Any) -> str | None:
     """The class that a cell names, None for an empty one; blanks, colons and commas, which limits cannot name, become
     ``_``. Raises InputFileError for what is no name.
     """

@@ -217,7 +217,7 @@ def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:
     return int_lists_of(flat, np.tile(sizes, times).tolist(), np.tile(valid, times))
 
 
-def part_of(requests: Requests, sessions: int, first: int = 0) -> Requests:
+def first_sessions(requests: Requests, sessions: int, first: int = 0) -> Requests:
     """The sessions from ``first`` on. Beyond the last one they repeat from the start, with new contents.
 
     Sessions with arrival times cannot repeat, so there must be enough of them; times then count from that of ``first``.
@@ -231,7 +231,7 @@ def part_of(requests: Requests, sessions: int, first: int = 0) -> Requests:
 
 
 def repeatable(requests: Requests) -> bool:
-    """Whether the sessions can come again: a server would have texts that come again in its prefix cache."""
+    """Whether sessions may be repeated: not with own texts, which a server would still hold in its prefix cache."""
     return requests.prompt is None
 
 

@@ -131,10 +131,10 @@ class Repeats(NamedTuple):
 def repeats_in(requests: Requests) -> Repeats:
     """How each prompt of a log repeats earlier ones. The requests have hash ids."""
     assert requests.hash_ids is not None  # the caller checked
-    return repeats_of(requests.hash_ids, requests.input_tokens, requests.block_tokens or CHUNK_TOKENS)
+    return count_repeats(requests.hash_ids, requests.input_tokens, requests.block_tokens or CHUNK_TOKENS)
 
 
-def repeats_of(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> Repeats:
+def count_repeats(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> Repeats:
     """How each prompt repeats earlier ones. ``hash_ids``: one list per request in order of arrival, null for none.
 
     A block is repeated if an earlier prompt had it after the same blocks, and as long: a last block that is not full is

@@ -13,7 +13,7 @@ import numpy as np
 
 from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
-from ebbench.workloads.files import LogFile, files_of, open_log
+from ebbench.workloads.files import LogFile, log_files, open_log
 from ebbench.workloads.formats_agents import AGENTS
 from ebbench.workloads.formats_columns import (
     CHOICES,
@@ -135,7 +135,7 @@ _LIKE = 0.6
 FORMATS = (*TOOLS, *AGENTS, *DATA_SETS, *TRACES, ACCESS_LOG, CHAT_LOG, TABLE)
 
 
-def format_of(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]:
+def recognise_format(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]:
     """The format of a file by its first records, and the file opened in it.
 
     Raises InputFileError with the nearest format if the file has neither a known schema nor columns with known names.
@@ -282,7 +282,7 @@ def read_trace(
     ``keep_text`` keeps its prompts. The last file read is kept in memory. Raises InputFileError, UsageError.
     """
     try:
-        stats = [file.stat() for file in files_of(path)]
+        stats = [file.stat() for file in log_files(path)]
     except OSError as error:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
     state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
@@ -295,7 +295,7 @@ def _read(
 ) -> Trace:
     log = open_log(path)
     texts = TextReader(tokenizer, keep=keep_text)
-    trace_format, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))
+    trace_format, reading = recognise_format(log, ReadOptions(texts, parse_columns(columns)))
     collected = collect(log, reading)
     names = {} if reading.columns is None else reading.columns.names
     _check_rows(path, collected, names)

@@ -39,7 +39,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
-from ebbench.traffic.arrivals import centres_of, order_centred
+from ebbench.traffic.arrivals import order_centred, stretch_centres
 from ebbench.workloads import build_plan
 from ebbench.workloads.fit_log import as_toml, fit_workload
 from ebbench.workloads.trace import read_trace
@@ -121,7 +121,7 @@ def deal(workload: str, seed: int, centred: bool) -> Floats:
     eight = np.arange(len(gaps)) // GROUP
     dealt = gaps[np.lexsort((rng.random(len(gaps)), eight))]
     if centred:
-        dealt = dealt[order_centred(eight, dealt, centres_of(eight, gaps), rng)]
+        dealt = dealt[order_centred(eight, dealt, stretch_centres(eight, gaps), rng)]
     return figures(_at(plan, np.cumsum(dealt)), 1)
 
 

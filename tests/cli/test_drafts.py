@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.records.run import Run
-from ebbench.spec.run import spec_of
+from ebbench.spec.run import make_spec
 from ebbench.spec.server import served_drafts
 
 SETTING = "method=eagle3,tokens=3,acceptance=0.8,0.6,0.4"
@@ -75,6 +75,9 @@ SIMULATES = {
         ("method=eagle3,tokens=3,acceptance=1.8", "position 1 must lie in [0, 1]"),
         ("method=eagle3,tokens=1,acceptance=0.8,0.7", "2 rates for 1 drafted tokens"),
         ("method=mtp,tokens=1,acceptance=0.8", "no layers for multi-token prediction"),
+        ("method=eagle3,tokens=3,acceptance=nan", "position 1 must lie in [0, 1]"),
+        ("method=eagle3,tokens=0,acceptance=0.8", "whole number from 1 to 32"),
+        ("method=eagle3,tokens=2,acceptance=0.6,0.8", "cannot rise"),
     ],
 )
 def test_a_command_that_simulates_refuses_drafts_in_one_line(
@@ -84,6 +87,27 @@ def test_a_command_that_simulates_refuses_drafts_in_one_line(
     done = CliRunner().invoke(app, [*SIMULATES[command], "--speculative", setting])
     assert done.exit_code == 2
     assert said in done.output
+    assert done.output.startswith("error: --speculative")
+    assert done.output.count("\n") == 1
+
+
+RATES_OF_FILES = {
+    "an object": '{"acceptance": {"0.8": 1, "0.6": 2}}',
+    "true": '{"acceptance": [true, 0.5]}',
+    "text": '{"acceptance": ["0.8"]}',
+    "none": '{"acceptance": []}',
+    "no number": '{"acceptance": [NaN]}',
+    "a huge number": '{"acceptance": [1' + 400 * "0" + "]}",
+    "too many": '{"acceptance": [' + ",".join(33 * ["0.9"]) + "]}",
+    "a bare list": "[0.8, 0.6]",
+}
+
+
+@pytest.mark.parametrize("kind", RATES_OF_FILES)
+def test_a_file_without_rates_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text(RATES_OF_FILES[kind])
+    done = invoke("--speculative", f"method=eagle3,acceptance={tmp_path / 'rates.json'}")
+    assert done.exit_code == 2
     assert done.output.startswith("error: --speculative")
     assert done.output.count("\n") == 1
 
@@ -144,9 +168,9 @@ WAYS = (
 @pytest.mark.parametrize("words", WAYS, ids=" ".join)
 def test_a_server_with_n_grams_is_not_asked_to_schedule_ahead(words: tuple[str, ...]) -> None:
     settings = {"workload": "balanced", "engine": "vllm", "model": "qwen3-8b"}
-    assert not spec_of({**settings, "vllm_options": words}).server.async_scheduling
+    assert not make_spec({**settings, "vllm_options": words}).server.async_scheduling
     for others in ((), ("--speculative-config", '{"method": "mtp"}'), ("--speculative-config", "[1]"), ("-sc",)):
-        assert spec_of({**settings, "vllm_options": others}).server.async_scheduling
+        assert make_spec({**settings, "vllm_options": others}).server.async_scheduling
 
 
 def test_the_draft_settings_of_a_server_are_read_in_any_form() -> None:

@@ -11,7 +11,7 @@ from tests.gate.gate_data import invoke
 
 MIXED = (
     "run", "chat=sharegpt:0.7 rag=longbench:0.3", "--source", "profile", "--device", "h200", "--policy", "v1",
-    "--repeats", "7", "-n", "120", "--request-rate", "8", "--quiet",
+    "--repeats", "8", "-n", "200", "--request-rate", "8", "--quiet",
 )  # fmt: skip
 
 

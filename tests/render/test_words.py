@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.cases import Group, cases_of, group_by_policy
+from ebbench.analysis.cases import Group, comparison_cases, group_by_policy
 from ebbench.analysis.documents import text
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts, explain
 from ebbench.analysis.metrics import Distribution, Slo, SteadyRates
@@ -225,7 +225,7 @@ def printed(groups: tuple[Group, ...], width: int) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     explanations = [explanation for group in groups for explanation in group.explanations]
     summaries = [summary for group in groups for summary in group.summaries]
-    print_report(console, cases_of(summaries, explanations if len(explanations) == len(summaries) else ()))
+    print_report(console, comparison_cases(summaries, explanations if len(explanations) == len(summaries) else ()))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -239,7 +239,7 @@ def test_every_column_is_shown_at_every_width_beside_its_policy(
 ) -> None:
     from ebbench.render.documents import section_tables
 
-    cases = cases_of([summary for group in made_groups(tmp_path, *POLICIES) for summary in group.summaries])
+    cases = comparison_cases([summary for group in made_groups(tmp_path, *POLICIES) for summary in group.summaries])
     [section] = tables.comparison(cases, all_percentiles=all_percentiles).sections
     console = Console(file=io.StringIO(), width=width, highlight=False)
     for part in section_tables(section, width):
@@ -278,7 +278,7 @@ def test_too_few_samples_show_the_highest_percentile_that_they_support(tmp_path:
 
 def test_percentiles_of_too_few_samples_are_marked_where_asked_for(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
-    found = tables.comparison(cases_of(group.summaries), all_percentiles=True)
+    found = tables.comparison(comparison_cases(group.summaries), all_percentiles=True)
     [section] = found.sections
     marked = {
         column.key: text(value, column).endswith(" ?")
@@ -303,7 +303,7 @@ def test_deviations_are_columns_of_their_own_in_csv(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
     faster = replace(summary, seed=1, metrics=replace(summary.metrics, output_throughput=1.0))
-    row = as_csv(tables.comparison(cases_of([summary, faster]))).splitlines()
+    row = as_csv(tables.comparison(comparison_cases([summary, faster]))).splitlines()
     values = dict(zip(row[0].split(","), row[1].split(","), strict=True))
     mean = (1 + (summary.metrics.output_throughput or 0)) / 2
     assert float(values["output_throughput"]) == pytest.approx(mean)

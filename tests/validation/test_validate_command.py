@@ -26,7 +26,7 @@ from ebbench.validation.question import (
     fitted_schedule,
     measured_cell,
     predicted_cell,
-    question_of,
+    validation_question,
 )
 
 SMALL = [
@@ -239,7 +239,7 @@ def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypa
 
     def asked(api_server: str | None) -> str:
         given = {**vars(WhatFlags("qwen3-8b", engine="vllm", api_server=api_server)), **vars(HowFlags())}
-        return question_of(**given, vllm_options=(), labels=Labels()).api_server
+        return validation_question(**given, vllm_options=(), labels=Labels()).api_server
 
     assert asked(None) == "datacenter"
     assert asked("off") == "off"

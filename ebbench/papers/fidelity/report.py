@@ -20,8 +20,8 @@ from ebbench.papers.fidelity.cases import WITHOUT, all_cases, without_api_server
 from ebbench.papers.fidelity.cases_capacity import capacity_cells
 from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
-from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, page_of, pictures
-from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of
+from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, pictures, source_page
+from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of_cases
 from ebbench.papers.fidelity.scoreboard import FIGURES, Row
 from ebbench.papers.fidelity.scores import (
     Decisions,
@@ -68,9 +68,9 @@ def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
     columns = (*labels("source", "device", "fitted on it"), *_figures())
     lines = tuple(
         (
-            f"[{row.source}]({page_of(row.source).slug}.md)",
+            f"[{row.source}]({source_page(row.source).slug}.md)",
             row.device,
-            f"{page_of(row.source).constants} ({row.fitted} cells)" if row.fitted else "nothing",
+            f"{source_page(row.source).constants} ({row.fitted} cells)" if row.fitted else "nothing",
             *_values(row, before),
         )
         for row in rows
@@ -253,7 +253,7 @@ def write_report(
     written = [front, parquet, *drawn]
     for page in PAGES:
         path = out / f"{page.slug}.md"
-        if chosen := [cell for cell in cells if page_of(cell.source) is page]:
+        if chosen := [cell for cell in cells if source_page(cell.source) is page]:
             _write(path, _page(page, chosen, rows, before or {}, out))
             written.append(path)
         else:
@@ -350,7 +350,7 @@ def _page(
         yield f"- **Why figures miss**: [{page.notes}]({notes}), written by hand."
     yield "\n## Errors\n"
     yield ERRORS
-    yield from _lines(errors([row for row in rows if page_of(row.source) is page], before))
+    yield from _lines(errors([row for row in rows if source_page(row.source) is page], before))
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]
@@ -397,10 +397,10 @@ def collect(
 
     for repeated, count in ((True, repeats), (False, 1)):
         chosen = [case for case in cases if (case.group == REPEATED) is repeated]
-        wanted = runs_of(chosen, seed, count)
+        wanted = runs_of_cases(chosen, seed, count)
         with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
         answers = as_answered(chosen, figures, seed, count)
-        wanted = runs_of(answers, seed, count)
+        wanted = runs_of_cases(answers, seed, count)
         with_progress("behind the API server", wanted, store, whole=False, workers=workers, quiet=False)
         cells += cells_of(answers, figures, say, seed, count)
         cells += cells_of(

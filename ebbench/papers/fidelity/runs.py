@@ -32,7 +32,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.runs.api_server import left_out_of
 from ebbench.runs.execute import Task, make
-from ebbench.runs.pool import pool_of
+from ebbench.runs.pool import make_pool
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, EngineOptions, HostCosts
 from vllm_eb.policy import parse_policy
@@ -52,8 +52,8 @@ def run_cases(
     made: dict[RunSpec, Mapping[str, Any]] = {}
 
     def make_missing(chosen: Sequence[Case]) -> None:
-        tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host) if run not in made]
-        for task, outcome in pool_of(workers, len(tasks)).outcomes(make, tasks):
+        tasks = [Task(run) for run in runs_of_cases(chosen, seed, repeats, host) if run not in made]
+        for task, outcome in make_pool(workers, len(tasks)).outcomes(make, tasks):
             if outcome.error is not None or outcome.value is None:
                 raise outcome.error or RunError("a run gave no result")
             made[task.cell] = outcome.value.figures
@@ -86,7 +86,7 @@ def as_answered(
     return answered
 
 
-def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[RunSpec]:
+def runs_of_cases(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[RunSpec]:
     """The runs behind cases; ``ebbench tables`` uses the same runs for the same figures."""
     return [run for case in cases for i in range(repeats) for run in case_runs(case, seed + i, host)]
 
