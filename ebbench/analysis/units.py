@@ -17,11 +17,20 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from ebbench.analysis.columns import NO_CLASS
-from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, describe_load, differences, machine_of_run, remedy
+from ebbench.analysis.environment import (
+    ENVIRONMENT,
+    LATER,
+    UNKNOWN,
+    describe_load,
+    differences,
+    listed,
+    machine_of_run,
+    remedy,
+)
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
-from ebbench.config.declare import Setting, pairs_of, value_of
+from ebbench.config.declare import Setting, split_all_pairs, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.run import Run, find_runs
 from ebbench.records.warnings import ABOUT_SERVER, RunWarning
@@ -113,7 +122,7 @@ class GateUnit:
     conditions: Mapping[str, str] = field(default_factory=dict)
     until_clear: bool = False
     steady_rate: float | None = None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     invalid_tries: int = 0
     server: str = ""
     cache_unknown: bool = False
@@ -161,15 +170,15 @@ def gate_units(runs: Sequence[Run]) -> list[GateUnit]:
 def valid_units(runs: Sequence[Run]) -> tuple[list[GateUnit], list[Run]]:
     """The units of the valid runs, and the INVALID runs that none of them replaces."""
     invalid = [run for run in runs if not run.manifest.valid]
-    tries, units = Counter(map(_asked, invalid)), []
+    tries, units = Counter(map(_policy_and_plan, invalid)), []
     for run in runs:
         if run.manifest.valid:
-            units.append(replace(_unit_of(run), invalid_tries=tries.pop(_asked(run), 0)))
+            units.append(replace(_unit_of(run), invalid_tries=tries.pop(_policy_and_plan(run), 0)))
     units.sort(key=lambda unit: (unit.seed, unit.anchor_unix_ns, unit.run))
-    return units, [run for run in invalid if _asked(run) in tries]
+    return units, [run for run in invalid if _policy_and_plan(run) in tries]
 
 
-def _asked(run: Run) -> tuple[str, str]:
+def _policy_and_plan(run: Run) -> tuple[str, str]:
     """The key that a repeated run shares with the first one: policy and plan."""
     return run.manifest.policy, run.manifest.plan_hash
 
@@ -191,7 +200,7 @@ def _unit_of(run: Run) -> GateUnit:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         run=str(run.path),
-        figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step} | _figures_of_classes(summary.classes),
+        figures=unit_figures(summary.metrics) | {DRAFTS: summary.tokens_per_step} | _of_classes(summary.classes),
         slo=str(summary.slo),
         load=describe_load(manifest),
         conditions=summary.conditions,
@@ -217,7 +226,7 @@ def lengths_hash(run: Run) -> str:
     return hashlib.sha256(sink.getvalue()).hexdigest()[:12]
 
 
-def figures_of(metrics: Metrics) -> dict[str, float | None]:
+def unit_figures(metrics: Metrics) -> dict[str, float | None]:
     """The figures of MEASURED in tokens/s, requests/s and ms; None of what is not among the metrics."""
     rates: dict[str, float | None] = {figure: getattr(metrics, figure) for figure in RATES.values()}
     latencies = {
@@ -229,12 +238,12 @@ def figures_of(metrics: Metrics) -> dict[str, float | None]:
     return {figure: figures.get(figure) for figure in MEASURED}
 
 
-def _figures_of_classes(classes: Mapping[str, Metrics]) -> dict[str, float | None]:
+def _of_classes(classes: Mapping[str, Metrics]) -> dict[str, float | None]:
     return {
         f"{name}:{figure}": value
         for name, metrics in classes.items()
         if name != NO_CLASS
-        for figure, value in figures_of(metrics).items()
+        for figure, value in unit_figures(metrics).items()
     }
 
 
@@ -252,8 +261,8 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     for unit in units[1:]:
         unlike = differences(first.environment, unit.environment, allowed)
         if unlike:
-            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(unlike)})"
-            raise DataError(f"{side}: {apart}; {remedy(unlike)} allows it")
+            problem = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
+            raise DataError(f"{side}: {problem}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 
@@ -263,10 +272,10 @@ def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[Gate
     before = {unit.measurement for unit in baseline}
     shared = [unit.run for unit in candidate if unit.measurement in before]
     if shared:
-        which = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
+        shared_runs = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
         first = "" if len(shared) == 1 else f", {shared[0]} first"
         raise UsageError(
-            f"{which} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
+            f"{shared_runs} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
         )
 
 
@@ -278,7 +287,7 @@ MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, e
 
 def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
     """The columns of the named figures (``ttft``, ``chat:ttft``), in that order. Raises UnknownNameError."""
-    return tuple(dict.fromkeys(map(_column, pairs_of(names))))
+    return tuple(dict.fromkeys(map(_column, split_all_pairs(names))))
 
 
 def _column(text: str) -> str:
@@ -291,7 +300,7 @@ def _column(text: str) -> str:
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
     """The default margin and the margins of single figures, as shares. Raises UsageError, also for one given twice."""
     shares: dict[str, float] = {}
-    for pair in pairs_of(texts):
+    for pair in split_all_pairs(texts):
         name, colon, text = pair.rpartition(":")
         figure = _column(name) if colon else ""
         if figure in shares:

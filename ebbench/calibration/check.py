@@ -13,8 +13,9 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
 from ebbench.calibration.rounds import SteppedVllm, run_closed_loop
-from ebbench.devices.base import Device, start_up
-from ebbench.devices.capacity import kv_capacity_tokens, reserve_bytes
+from ebbench.config.declare import DEFAULT_VLLM
+from ebbench.devices.base import SINGLE, Device, start_up
+from ebbench.devices.capacity import kv_capacity_tokens, layout_with, reserve_bytes
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
 from ebbench.devices.profiles import FORMAT, DeviceProfile, find_model, measured_name
@@ -136,7 +137,10 @@ def _tokens_per_s(result: EngineResult) -> float:
 def known_machine(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
     """A machine whose step times are known, with the KV cache that vLLM would make of its memory."""
     profile = DeviceProfile(name, name, memory_bytes, 1.0, 1.0, "measured")
-    tokens = kv_capacity_tokens(profile, model, start_up(), max_num_seqs=_SEQS, max_num_batched_tokens=_TOKENS)
+    layout = layout_with(model, SINGLE, _TOKENS, DEFAULT_VLLM)
+    tokens = kv_capacity_tokens(
+        profile, model, start_up(), max_num_seqs=_SEQS, max_num_batched_tokens=_TOKENS, layout=layout
+    )
     return replace(unknown_device(name, model.name), kv_capacity_tokens=tokens)
 
 

@@ -298,8 +298,8 @@ def fit(
 ) -> MeasuredCosts:
     """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
     alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
-    every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
-    alpha_d, beta_d, decode_r2 = _line([n for n, _ in every], [t for _, t in every])
+    decode_points = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
+    alpha_d, beta_d, decode_r2 = _line([n for n, _ in decode_points], [t for _, t in decode_points])
     alpha_mb, mixed, mixed_r2 = _mixed(grid, alpha_p)
     calibration = Calibration(
         alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
@@ -342,8 +342,8 @@ def r_squared(y: Any, fitted: Any) -> float:
     """Share of the variance explained; 1 if there is no variance."""
     values: npt.NDArray[np.float64] = np.asarray(y, float)
     total = float(((values - values.mean()) ** 2).sum())
-    left = float(((values - np.asarray(fitted, float)) ** 2).sum())
-    return 1.0 - left / total if total > 0 else 1.0
+    residual = float(((values - np.asarray(fitted, float)) ** 2).sum())
+    return 1.0 - residual / total if total > 0 else 1.0
 
 
 # --- steps that torch alone has timed ------------------------------------------------------------------------------
@@ -394,9 +394,9 @@ def read_steps(path: Path) -> TorchSteps:
 
 def costs_of_steps(steps: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
     """The costs of the model by those steps. Raises UsageError for a model of other sizes."""
-    other = [name for name, size in steps.decoder.items() if getattr(model, name, None) != size]
-    if other or not model.plain or model.experts:
-        sizes = ", ".join(f"{name} {steps.decoder[name]:,}" for name in other) or "a dense decoder in 16 bits"
+    unlike = [name for name, size in steps.decoder.items() if getattr(model, name, None) != size]
+    if unlike or not model.plain or model.experts:
+        sizes = ", ".join(f"{name} {steps.decoder[name]:,}" for name in unlike) or "a dense decoder in 16 bits"
         raise UsageError(f"the steps are of a decoder with {sizes}, unlike {model.name}: give its --model")
     grid = ProbeGrid(steps.grid.tokens, steps.grid.seqs, steps.grid.contexts, steps.grid.repeats)
     seconds = {timed.step: float(np.median(timed.times_s)) for timed in steps.steps}

@@ -74,8 +74,12 @@ def _square_s(grid: CostGrid) -> float:
     line = np.polynomial.polynomial.polyfit(tokens, tokens**2, 1)
     bend = tokens**2 - np.polynomial.polynomial.polyval(tokens, line)  # the part of x^2 that no line explains
     square_s = float((bend @ columns).mean() / (bend @ tokens**2))
-    rest = columns - square_s * tokens[:, None] ** 2
-    return square_s if square_s > 0.0 and (rest[0] > 0.0).all() and (np.diff(rest, axis=0) >= 0.0).all() else 0.0
+    without_square = columns - square_s * tokens[:, None] ** 2
+    return (
+        square_s
+        if square_s > 0.0 and (without_square[0] > 0.0).all() and (np.diff(without_square, axis=0) >= 0.0).all()
+        else 0.0
+    )
 
 
 def measured_calibration(path: Path) -> Calibration:

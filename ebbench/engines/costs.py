@@ -15,7 +15,7 @@ from ebbench.devices.base import QUANTIZATIONS, Device
 from ebbench.engines.vllm_command import parse_parallel, parse_types
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import read_text
-from ebbench.records.warnings import caveat
+from ebbench.records.warnings import warning
 from ebbench.spec.server import EngineOptions
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
@@ -62,8 +62,8 @@ def serving_costs(
             "calibration/calibration.json, or name a GPU like it with --device; v1, v0, deferred and a fixed k or "
             "theta need no costs"
         )
-    how = {"assume_kernels": assume_kernels} | _how(options, vllm_options)
-    return load_device(profile, model, parallel=parse_parallel(vllm_options), **how).calibration
+    settings = {"assume_kernels": assume_kernels} | _how(options, vllm_options)
+    return load_device(profile, model, parallel=parse_parallel(vllm_options), **settings).calibration
 
 
 def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str, Any]:
@@ -113,15 +113,15 @@ def local_hardware(
         policies, options, calibration=calibration, device=device, model=model, vllm_options=vllm_options
     )
     profile = local_device()
-    here = None if profile is None else _profiled(profile, model, options, vllm_options)
-    if here is None:
-        here = replace(unknown_device(machine_name(), model), provenance="this machine, measured")
+    own_device = None if profile is None else _profiled(profile, model, options, vllm_options)
+    if own_device is None:
+        own_device = replace(unknown_device(machine_name(), model), provenance="this machine, measured")
     if costs is None:
-        return here
-    warnings = here.warnings
-    if calibration is None and device is not None and (named := find_profile(device).name) != here.name:
-        warnings += (caveat("costs-of-another-device", costs_of=named, device=here.name),)
-    return replace(here, calibration=costs, costs_known=True, warnings=warnings)
+        return own_device
+    warnings = own_device.warnings
+    if calibration is None and device is not None and (named := find_profile(device).name) != own_device.name:
+        warnings += (warning("costs-of-another-device", costs_of=named, device=own_device.name),)
+    return replace(own_device, calibration=costs, costs_known=True, warnings=warnings)
 
 
 def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Sequence[str]) -> Device | None:
@@ -132,8 +132,8 @@ def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Se
     from ebbench.devices.loader import load_device
 
     try:
-        how = _how(options, vllm_options) | {"assume_kernels": True}  # its step times are not used
-        device = load_device(profile, model, parallel=parse_parallel(vllm_options), **how)
+        settings = _how(options, vllm_options) | {"assume_kernels": True}  # its step times are not used
+        device = load_device(profile, model, parallel=parse_parallel(vllm_options), **settings)
         return replace(device, kv_capacity_tokens=0)
     except UsageError:
         return None

@@ -24,10 +24,11 @@ from ebbench.config.declare import (
     OUTPUT,
     SEARCH,
     Declared,
+    check_ranges,
     declare,
     declared_in,
 )
-from ebbench.config.topology import TopologySpec
+from ebbench.config.topology import MOST_UNITS, TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
 from ebbench.spec.server import (
@@ -151,8 +152,15 @@ class ClusterOptions:
     )  # fmt: skip
     decode_dispatch: str | None = declare(None, "Dispatch policy of the decode pool. Default: iqr with sbs.", CLUSTER)
     replicas: int | None = declare(
-        None, "Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.", CLUSTER
+        None,
+        "Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.",
+        CLUSTER,
+        at_least=1,
+        at_most=MOST_UNITS,
     )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def named(self) -> ClusterOptions:
         """The same with the topology's label, for tables and file names."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
+from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, MOST_SECONDS, check_ranges, declare
 from ebbench.config.server_url import is_server_url
 from ebbench.errors import UnknownNameError, UsageError
 
@@ -402,7 +402,12 @@ class EngineOptions:
         OFF, "vLLM's API server, simulated: auto (where it would be busy), datacenter, FILE.toml or off.", ENGINE,
         complete="api_servers_or_auto", shown="")  # fmt: skip
     api_server_count: int | None = declare(
-        None, "Its processes per engine; default: one per data-parallel unit.", ENGINE, shown=""
+        None,
+        "Its processes per engine; default: one per data-parallel unit.",
+        ENGINE,
+        at_least=1,
+        at_most=1024,
+        shown="",
     )
     assume_kernels: bool = declare(
         False, "Estimate kernels that were not measured on the GPU by a roofline; results say so.", ENGINE,
@@ -410,7 +415,7 @@ class EngineOptions:
     )  # fmt: skip
     front_end_ms: float | None = declare(
         None, "Time per request in front of the engine, simulated; default: as servers with the GPU have it.", ENGINE,
-        at_least=0, shown="{:g} ms in front of the engine",
+        at_least=0, at_most=1e3 * MOST_SECONDS, shown="{:g} ms in front of the engine",
     )  # fmt: skip
     speculative: str | None = declare(
         None,

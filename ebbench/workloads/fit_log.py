@@ -297,18 +297,18 @@ def as_toml(workload: WorkloadSpec, source: str) -> str:
 
     Written here, since tomli-w puts every number of a list on a line of its own: thousands of lines instead of 200.
     """
-    tables = _given(workload)
+    tables = _without_defaults(workload)
     lines = [f"# Fitted by `ebbench workloads fit {source}`: distributions, no record of the log.", ""]
     _write(tables, (), lines)
     return "\n".join(lines) + "\n"
 
 
-def _given(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     """Structs as tables of the fields that differ from their defaults."""
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.fields(value)
-        return {f.name: _given(inner) for f in fields if (inner := getattr(value, f.name)) != f.default}
-    return [_given(inner) for inner in value] if isinstance(value, tuple) else value
+        return {f.name: _without_defaults(inner) for f in fields if (inner := getattr(value, f.name)) != f.default}
+    return [_without_defaults(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 def _write(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:

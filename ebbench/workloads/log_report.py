@@ -161,6 +161,6 @@ def _sessions(requests: Requests) -> Mapping[str, Any]:
 def repeated_prefixes(requests: Requests) -> Mapping[str, Any]:
     """Share of the prompt tokens whose blocks an earlier prompt had: the hit rate of a cache that keeps everything."""
     size = requests.block_tokens or CHUNK_TOKENS
-    held = repeats_in(requests).blocks
-    repeated = np.minimum(requests.input_tokens, held * size).sum()
+    blocks = repeats_in(requests).blocks
+    repeated = np.minimum(requests.input_tokens, blocks * size).sum()
     return {"block_tokens": size, "repeated_share": float(repeated / requests.input_tokens.sum())}

@@ -359,13 +359,13 @@ def _chains(after: list[list[int] | None], inputs: Int32s, total: Int64s) -> Int
     continued: set[int] = set()
     for row, before in enumerate(waits):
         branched = (candidate for waited in before for candidate in waits[begins[chain[waited]]])
-        held = {
+        candidates = {
             candidate
             for candidate in (*before, *branched)
             if candidate not in continued and total[candidate] <= inputs[row]
         }
-        if held:
-            last = max(held, key=lambda candidate: (total[candidate], candidate))
+        if candidates:
+            last = max(candidates, key=lambda candidate: (total[candidate], candidate))
             continued.add(last)
             chain.append(chain[last])
         else:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
+from ebbench.records.warnings import RunWarning
 from ebbench.untrusted import visible
 from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import Columns
@@ -169,7 +170,7 @@ class Reading:
 
     ``numbers_are``/``whole_numbers_are``: see :func:`ebbench.workloads.trace_times.read_time_unit`. ``block_tokens``:
     prompt tokens per hash id, None to derive it from the lengths. ``columns`` as recognised, None where the format has
-    no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: sentences for the user. ``ordered``:
+    no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: what the user should know. ``ordered``:
     rows are expected in order of time. ``time_hint``: where there are no times, the columns that look like them.
     """
 
@@ -179,7 +180,7 @@ class Reading:
     whole_numbers_are: str | None = None
     block_tokens: int | None = None
     from_texts: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[RunWarning, ...] = ()
     ordered: bool = True
     time_hint: str = ""
 

@@ -28,9 +28,9 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_slower_class_is_noted_and_can_be_gated(sides: tuple[Path, Path]) -> None:
     whole = invoke("gate", *sides, "--allow", "options", "--json")
     assert json.loads(whole.stdout)["outcome"] == "pass"
-    [note] = [note for note in json.loads(whole.stdout)["notes"] if "single classes" in note]
-    assert "TTFT median of rag by" in note
-    assert "chat" not in note
+    [note] = [note for note in json.loads(whole.stdout)["notes"] if note["code"] == "worse_classes"]
+    assert list(note["values"]["losses"]) == ["rag:median_ttft_ms"]
+    assert "--metric rag:ttft gates" in invoke("gate", *sides, "--allow", "options").stdout.replace("\n", " ")
     gated = invoke("gate", *sides, "--allow", "options", "--metric", "chat:ttft rag:ttft", "--margin", "chat:ttft:5")
     assert gated.exit_code == 1, gated.output
     assert "FAIL: TTFT median of rag is" in gated.stdout
