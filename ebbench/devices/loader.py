@@ -314,7 +314,9 @@ def load(request: DeviceRequest) -> Device:
     )
     _refuse_unmeasured(request, built)
     calibration = measured or _calibration(built, published, profile.margin_s_per_token)
-    if drafts is not None:
+    if measured is not None and measured.drafts:
+        calibration = _of_drafts_measured(measured, built, 0 if drafts is None else drafts.tokens)
+    elif drafts is not None:
         plain, built = built, _drafting(built, drafts, geometry)
         calibration = _with_drafts(calibration, plain, built, drafts.tokens)
     return Device(
@@ -409,6 +411,23 @@ def _with_drafts(calibration: Calibration, plain: Built, drafting: Built, tokens
     )
 
 
+def _of_drafts_measured(measured: Calibration, built: Built, tokens: int) -> Calibration:
+    """The controller's calibration of a server with ``tokens`` drafts by what was measured on one that drafts.
+
+    Raises UsageError for steps without drafts where only those with them were measured.
+    """
+    if tokens == measured.drafts:
+        return measured
+    if measured.undrafted is None:
+        raise UsageError(
+            f"only steps with {measured.drafts} drafted tokens were measured: give {OPTION} with "
+            f"tokens={measured.drafts}, or calibrate with num_speculative_tokens_per_batch_size in --speculative-config"
+        )
+    fitted = fit_calibration(built.cost, measured.source, measured.margin, tokens)
+    undrafted = measured.undrafted if tokens else None
+    return replace(fitted, grid=cost_grid(built.cost, tokens), undrafted=undrafted, drafts=tokens)
+
+
 def resized(device: Device, request: DeviceRequest) -> Device:
     """A loaded device with the memory, batch size and budget of ``request``, which only affect its KV cache size."""
     assert device.profile is not None
@@ -439,8 +458,7 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
 def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
     from ebbench.devices.gridcost import GridCost
 
-    assert calibration.grid is not None  # measured_calibration requires one
-    cost = GridCost.measured(calibration.grid, host.request_s if host is not None else 0.0)
+    cost = GridCost.of(calibration, host.request_s if host is not None else 0.0)
     return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())
 
 

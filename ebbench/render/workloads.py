@@ -81,6 +81,9 @@ def _print_traffic(console: Console, log: dict[str, Any]) -> None:
         )
     if "cached_share" in log:
         console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
+    if "acceptance" in log:
+        rates = ", ".join(f"{rate:.2f}" for rate in log["acceptance"])
+        console.print(f"drafted tokens: accepted by position {rates}", markup=False)
     hazard = log["hazard"]
     console.print(f"completion hazard: {hazard.get('verdict') or hazard['untested']}", markup=False)
 

@@ -374,13 +374,15 @@ def checked_server(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
     from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
-    from ebbench.spec.server import parse_speculative
+    from ebbench.spec.server import parse_speculative, with_acceptance
+    from ebbench.workloads.options import fitted_acceptance
 
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)
     quantised(geometry, settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
     if (drafts := settings.get("speculative")) is not None:
-        check_drafts(parse_speculative(drafts), geometry)
+        known = fitted_acceptance(settings.get("workload", ""))
+        check_drafts(parse_speculative(with_acceptance(drafts, known)), geometry)
     count = settings.get("api_server_count")
     api_server = first_choice(settings.get("api_server", AUTO), count)
     chosen_api_server(api_server, count)

@@ -38,8 +38,9 @@ from ebbench.spec.server import (
     drafts_synchronously,
     is_server,
     version_defaults,
+    with_acceptance,
 )
-from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
+from ebbench.workloads.options import PlanOptions, fitted_acceptance, is_recorded, scenario_meant
 
 MOST_LETTERS = 200
 _UNPRINTED = re.compile(r"[\x00-\x1f\x7f]")
@@ -293,6 +294,8 @@ def make_spec(settings: Mapping[str, Any], *, with_text: bool | None = None) -> 
     plan["scenario"] = scenario_meant(
         plan["workload"], plan.get("scenario"), plan.get("request_rate"), plan.get("burstiness")
     )
+    if server.get("speculative") is not None:
+        server["speculative"] = with_acceptance(server["speculative"], fitted_acceptance(plan["workload"]))
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
         server = version_defaults(server.get("vllm_version")) | server

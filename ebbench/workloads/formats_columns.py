@@ -38,6 +38,7 @@ from ebbench.workloads.recorded import (
     answer_text,
     joined_text,
     read_class,
+    read_steps,
     read_tokens,
     read_turn,
     unusable,
@@ -156,7 +157,7 @@ class Delays:
         return delay
 
 
-_MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class")
+_MORE = ("end", "duration", "turn", "hash_ids", "session", "cached", "class", "accepted")
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
 """Keys of ``--columns`` that a log with columns takes."""
@@ -321,7 +322,7 @@ class _Reader:
         self._answer, self._failure = columns.getter("answer"), failure_reader(columns, log)
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
         self._session, self._cached = self._session_of(), columns.getter("cached")
-        self._class = columns.getter("class")
+        self._class, self._accepted = columns.getter("class"), columns.getter("accepted")
         self._added = [(name, value_at(name)) for name in columns.added]
         # A prompt that is counted from its messages is whole; a length is of what the turn adds.
         self.delays = Delays(log, columns, not self.from_texts) if "delay" in have else None
@@ -371,6 +372,7 @@ class _Reader:
             row.line, stamp, row.input_tokens, row.output_tokens, self._blocks(record, blocks), self._session(value),
             turn, end, lasted, text if self._texts.keep and text else None, cached,
             request_class=read_class(self._log, record.line, names.get("class", "class"), self._class(value)),
+            steps_by_accepted=read_steps(self._accepted(value)),
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:

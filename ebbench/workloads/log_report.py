@@ -108,6 +108,8 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         described["sessions"] = _sessions(requests)
     if rows.cached_share is not None:
         described["cached_share"] = rows.cached_share
+    if rows.acceptance:
+        described["acceptance"] = rows.acceptance
     if requests.hash_ids is not None:
         described["prefixes"] = repeated_prefixes(requests)
     return described
