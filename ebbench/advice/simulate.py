@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from ebbench.advice.candidates import candidate, engines_of, figure, load_of
 from ebbench.advice.choice import (
@@ -35,9 +34,10 @@ from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out_
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.runs.progress import with_progress
 from ebbench.runs.store import RunStore
-from ebbench.spec.run import RunSpec, simulated
+from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads import load_scenario
+from ebbench.workloads.options import PlanOptions
 from vllm_eb.policy import least_seqs, parse_policy
 from vllm_eb.theory import NO_DRAFTS
 
@@ -76,7 +76,7 @@ class SearchResult:
 
 def pairs_of(question: AdviceQuestion) -> list[BudgetedPolicy]:
     """All pairs that a server can run; the reference budget with every policy comes first."""
-    found = [BudgetedPolicy(policy, question.max_num_batched_tokens) for policy in question.policies]
+    found = [BudgetedPolicy(policy, question.budget) for policy in question.policies]
     for budget in question.budgets:
         found += [BudgetedPolicy(policy, budget) for policy in question.policies if _valid(question, policy, budget)]
     return list(dict.fromkeys(found))
@@ -130,7 +130,7 @@ def _kept(question: AdviceQuestion, values: Mapping[BudgetedPolicy, float]) -> s
     ranked = sorted(values, key=lambda pair: -values[pair])  # stable: the reference budget first among equals
     kept = set(ranked[: max(-(-len(ranked) // FACTOR), FEWEST)])
     of_reference = BASELINE if BASELINE in question.policies else question.policies[0]
-    always = [pair for pair in ranked if pair == (of_reference, question.max_num_batched_tokens)]
+    always = [pair for pair in ranked if pair == (of_reference, question.budget)]
     shown = question.policies if len(question.policies) <= FEWEST else (BASELINE,)
     always += [pair for policy in shown for pair in [pair for pair in ranked if pair.policy == policy][:1]]
     return kept | set(always)
@@ -146,9 +146,9 @@ PROBE_PROMPTS, PROBE_TURNS = 1200, 8
 def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[RunSpec, RunSpec]]:
     """v1 and EB at each concurrency, closed loop, with the workload's lengths (or a scenario's mean lengths)."""
     lengths: dict[str, int] = {}
-    if question.scenario is not None and load_scenario(question.scenario).own_lengths:
+    if question.spec.plan.scenario is not None and load_scenario(question.spec.plan.scenario).own_lengths:
         lengths = {"input_len": max(1, round(load.mu_l)), "output_len": max(1, round(load.mu_o))}
-    most = max(2 * question.max_num_seqs, CONCURRENCIES[1])  # at least two points
+    most = max(2 * question.spec.server.max_num_seqs, CONCURRENCIES[1])  # at least two points
     levels = [c for c in CONCURRENCIES if c <= most]
     return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
 
@@ -164,17 +164,14 @@ def mix_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple
 
 
 def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[RunSpec, RunSpec]:
-    kept = _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
-    own = {k: v for k, v in question.plan.items() if k in kept}
-    workload = "balanced" if lengths else question.workload
-    plan: dict[str, Any] = {
-        "num_prompts": max(PROBE_PROMPTS, PROBE_TURNS * traffic["max_concurrency"]), **own, **lengths, **traffic
-    }  # fmt: skip
-    v1, eb = (
-        simulated(workload, policy, question.device, question.model, question.max_num_seqs,
-                  question.max_num_batched_tokens, "saturated", front_end_ms=None, **plan).changed(**question.server)
-        for policy in (BASELINE, "eb")
-    )  # fmt: skip
+    spec, kept = question.spec, _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
+    own = {name: getattr(spec.plan, name) for name in kept}
+    prompts = max(PROBE_PROMPTS, PROBE_TURNS * traffic["max_concurrency"])
+    workload = {"workload": "balanced", "source": "profile"} if lengths else {"workload": spec.plan.workload}
+    plan = PlanOptions(
+        scenario="saturated", num_prompts=prompts, with_text=False, **{**workload, **own, **lengths, **traffic}
+    )
+    v1, eb = (replace(spec, plan=plan, policy=policy, weight=1.0) for policy in (BASELINE, "eb"))
     return v1, eb
 
 
@@ -230,7 +227,7 @@ def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Ad
     carry_out = partial(with_progress, store=store, workers=effort.workers, quiet=effort.quiet)
 
     def attempt(served: bool) -> tuple[AdviceQuestion, SearchResult]:
-        asked = replace(question, server={**question.server, "api_server": DEFAULT_CLASS}) if served else question
+        asked = replace(question, spec=question.spec.changed(api_server=DEFAULT_CLASS)) if served else question
         make = partial(carry_out, whole=bool(asked.slo))
         searched = search(asked, make, lambda cell: objective(asked, store, cell))
         busy = api_server_left_out(asked, store, searched.finalists)
@@ -259,7 +256,7 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
     engines = engines_of(question)
     of_one = replace(load, concurrency=math.ceil(load.concurrency / engines))
     drafts = NO_DRAFTS if first.server.drafts is None else first.server.drafts.theory
-    theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.max_num_seqs, drafts)
+    theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.spec.server.max_num_seqs, drafts)
     scores = score(question, store, found.finalists)
     chosen, reason = choose(scores)
     return Advice(
@@ -333,7 +330,7 @@ def _score(
 ) -> PolicyScore:
     own, budget = values[pair], pair.max_num_batched_tokens
     cells = [candidate(question, pair.policy, seed, budget) for seed in range(question.seeds)]
-    reference = BudgetedPolicy(BASELINE, question.max_num_batched_tokens)
+    reference = BudgetedPolicy(BASELINE, question.budget)
 
     def mean(key: str) -> float:
         return sum(figure(store, cell, key) for cell in cells) / len(cells)
@@ -346,5 +343,5 @@ def _score(
     return PolicyScore(
         pair.policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(reference)),
         relative_gain(own, values[best]), attainment, mean("median_ttft_ms"), mean("median_tpot_ms"),
-        mean("total_token_throughput"), budget, budget == question.max_num_batched_tokens,
+        mean("total_token_throughput"), budget, budget == question.budget,
     )  # fmt: skip

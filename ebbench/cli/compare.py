@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ebbench.cli.options import Format, check_format
+from ebbench.config.options import Format, check_format
 
 
 def compare(

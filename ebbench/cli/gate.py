@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import under
+from ebbench.config.options import under
 from ebbench.errors import DataError, RunError, UsageError
 
 if TYPE_CHECKING:

@@ -19,11 +19,14 @@ from ebbench.analysis.paired import (
     Contrast,
     PairedComparison,
     PolicyContrasts,
+    compare_cases,
     pairs_needed_by,
 )
-from ebbench.analysis.units import HIGHER_IS_BETTER, LABELS, GateUnit
+from ebbench.analysis.units import HIGHER_IS_BETTER, LABELS, GateUnit, units_of
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
+from ebbench.errors import DataError, EbbenchError
+from ebbench.records.run import Run
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.report import notes as titled
@@ -337,3 +340,19 @@ def _other_json(other: PolicyContrasts) -> dict[str, Any]:
         "left_out": list(other.left_out),
         "worse_one_sided": dict(other.worse),
     }
+
+
+def paired_tables(runs: Sequence[Run]) -> tuple[list[page_tables.Table], list[str]]:
+    """The paired comparison for a page, where there is one; why not, where runs of several policies do not compare."""
+    if len({run.manifest.policy for run in runs}) < 2:
+        return [], []
+    groups: dict[str, list[GateUnit]] = {}
+    try:
+        for unit in units_of(runs):
+            groups.setdefault(unit.policy, []).append(unit)
+        compared = compare_cases(groups)
+    except DataError as error:
+        return [], [f"These runs are not comparable: {error}"]
+    except EbbenchError as error:
+        return [], [f"Left out, the paired comparison: {error}"]
+    return tables(compared), left_out(compared)

@@ -176,7 +176,9 @@ def _missed_alone(
     why = [f"too many answers have no {name}" for name in without]
     known = ", ".join(f"{name}:{numbers.up(value)}" for name, value in least_ms.items())
     why += [f"the least that can be had is about {known}"] if known else []
-    share = f"{100 * met:.0f}" if round(met, 2) < required else f"{100 * met:.2f}"  # 94.6 is not shown as the 95 required
+    share = (
+        f"{100 * met:.0f}" if round(met, 2) < required else f"{100 * met:.2f}"
+    )  # 94.6 is not shown as the 95 required
     return f"one request at a time, {share} % meet {limits}, and {100 * required:g} % must; {'; '.join(why)}"
 
 

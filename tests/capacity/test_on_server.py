@@ -54,8 +54,8 @@ def test_the_number_of_requests_that_the_server_runs_at_a_time_is_found(tmp_path
 def test_the_rate_at_which_the_queue_grows_is_found(tmp_path: Path) -> None:
     """Two slots, 100 ms each: at most 20 requests/s. TPOT does not suffer from a queue, so only the queue limits.
 
-    A busy machine makes the server slower than that: its ledger tells how fast it was. Tokens lie far enough apart for a
-    busy client not to read those of a response in one go, which then has no TPOT.
+    A busy machine makes the server slower than that: its ledger tells how fast it was. Tokens lie far enough apart for
+    a busy client not to read those of a response in one go, which then has no TPOT.
     """
     with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=20, max_running=2)) as server:
         options = f"{LATE} --goodput tpot:60000 -n 60 --precision 0.1 --max-probes 12 --json"

@@ -11,8 +11,9 @@ from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
+from ebbench.papers.options import PaperOptions
 from ebbench.papers.registry import FIGURES, TABLES, find_table
-from ebbench.papers.table import PaperFigure, PaperOptions, PaperTable
+from ebbench.papers.table import PaperFigure, PaperTable
 from ebbench.render.documents import as_csv
 from ebbench.runs.store import Measured, RunStore
 
