@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare
+from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare, option_name
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.installation import located
 
 if TYPE_CHECKING:
     from ebbench.traffic.spec import Load
-    from ebbench.workloads.sessions import SessionOptions
-    from ebbench.workloads.shared_prefix import PrefixOptions
 
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -136,7 +134,7 @@ class PlanOptions:
     prefix_share: float | None = declare(
         None, "Share of synthetic prompts that is their group's common prefix.", WORKLOAD
     )
-    prefix_groups: int | None = declare(None, "Groups with a common prefix each; default: 1.", WORKLOAD)
+    prefix_groups: int | None = declare(None, "Groups with a common prefix each; default: 1.", WORKLOAD, at_least=1)
     cache_hit_rate: float | None = declare(None, "Choose the common prefixes for this prefix cache hit rate.", WORKLOAD)
     columns: str | None = declare(
         None, "A log's columns: input=A,output=B,time=C,session=D; default: by their names.", WORKLOAD
@@ -180,30 +178,30 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        _ = self.prefixes  # raises UsageError for values that cannot be used
+        self._check_prefixes()
         _require_storable(self.seed, self.num_prompts)
         if self.time_unit is not None and self.time_unit not in TIME_UNITS:
             raise UnknownNameError("time unit", self.time_unit, TIME_UNITS)
 
-    @property
-    def prefixes(self) -> PrefixOptions:
-        """The options of shared prefixes."""
-        from ebbench.workloads.shared_prefix import PrefixOptions
+    def _check_prefixes(self) -> None:
+        for name in ("prefix_share", "cache_hit_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise UsageError(f"{option_name(name)} must lie between 0 and 1, not {value:g}")
+        if self.prefix_share is not None and self.cache_hit_rate is not None:
+            raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
+        if self.prefix_groups is not None and not self.shares_prefixes:
+            raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
 
-        return PrefixOptions(self.prefix_share, self.prefix_groups, self.cache_hit_rate)
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether synthetic prompts are to share prefixes."""
+        return self.prefix_share is not None or self.cache_hit_rate is not None
 
     @property
     def lengths_set(self) -> bool:
         """Whether the caller set lengths."""
         return not (self.input_len is None and self.output_len is None and self.length_distribution is None)
-
-    @property
-    def sessions(self) -> SessionOptions:
-        """The options that describe sessions."""
-        from ebbench.workloads.sessions import SessionOptions
-
-        names = (field.name for field in fields(SessionOptions))
-        return SessionOptions(**{name: getattr(self, name) for name in names})
 
     @property
     def load(self) -> Load:

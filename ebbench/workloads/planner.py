@@ -357,13 +357,13 @@ def _single(options: PlanOptions, scenario: ScenarioSpec | None = None) -> tuple
     requests, schedule = (
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
     )
-    spec = session_spec(None if workload is None else workload.sessions, options.sessions, options.length_distribution)
+    spec = session_spec(None if workload is None else workload.sessions, options)
     if spec is not None:
         requests = with_sessions(requests, spec, options.seed)
     if options.max_pause_s is not None:
         requests = with_longest_pause(requests, options.max_pause_s)
-    if options.prefixes.asked:
-        requests = with_shared_prefixes(requests, options.prefixes, options.seed)
+    if options.shares_prefixes:
+        requests = with_shared_prefixes(requests, options)
     if options.images is not None:
         requests = with_images(requests, parse_images(options.images))
     if options.lora_assignment is not None:
@@ -458,7 +458,9 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
         option = "--recorded-pauses" if options.recorded_pauses else "--keep-text"
         option = "--columns" if options.columns is not None else option
         raise UsageError(f"{option} is for log:FILE; leave it out for {options.workload}")
-    if options.prefixes.asked and (trace or (workload is not None and not _draws_lengths(options, scenario, workload))):
+    if options.shares_prefixes and (
+        trace or (workload is not None and not _draws_lengths(options, scenario, workload))
+    ):
         problem = f"--prefix-share and --cache-hit-rate are for synthetic prompts; {options.workload} brings its own"
         raise UsageError(f"{problem}: leave them out" + ("" if trace else ", or add --source profile"))
     unused = options.tokenizer is not None and not options.counts_answers

@@ -21,6 +21,7 @@ from ebbench.foreign.documents import not_positive
 from ebbench.records.content import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, length_spec
+from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Floats, Requests
 
 # Distributions of times in seconds: think time, tool calls, the patience of clients.
@@ -155,18 +156,6 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 @dataclass(frozen=True)
-class SessionOptions:
-    """The options of ``ebbench run`` that describe sessions, as text; None if not given."""
-
-    think_time: str | None = None
-    tool_time: str | None = None
-    tool_share: float | None = None
-    sub_agents: str | None = None
-    abandon_after: str | None = None
-    thinking_len: int | None = None
-
-
-@dataclass(frozen=True)
 class _AgentSettings:
     """The keys of ``--sub-agents``."""
 
@@ -177,13 +166,8 @@ class _AgentSettings:
     output: int = setting(200, "output tokens of each request", unit="tokens", at_least=1)
 
 
-def session_spec(
-    base: SessionSpec | None, options: SessionOptions, length_distribution: str | None = None
-) -> SessionSpec | None:
-    """The workload's sessions with what the options set; None if neither says anything. Raises UsageError.
-
-    ``length_distribution``: of the thinking, as ``--length-distribution`` gives it.
-    """
+def session_spec(base: SessionSpec | None, options: PlanOptions) -> SessionSpec | None:
+    """The workload's sessions with what the options set; None if neither says anything. Raises UsageError."""
     given: dict[str, Any] = {}
     for key, option, text in (
         ("think", "--think-time", options.think_time),
@@ -195,7 +179,7 @@ def session_spec(
     if options.tool_share is not None:
         given["tool_share"] = options.tool_share
     if options.thinking_len is not None:
-        given["thinking"] = length_spec(options.thinking_len, length_distribution)
+        given["thinking"] = length_spec(options.thinking_len, options.length_distribution)
     if options.sub_agents is not None:
         given["agents"] = _parse_agents(options.sub_agents)
     if not given:

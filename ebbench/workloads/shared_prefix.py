@@ -6,7 +6,7 @@ The first ``share`` of a session's first prompt is the beginning of its group's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import pyarrow as pa
 from ebbench.errors import UsageError
 from ebbench.records.content import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
+from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, int_lists, ints
 
 BLOCK_TOKENS = 16
@@ -23,32 +24,7 @@ _MOST_BLOCKS = 1 << 20
 _STEPS = 40
 
 
-@dataclass(frozen=True)
-class PrefixOptions:
-    """``share`` of the prompts in (0, 1), or the ``hit_rate`` to reach in (0, 1); ``groups`` of equal size."""
-
-    share: float | None = None
-    groups: int | None = None
-    hit_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("--prefix-share", self.share), ("--cache-hit-rate", self.hit_rate)):
-            if value is not None and not 0 < value < 1:
-                raise UsageError(f"{name} must lie between 0 and 1, not {value:g}")
-        if self.groups is not None and self.groups < 1:
-            raise UsageError(f"--prefix-groups must be at least 1, not {self.groups}")
-        if self.share is not None and self.hit_rate is not None:
-            raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
-        if self.groups is not None and self.share is None and self.hit_rate is None:
-            raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
-
-    @property
-    def asked(self) -> bool:
-        """Whether prompts are to share prefixes."""
-        return self.share is not None or self.hit_rate is not None
-
-
-def with_shared_prefixes(requests: Requests, options: PrefixOptions, seed: int) -> Requests:
+def with_shared_prefixes(requests: Requests, options: PlanOptions) -> Requests:
     """The requests with hash ids for their shared prefixes; facts say the share and the hit rate that it allows.
 
     Raises UsageError for requests with texts or prefixes of their own, and for a hit rate that cannot be reached.
@@ -56,17 +32,17 @@ def with_shared_prefixes(requests: Requests, options: PrefixOptions, seed: int) 
     if requests.hash_ids is not None or requests.prompt is not None:
         own = "texts" if requests.prompt is not None else "shared prefixes"
         raise UsageError(f"these prompts have {own} of their own; leave out --prefix-share and --cache-hit-rate")
-    groups = options.groups or 1
-    group = substream(seed, "content/groups").permutation(requests.sessions) % groups
-    share = options.share
+    groups = options.prefix_groups or 1
+    group = substream(options.seed, "content/groups").permutation(requests.sessions) % groups
+    share, hit_rate = options.prefix_share, options.cache_hit_rate
     if share is None:
-        assert options.hit_rate is not None  # the caller checked options.asked
-        share = _share_for(requests, group, options.hit_rate, groups)
+        assert hit_rate is not None  # the caller checked options.shares_prefixes
+        share = _share_for(requests, group, hit_rate, groups)
     blocks = _blocks(requests, share)
     facts = {
         "prefix_share": round(share, 6),
         "prefix_groups": groups,
-        **({"cache_hit_rate": options.hit_rate} if options.hit_rate is not None else {}),
+        **({"cache_hit_rate": hit_rate} if hit_rate is not None else {}),
         "planned_hit_rate": round(_hit_rate(requests, group, blocks), 6),
     }
     return replace(

@@ -99,7 +99,7 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
 
 
 def test_advice_names_the_vllm_option_that_does_what_the_policy_does() -> None:
-    question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, server={}, scenario=None)
+    question = AdviceQuestion(simulated("balanced", "v1", "h200", "qwen3-8b", 8, 64), 1, Slo(), ("v1",))
     option = {"cadence:every=4": "--prefill-schedule-interval 4", "v1:budget=64": "--max-num-batched-tokens 64 does"}
     for policy in (*option, "marginal", "v1", "cadence:every=4,escape=off"):
         chosen = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
