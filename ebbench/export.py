@@ -114,10 +114,10 @@ def _topology(facts: Mapping[str, Any]) -> TopologySpec | None:
     """The topology, if its label describes it completely; a topology from a file may have a custom name."""
     label = str(facts["topology"])
     try:
-        found = None if label.endswith(".toml") else parse_topology(label)
+        topology = None if label.endswith(".toml") else parse_topology(label)
     except UsageError:
         return None
-    return found if found is not None and found.gpus == facts.get("gpus") else None
+    return topology if topology is not None and topology.gpus == facts.get("gpus") else None
 
 
 def _engine(run: Run, part: _Part) -> dict[str, Any]:
@@ -374,15 +374,15 @@ class Series:
     csv: str
 
 
-def series_of(runs: Sequence[Run]) -> list[Series]:
+def otava_series(runs: Sequence[Run]) -> list[Series]:
     """One series per policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
 
     Raises DataError if no run is left.
     """
-    found = trend.series_of(trend.members_of(runs))
-    if not found:
+    points_by_kind = trend.series_points(trend.trend_members(runs))
+    if not points_by_kind:
         raise DataError("no valid run to make a history of")
-    return [_series(kind, points) for kind, points in found.items()]
+    return [_series(kind, points) for kind, points in points_by_kind.items()]
 
 
 def _series(kind: trend.SeriesKind, points: Sequence[trend.Point]) -> Series:
@@ -426,16 +426,16 @@ def otava_config(series: Sequence[Series]) -> str:
     """The Otava configuration for the CSV files, without columns that have empty cells, since Otava accepts only
     numbers."""
     lines = ["tests:"]
-    for each in series:
+    for one_series in series:
         lines += [
-            f"  {each.name}:",
+            f"  {one_series.name}:",
             "    type: csv",
-            f"    file: {each.name}.csv",
+            f"    file: {one_series.name}.csv",
             f"    time_column: {TIME}",
             f"    attributes: [{', '.join(ATTRIBUTES)}]",
             "    metrics:",
         ]
-        for name in each.figures:
+        for name in one_series.figures:
             lines += [f"      {name}:", f"        column: {name}", f"        direction: {_direction(name)}"]
         lines += ["    csv_options:", "      delimiter: ','", "      quote_char: '\"'"]
     return "\n".join(lines) + "\n"
@@ -497,11 +497,11 @@ def _unique(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _otava(runs: Sequence[Run], directory: Path) -> list[Path]:
-    series = series_of(runs)
+    series = otava_series(runs)
     written = []
-    for each in series:
-        written.append(directory / f"{each.name}.csv")
-        files.write_bytes(each.csv.encode(), written[-1])
+    for one_series in series:
+        written.append(directory / f"{one_series.name}.csv")
+        files.write_bytes(one_series.csv.encode(), written[-1])
     files.write_bytes(otava_config(series).encode(), directory / "otava.yaml")
     return [*written, directory / "otava.yaml"]
 

@@ -271,9 +271,9 @@ def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
     return np.array([int(line) for line in filled], np.int64)
 
 
-def thresholds_of(found: Hazard, device: str, model: str, max_num_seqs: int) -> dict[str, Threshold | None]:
+def fitted_thresholds(analysed: Hazard, device: str, model: str, max_num_seqs: int) -> dict[str, Threshold | None]:
     """The optimal threshold of each fit with the costs of a device; None where there is no fit."""
-    fits = {"published": found.published, "censored": found.censored}
+    fits = {"published": analysed.published, "censored": analysed.censored}
     return {name: _threshold(fit, device, model, max_num_seqs) for name, fit in fits.items()}
 
 
@@ -284,49 +284,51 @@ def _threshold(fit: HazardEstimate | None, device: str, model: str, max_num_seqs
     return optimal_threshold(fit.p0, costs.alpha_p, costs.alpha_d, eta=fit.eta, beta_d=costs.beta_d, n=max_num_seqs)
 
 
-def as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None]) -> dict[str, Any]:
+def as_dict(lengths: OutputLengths, analysed: Hazard, thresholds: dict[str, Threshold | None]) -> dict[str, Any]:
     """One JSON object."""
-    fits = {"published": found.published, "censored": found.censored}
+    fits = {"published": analysed.published, "censored": analysed.censored}
     return {
         "name": lengths.name,
         "source": lengths.source,
-        "samples": found.samples,
-        "mean": found.mean,
-        "std": found.std,
+        "samples": analysed.samples,
+        "mean": analysed.mean,
+        "std": analysed.std,
         "mean_input": lengths.mean_input,
-        "limit": found.limit,
-        "censored_samples": found.censored_samples,
-        "t_reliable": found.t_reliable,
-        "untested": found.untested,
-        "tests": None if found.tests is None else asdict(found.tests) | {"verdict": found.tests.verdict},
+        "limit": analysed.limit,
+        "censored_samples": analysed.censored_samples,
+        "t_reliable": analysed.t_reliable,
+        "untested": analysed.untested,
+        "tests": None if analysed.tests is None else asdict(analysed.tests) | {"verdict": analysed.tests.verdict},
         "fits": {
             name: None if fit is None else {"p0": fit.p0, "eta": fit.eta, "mean": fit.mean, "samples": fit.samples}
             for name, fit in fits.items()
         },
-        "thresholds": {name: None if one is None else asdict(one) for name, one in thresholds.items()},
-        "t": found.t.tolist(),
-        "h": found.h.tolist(),
-        "survivors": found.survivors.tolist(),
+        "thresholds": {
+            name: None if threshold is None else asdict(threshold) for name, threshold in thresholds.items()
+        },
+        "t": analysed.t.tolist(),
+        "h": analysed.h.tolist(),
+        "survivors": analysed.survivors.tolist(),
     }
 
 
 def print_hazard(
-    lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str, console: Console
+    lengths: OutputLengths, analysed: Hazard, thresholds: dict[str, Threshold | None], where: str, console: Console
 ) -> None:
     """Print the hazard, the tests of its trend, and the thresholds; ``where``: the device that they are for."""
-    console.print(f"{lengths.name}: {found.samples:,} responses ({lengths.source})", markup=False, style="bold")
+    console.print(f"{lengths.name}: {analysed.samples:,} responses ({lengths.source})", markup=False, style="bold")
     console.print(
-        f"output tokens: mean {found.mean:,.1f}, standard deviation {found.std:,.1f}, longest {found.t[-1]:,}"
+        f"output tokens: mean {analysed.mean:,.1f}, standard deviation {analysed.std:,.1f}, longest {analysed.t[-1]:,}"
     )
-    if found.limit is not None:
-        share = found.censored_samples / found.samples
+    if analysed.limit is not None:
+        share = analysed.censored_samples / analysed.samples
         console.print(
-            f"{share:.1%} of the responses are cut at {found.limit:,} tokens and count as not yet ended there"
+            f"{share:.1%} of the responses are cut at {analysed.limit:,} tokens and count as not yet ended there"
         )
-    console.print(_profile(found), markup=False)
-    tests = found.tests
+    console.print(_profile(analysed), markup=False)
+    tests = analysed.tests
     if tests is None:
-        console.print(found.untested)
+        console.print(analysed.untested)
     else:
         console.print(f"trend of h(t) for t up to {tests.t_max:,} (95th percentile or limit), {tests.points:,} points:")
         console.print(f"  Mann-Kendall: tau {tests.tau:+.3f}, p {_p(tests.mann_kendall_p)}")
@@ -341,20 +343,20 @@ def print_hazard(
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("fit h(t) = p0 + eta t", "p0", "eta", "theta0", "delta", "theta*"):
         table.add_column(column, justify="left" if column.startswith("fit") else "right")
-    for name, fit in (("published", found.published), ("censored", found.censored)):
-        one = thresholds[name]
-        if fit is not None and one is not None:
-            table.add_row(f"{name} estimator", f"{fit.p0:.3e}", f"{fit.eta:.3e}", f"{one.theta0:.3f}",
-                          f"{one.delta_theta:+.3f}", f"{one.theta_star:.3f}")  # fmt: skip
+    for name, fit in (("published", analysed.published), ("censored", analysed.censored)):
+        threshold = thresholds[name]
+        if fit is not None and threshold is not None:
+            table.add_row(f"{name} estimator", f"{fit.p0:.3e}", f"{fit.eta:.3e}", f"{threshold.theta0:.3f}",
+                          f"{threshold.delta_theta:+.3f}", f"{threshold.theta_star:.3f}")  # fmt: skip
     console.print(table)
     console.print(f"theta: share of slots idle at which to refill, {where}", style="dim", markup=False)
 
 
-def _profile(found: Hazard) -> str:
-    _, rate = found.binned(30)
+def _profile(analysed: Hazard) -> str:
+    _, rate = analysed.binned(30)
     top = float(rate.max()) or 1.0
     bars = spark(tuple(float(value) / top for value in rate))
-    return f"hazard per token, t from 1 to {found.t_reliable:,}: {bars} (highest {top:.2e})"
+    return f"hazard per token, t from 1 to {analysed.t_reliable:,}: {bars} (highest {top:.2e})"
 
 
 def _p(value: float) -> str:

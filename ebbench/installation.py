@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,18 +63,22 @@ def need(module: str, purpose: str, extra: str | None = None) -> Any:
 
 def own_distributions() -> tuple[str, ...]:
     """Distributions that every installation of ebbench has; empty if ebbench is not installed."""
+    from importlib import metadata  # with email and zip files 20 ms, which most commands need not spend
+
     try:
-        requirements = importlib.metadata.requires("ebbench") or []
-    except importlib.metadata.PackageNotFoundError:
+        requirements = metadata.requires("ebbench") or []
+    except metadata.PackageNotFoundError:
         return ()
-    found = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
-    return tuple(match.group() for match in found if match is not None)
+    names = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
+    return tuple(match.group() for match in names if match is not None)
 
 
 def _installed(distribution: str) -> bool:
+    from importlib import metadata
+
     try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return False
     return True
 

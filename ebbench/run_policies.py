@@ -20,11 +20,11 @@ from ebbench.process.termination import held
 from ebbench.records.run import NotStoredError, Run, default_run_dir, new_directory, slug, unused
 from ebbench.runs import prepare
 from ebbench.runs.api_server import CODE, ApiServerBusyError, again_if_busy
+from ebbench.runs.execute import measured, planned
 from ebbench.runs.file import FURTHER
-from ebbench.runs.prepare import Series, needs_saturation, series_of
-from ebbench.runs.progress import measured, planned
+from ebbench.runs.prepare import Series, needs_saturation, parse_series
 from ebbench.spec.run import stored_form
-from ebbench.spec.server import AUTO, is_server
+from ebbench.spec.server import AUTO, VIRTUAL_TIME, is_server
 
 if TYPE_CHECKING:
     from ebbench.analysis.summary import Summary
@@ -112,7 +112,6 @@ def why_stop(summaries: Sequence[Summary]) -> str:
 def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
     """Print these lines."""
     from ebbench.analysis.environment import time_note
-    from ebbench.spec.server import VIRTUAL_TIME
 
     messages.say(sentence)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
@@ -131,6 +130,8 @@ def announce(series: Series, engine: Engine, sentence: str, plan: Plan, messages
 
 def _power_note(engine: Engine) -> str:
     """Whose GPU power is measured, or why none is; empty for an engine in virtual time."""
+    if engine.name in VIRTUAL_TIME:
+        return ""
     import os
 
     from ebbench.client.power import announcement
@@ -187,7 +188,7 @@ class Output:
 
 def series_and_output(asked: Mapping[str, Any]) -> tuple[Series, Output]:
     """The series, and where it is stored, by settings of a run and the keys of FURTHER. Raises UsageError."""
-    series = series_of({name: value for name, value in asked.items() if name not in FURTHER})
+    series = parse_series({name: value for name, value in asked.items() if name not in FURTHER})
     words, most = str(asked.get("repeats", "1")), int(asked.get("max_repeats", 30))
     repeats, until_clear = parse_repeats(words, most, policies=len(series.policies))
     directory, target = (asked.get(name) for name in ("output_dir", "save_as_vllm"))
@@ -336,7 +337,7 @@ def _take_up(series: Series, output: Output, stored: Executed, done: MadeRuns) -
 
 def _refuse_busy(run: Run, done: MadeRuns) -> None:
     """Raise ApiServerBusyError, without the runs so far, if ``run`` would have kept vLLM's API server busy."""
-    warning = next((one for one in run.manifest.warnings if one.code == CODE), None)
+    warning = next((stored for stored in run.manifest.warnings if stored.code == CODE), None)
     if warning is None or run.manifest.interrupted:
         return
     for path in (run.path, *(result.run.path for result in done.results)):
@@ -359,8 +360,13 @@ def _show(series: Series, output: Output, done: MadeRuns) -> None:
         from ebbench.analysis.summary import mean_over_repeats
 
         names = [result.summary.policy for result in results]
-        groups = sorted((group for case in cases for group in case.groups), key=lambda each: names.index(each.policy))
-        rows = [[one.to_dict(all_percentiles=output.all_percentiles) for one in group.summaries] for group in groups]
+        groups = sorted(
+            (group for case in cases for group in case.groups),
+            key=lambda group_of_case: names.index(group_of_case.policy),
+        )
+        rows = [
+            [summary.to_dict(all_percentiles=output.all_percentiles) for summary in group.summaries] for group in groups
+        ]
         merged = [row[0] if series.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
     elif cases:

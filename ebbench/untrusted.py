@@ -30,14 +30,14 @@ def visible(text: str, *, lines: bool = False) -> str:
 
     ``lines``: line ends stay, for texts of several lines that are ours.
     """
-    text = (_LINES if lines else _ONE_LINE).sub(lambda found: _escaped(found.group()), text)
-    return _CI_COMMAND.sub(lambda found: f"{found.group()[0]}\\{found.group()[1]}", text)
+    text = (_LINES if lines else _ONE_LINE).sub(lambda matched: _escaped(matched.group()), text)
+    return _CI_COMMAND.sub(lambda matched: f"{matched.group()[0]}\\{matched.group()[1]}", text)
 
 
 def markdown(text: str) -> str:
     """The text on one line, as text: no element, link, image, mention or block of GitHub's Markdown."""
     text = visible(" ".join(text.splitlines())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = _BLOCK.sub(_escaped_block, _MARKDOWN.sub(lambda found: f"\\{found.group()}", text))
+    text = _BLOCK.sub(_escaped_block, _MARKDOWN.sub(lambda matched: f"\\{matched.group()}", text))
     return text.replace("@", "@<!-- -->")  # an escaped @ would still mention
 
 
@@ -46,7 +46,7 @@ def csv_cell(value: T) -> T | str:
     if not isinstance(value, str):
         return value
     formula = value.startswith(_FORMULA) and _NUMBER.fullmatch(value) is None
-    return _LINES.sub(lambda found: _escaped(found.group()), f"'{value}" if formula else value)
+    return _LINES.sub(lambda matched: _escaped(matched.group()), f"'{value}" if formula else value)
 
 
 def _escaped(character: str) -> str:
@@ -54,6 +54,6 @@ def _escaped(character: str) -> str:
     return _SHORT.get(character) or (f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}")
 
 
-def _escaped_block(found: re.Match[str]) -> str:
-    start, sign = found.groups()
+def _escaped_block(matched: re.Match[str]) -> str:
+    start, sign = matched.groups()
     return f"{start}{sign}\\" if sign.isdigit() else f"{start}\\{sign}"

@@ -16,7 +16,7 @@ from ebbench.config.topology import TopologySpec
 from ebbench.devices.capacity import batch_limits
 from ebbench.devices.profiles import find_profile
 from ebbench.engines.checks import check_counts, check_fits, check_options, check_tp
-from ebbench.engines.setup import topology_of
+from ebbench.engines.setup import resolve_topology
 from ebbench.errors import UsageError
 from ebbench.hazard import analyse_lengths
 from ebbench.records.plan import Plan
@@ -40,7 +40,7 @@ TRIED_BUDGETS = (8192, 2048, 4096, 16384)
 """Token budgets to try; the first is the reference: that of vLLM's own on data-centre GPUs is 8,192 or 16,384."""
 
 
-def question_of(given: Mapping[str, Any]) -> AdviceQuestion:
+def advice_question(given: Mapping[str, Any]) -> AdviceQuestion:
     """The question, checked. ``given``: settings of a run and of :class:`AdviceCommand`, by name. Raises UsageError."""
     asked, settings = asked_of(AdviceCommand, given)
     counted = {name: settings.get(name) for name in ("max_concurrency", "request_rate")}
@@ -138,26 +138,26 @@ def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | No
 def topology_asked(question: AdviceQuestion) -> TopologySpec | None:
     """The topology given, else the scenario's; None for one GPU. Raises UsageError if it cannot be read."""
     cluster = question.spec.cluster
-    return topology_of(cluster.topology, question.spec.plan.scenario, cluster.link)
+    return resolve_topology(cluster.topology, question.spec.plan.scenario, cluster.link)
 
 
-def engines_of(question: AdviceQuestion) -> int:
+def engine_count(question: AdviceQuestion) -> int:
     """Number of engines among which the requests are shared, each with a scheduler of its own.
 
     Raises UsageError for separated pools, whose engines have nothing for a policy to decide, and for a topology that
     cannot be read.
     """
-    found = topology_asked(question)
-    if found is None:
+    layout = topology_asked(question)
+    if layout is None:
         return 1
-    if found.disaggregated:
-        topology = question.spec.cluster.topology or found.label
+    if layout.disaggregated:
+        topology = question.spec.cluster.topology or layout.label
         run = f"ebbench run {question.spec.plan.workload} --topology {topology} --policy v1"
         raise UsageError(
-            f"topology {found.label} separates prefill from decode, so there is nothing for a policy to decide; "
+            f"topology {layout.label} separates prefill from decode, so there is nothing for a policy to decide; "
             f"compare it with others by `{run}`"
         )
-    return sum(pool.units for pool in found.pools)
+    return sum(pool.units for pool in layout.pools)
 
 
 def checked(question: AdviceQuestion) -> AdviceQuestion:
@@ -165,7 +165,7 @@ def checked(question: AdviceQuestion) -> AdviceQuestion:
 
     Raises UsageError for names, scheduler settings and requests that cannot be run, and what build_plan raises.
     """
-    engines_of(question)
+    engine_count(question)
     first = candidate(question, BASELINE, 0)
     check_options(first.server, [parse_policy(policy) for policy in question.policies])
     for budget in question.budgets:
@@ -179,13 +179,13 @@ def checked(question: AdviceQuestion) -> AdviceQuestion:
     return question
 
 
-def alike(one: Plan, other: Plan) -> bool:
+def alike(plan: Plan, other: Plan) -> bool:
     """Whether two plans have the same lengths and times, so that their simulated runs are equal."""
-    if (one.phases, one.max_concurrency) != (other.phases, other.max_concurrency) or len(one) != len(other):
+    if (plan.phases, plan.max_concurrency) != (other.phases, other.max_concurrency) or len(plan) != len(other):
         return False
     asked = ["session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens", "hash_ids"]
-    same: bool = one.table.select(asked).equals(other.table.select(asked))
-    return same and bool((_streams(one) == _streams(other)).all())
+    same: bool = plan.table.select(asked).equals(other.table.select(asked))
+    return same and bool((_streams(plan) == _streams(other)).all())
 
 
 def _streams(plan: Plan) -> npt.NDArray[np.int64]:
@@ -195,7 +195,7 @@ def _streams(plan: Plan) -> npt.NDArray[np.int64]:
     return np.asarray(content - content[:1], np.int64)
 
 
-def load_of(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
+def expected_load(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
     """Lengths and hazard of the first plan, and the number of open requests. Raises what build_plan raises."""
     plan = plan_of(candidate(question, BASELINE, 0))
     outputs = plan.table["output_tokens"].to_numpy()
@@ -220,8 +220,8 @@ def _seen(question: AdviceQuestion, store: RunStore) -> int:
 
 def figure(store: RunStore, cell: RunSpec, key: str) -> float:
     """A figure of a finished run. Raises UsageError if it is undefined."""
-    found = store.get(cell)
-    value = None if found is None else found.get(key)
+    measured = store.get(cell)
+    value = None if measured is None else measured.get(key)
     if value is None:
         raise UsageError(f"the run of {cell.policy} gave no {key}; use more requests (--num-prompts)")
     return value

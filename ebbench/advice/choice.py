@@ -90,19 +90,19 @@ def predict(
 
     Raises TheoryError for invalid lengths or costs.
     """
-    found = optimal_threshold(
+    threshold = optimal_threshold(
         load.p0, calibration.alpha_p, calibration.alpha_d, eta=load.eta, beta_d=calibration.beta_d, n=max_num_seqs,
         drafts=drafts,
     )  # fmt: skip
-    theta = min(max(found.theta_star, THETA_MIN), THETA_MAX)
+    theta = min(max(threshold.theta_star, THETA_MIN), THETA_MAX)
     held_tokens = load.mu_l + drafts.kv_tokens
     n_star = min(memory_safe_batch(capacity_tokens, held_tokens, load.p0, theta, EPSILON), max_num_seqs)
     n = max(1, min(n_star, load.concurrency))
-    theta0 = max(found.theta0, THETA_MIN)
+    theta0 = max(threshold.theta0, THETA_MIN)
     sides = crossover(calibration, mu_l=load.mu_l, mu_o=load.mu_o, n_obs=n, theta0=theta0, drafts=drafts)
     mean_hazard, mixes = 1 / load.mu_o, calibration.mixed is not None
     return Prediction(
-        threshold=found,
+        threshold=threshold,
         n_star=n_star,
         n=n,
         k_star=max(1, int(theta * n_star)),
@@ -137,12 +137,12 @@ def _mix_crossovers(load: ExpectedLoad, calibration: Calibration, n: int, drafts
 
 def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
     """Values of ``x`` at which ``y`` changes sign, interpolated linearly."""
-    found = []
+    crossings = []
     for i in range(1, len(x)):
         a, b = y[i - 1], y[i]
         if a * b < 0:
-            found.append(x[i - 1] + (x[i] - x[i - 1]) * a / (a - b))
-    return tuple(found)
+            crossings.append(x[i - 1] + (x[i] - x[i - 1]) * a / (a - b))
+    return tuple(crossings)
 
 
 @dataclass(frozen=True)
@@ -272,19 +272,19 @@ def own_budget(policy: str) -> int | None:
     return int(value) if kind == BASELINE and value.isdigit() and value != settings else None
 
 
-def tuned_budget(one: PolicyScore) -> int | None:
+def tuned_budget(score: PolicyScore) -> int | None:
     """The token budget of vLLM's own scheduling at another than the reference budget; None for any other candidate."""
-    if one.policy == BASELINE and not one.at_reference:
-        return one.max_num_batched_tokens
-    return own_budget(one.policy)
+    if score.policy == BASELINE and not score.at_reference:
+        return score.max_num_batched_tokens
+    return own_budget(score.policy)
 
 
 def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> PairedInterval | None:
     """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None if undefined."""
     if base is None or min(base) <= 0 or min(ours) <= 0:
         return None
-    found = paired_t([math.log(a / b) for a, b in zip(ours, base, strict=True)])
-    return PairedInterval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
+    interval = paired_t([math.log(a / b) for a, b in zip(ours, base, strict=True)])
+    return PairedInterval(*(math.expm1(value) for value in (interval.mean, interval.low, interval.high)))
 
 
 def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, Fact]:
@@ -296,14 +296,16 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, Fact]:
     best = scores[0]
     if best.objective <= 0:
         return _simplest(scores), fact("none_in_targets")
-    equal = [one for one in scores if one is best or _ties(one, best)]
-    sure = [one for one in equal if _ahead(one)] if all(one.name != BASELINE for one in equal) else []
-    unsure = [one for one in equal if one not in sure]
+    equal = [score for score in scores if score is best or _ties(score, best)]
+    sure = [score for score in equal if _ahead(score)] if all(score.name != BASELINE for score in equal) else []
+    unsure = [score for score in equal if score not in sure]
     if sure and unsure:
         chosen = _simplest(sure)
         return chosen, fact("surely_ahead", of=BASELINE, unsure=_rivals(unsure, chosen))
     chosen = _simplest(equal)
-    return chosen, _winner(scores) if len(equal) == 1 else _among(chosen, [one for one in equal if one is not chosen])
+    return chosen, _winner(scores) if len(equal) == 1 else _among(
+        chosen, [score for score in equal if score is not chosen]
+    )
 
 
 def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | None:
@@ -311,11 +313,11 @@ def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | N
 
     None if no budget was tried, or the best policy gains no more than TIE.
     """
-    budgets = [one for one in scores if tuned_budget(one) is not None]
-    gains = [one.gain.mean for one in scores if one.gain is not None]
+    budgets = [score for score in scores if tuned_budget(score) is not None]
+    gains = [score.gain.mean for score in scores if score.gain is not None]
     if not budgets or not gains or max(gains) <= TIE:
         return None
-    best = max(budgets, key=lambda one: one.objective)
+    best = max(budgets, key=lambda score: score.objective)
     return (best, max(best.gain.mean, 0.0) / max(gains)) if best.gain is not None else None
 
 
@@ -324,7 +326,7 @@ def _winner(scores: Sequence[PolicyScore]) -> Fact:
     best, *others = scores
     if not others:
         return fact("only_candidate")
-    if all(_surely_behind(one) for one in others):
+    if all(_surely_behind(score) for score in others):
         return fact("ahead_of_all")
     one_seed, second = len(best.values) == 1, others[0].objective
     if second <= 0:
@@ -337,14 +339,16 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> Fact:
 
     Those that are surely behind the chosen one are left out.
     """
-    found = [(one, _against(one, chosen)) for one in others]
+    gains = [(score, _against(score, chosen)) for score in others]
     level = level_budgets(chosen, [chosen, *others])
-    found = [
-        (one, gain) for one, gain in found if one.policy != chosen.policy or one.max_num_batched_tokens not in level
+    gains = [
+        (score, gain)
+        for score, gain in gains
+        if score.policy != chosen.policy or score.max_num_batched_tokens not in level
     ]
-    equal = [one for one, gain in found if _is_equal(gain)]
-    ahead = [one for one, gain in found if gain.low > 0 and one not in equal]
-    unsure = [one for one, gain in found if gain.low <= 0 <= gain.high and one not in equal]
+    equal = [score for score, gain in gains if _is_equal(gain)]
+    ahead = [score for score, gain in gains if gain.low > 0 and score not in equal]
+    unsure = [score for score, gain in gains if gain.low <= 0 <= gain.high and score not in equal]
     rivals = {"equal": equal, "ahead": ahead, "unsure": unsure}
     named = {kind: _rivals(scores, chosen) for kind, scores in rivals.items()}
     return fact("simplest", **named, seeds=len(chosen.values), level=bool(level))
@@ -352,12 +356,12 @@ def _among(chosen: PolicyScore, others: Sequence[PolicyScore]) -> Fact:
 
 def _rivals(scores: Sequence[PolicyScore], over: PolicyScore) -> list[dict[str, Any]]:
     """The best candidate of each policy, with its gain over another and the ends of its interval (a share)."""
-    best = list({one.policy: one for one in reversed(scores)}.values())[::-1]
-    gains = [(one, _against(one, over)) for one in best]
+    best = list({score.policy: score for score in reversed(scores)}.values())[::-1]
+    gains = [(score, _against(score, over)) for score in best]
     return [
-        {"policy": one.policy, "name": one.name, "gain": gain.mean}
+        {"policy": score.policy, "name": score.name, "gain": gain.mean}
         | ({"low": gain.low, "high": gain.high} if math.isfinite(gain.high) else {})
-        for one, gain in gains
+        for score, gain in gains
     ]
 
 
@@ -365,14 +369,14 @@ def level_budgets(chosen: PolicyScore, scores: Sequence[PolicyScore]) -> list[in
     """Other token budgets, rising, at which the chosen policy is equal to it; none where no request met the targets."""
     if chosen.objective <= 0:
         return []
-    same = [one for one in scores if one.policy == chosen.policy and one is not chosen]
-    return sorted(one.max_num_batched_tokens for one in same if _is_equal(_against(one, chosen)))
+    same = [score for score in scores if score.policy == chosen.policy and score is not chosen]
+    return sorted(score.max_num_batched_tokens for score in same if _is_equal(_against(score, chosen)))
 
 
-def _against(one: PolicyScore, other: PolicyScore) -> PairedInterval:
+def _against(score: PolicyScore, other: PolicyScore) -> PairedInterval:
     """The gain of one candidate over another; without an interval if in some run no request met the targets."""
-    gain = relative_gain(one.values, other.values)
-    return gain or PairedInterval(one.objective / other.objective - 1, -math.inf, math.inf)
+    gain = relative_gain(score.values, other.values)
+    return gain or PairedInterval(score.objective / other.objective - 1, -math.inf, math.inf)
 
 
 def _is_equal(gain: PairedInterval) -> bool:
@@ -381,18 +385,18 @@ def _is_equal(gain: PairedInterval) -> bool:
     return max(-gain.low, gain.high) <= TIE if known else abs(gain.mean) <= TIE
 
 
-def _ahead(one: PolicyScore) -> bool:
-    return one.gain is not None and one.gain.low > 0
+def _ahead(score: PolicyScore) -> bool:
+    return score.gain is not None and score.gain.low > 0
 
 
-def _surely_behind(one: PolicyScore) -> bool:
-    return one.behind_best is not None and one.behind_best.high < 0
+def _surely_behind(score: PolicyScore) -> bool:
+    return score.behind_best is not None and score.behind_best.high < 0
 
 
-def _ties(one: PolicyScore, best: PolicyScore) -> bool:
-    behind = one.behind_best
+def _ties(score: PolicyScore, best: PolicyScore) -> bool:
+    behind = score.behind_best
     if behind is None:  # a run in which no request met the targets has no ratio
-        return one.objective >= (1 - TIE) * best.objective
+        return score.objective >= (1 - TIE) * best.objective
     return behind.mean >= -TIE or (math.isfinite(behind.high) and behind.high >= 0)
 
 
@@ -400,8 +404,8 @@ def _simplest(scores: Sequence[PolicyScore]) -> PolicyScore:
     return min(scores, key=_rank)
 
 
-def _rank(one: PolicyScore) -> tuple[int, bool, bool]:
+def _rank(score: PolicyScore) -> tuple[int, bool, bool]:
     """Sort key: departure from vLLM's default behaviour, then without settings, then at the reference budget first."""
-    kind = one.policy.partition(":")[0]
+    kind = score.policy.partition(":")[0]
     place = SIMPLEST_FIRST.index(kind) if kind in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
-    return place, ":" in one.policy, not one.at_reference
+    return place, ":" in score.policy, not score.at_reference

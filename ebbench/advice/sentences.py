@@ -49,9 +49,9 @@ Rivals = Sequence[Mapping[str, Any]]
 def _with_gains(rivals: Rivals) -> str:
     """``eb -19.9 % (-48.6 to +24.9) and marginal +0.1 % (-0.3 to +0.6)``."""
     return _some(
-        f"{one['name']} {change(one['gain'])}"
-        + (f" ({100 * one['low']:+.1f} to {100 * one['high']:+.1f})" if "low" in one else "")
-        for one in rivals
+        f"{rival['name']} {change(rival['gain'])}"
+        + (f" ({100 * rival['low']:+.1f} to {100 * rival['high']:+.1f})" if "low" in rival else "")
+        for rival in rivals
     )
 
 
@@ -66,7 +66,7 @@ def _simplest(equal: Rivals, ahead: Rivals, unsure: Rivals, seeds: int, level: b
     one_seed = " (one seed)" if seeds == 1 else ""
     parts = []
     if equal:
-        names = _some(one["policy"] for one in equal)
+        names = _some(rival["policy"] for rival in equal)
         parts.append(f"{names} {_are(equal)} equal to it within half a per cent{one_seed}")
     if ahead:
         parts.append(f"{_with_gains(ahead)} {_are(ahead)} ahead of it")
@@ -166,11 +166,11 @@ def _as_options(settings: Mapping[str, Any]) -> str:
 
 def _budget_line(advice: Advice) -> str | None:
     """What a tuned token budget gives without any further policy; None if it does not matter."""
-    found = budget_share(advice.scores)
-    if found is None:
+    best_budget = budget_share(advice.scores)
+    if best_budget is None:
         return None
-    score, share = found
-    budget, most = tuned_budget(score), max(one.gain.mean for one in advice.scores if one.gain is not None)
+    score, share = best_budget
+    budget, most = tuned_budget(score), max(scored.gain.mean for scored in advice.scores if scored.gain is not None)
     assert score.gain is not None
     if score.gain.mean <= TIE:
         return "Another token budget alone gives no gain."
@@ -190,11 +190,11 @@ def parameters(advice: Advice) -> list[str]:
         f"Server: --max-num-seqs {question.spec.server.max_num_seqs} --max-num-batched-tokens "
         f"{advice.chosen.max_num_batched_tokens}",
     ]
-    found = advice.tuning
-    if found is not None:
+    tuning = advice.tuning
+    if tuning is not None:
         lines.append(
-            f"Of {found.tried} settings tried with {advice.chosen.policy}, --max-num-seqs {found.max_num_seqs} "
-            f"--max-num-batched-tokens {found.max_num_batched_tokens} is best: {change(found.gain)} over the above "
+            f"Of {tuning.tried} settings tried with {advice.chosen.policy}, --max-num-seqs {tuning.max_num_seqs} "
+            f"--max-num-batched-tokens {tuning.max_num_batched_tokens} is best: {change(tuning.gain)} over the above "
             "(one seed)."
         )
     policy = parse_policy(advice.chosen.policy)
@@ -301,9 +301,9 @@ def left_out(advice: Advice) -> list[str]:
         f"B: token budget per step, the best for each policy, or {advice.question.budget:,} where no "
         "other is half a per cent better. --json has all"
     ]
-    for seeds in sorted({one.seeds for one in advice.dropped}):
-        those = [one for one in advice.dropped if one.seeds == seeds]
-        best = max(those, key=lambda one: one.behind_best)
+    for seeds in sorted({policy.seeds for policy in advice.dropped}):
+        those = [policy for policy in advice.dropped if policy.seeds == seeds]
+        best = max(those, key=lambda policy: policy.behind_best)
         lines.append(
             f"{len(those)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
             f"{best.policy} with B = {best.max_num_batched_tokens:,}, was {change(best.behind_best)} there against the "
@@ -322,14 +322,14 @@ def _gain_cell(score: PolicyScore) -> str:
 
 def probes(advice: Advice) -> list[tuple[Table, str]]:
     """EB over v1 by concurrency and by decode share, each with a line about the crossover."""
-    found = []
+    probed = []
     if advice.concurrency is not None:
         table = _probe_table("requests open", advice.concurrency, "{:.0f}")
-        found.append((table, _crossing_text(advice.concurrency, "requests open", "{:,.0f}")))
+        probed.append((table, _crossing_text(advice.concurrency, "requests open", "{:,.0f}")))
     if advice.mix is not None:
         table = _probe_table("decode share r", advice.mix, "{:g}")
-        found.append((table, _crossing_text(advice.mix, "decode share", "{:.2f}")))
-    return found
+        probed.append((table, _crossing_text(advice.mix, "decode share", "{:.2f}")))
+    return probed
 
 
 def _probe_table(what: str, probe: GainCurve, x_format: str) -> Table:
@@ -476,7 +476,7 @@ def as_dict(advice: Advice) -> dict[str, Any]:
         "max_num_seqs": advice.question.spec.server.max_num_seqs,
         "max_num_batched_tokens": advice.chosen.max_num_batched_tokens,
         "compared_with": {"policy": BASELINE, "max_num_batched_tokens": advice.question.budget},
-        "dropped": [one._asdict() for one in advice.dropped],
+        "dropped": [policy._asdict() for policy in advice.dropped],
         "engines": advice.engines,
         "seeds": advice.question.seeds,
         "seeds_alike": advice.question.seeds_alike,

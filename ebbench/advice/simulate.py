@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ebbench.advice.candidates import candidate, engines_of, figure, load_of
+from ebbench.advice.candidates import candidate, engine_count, expected_load, figure
 from ebbench.advice.choice import (
     BASELINE,
     Advice,
@@ -32,8 +32,7 @@ from ebbench.records.warnings import RunWarning
 from ebbench.render.documents import Console
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out_of
 from ebbench.runs.prepare import device_of, plan_of
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads import load_scenario
@@ -74,12 +73,12 @@ class SearchResult:
     dropped: tuple[DroppedPolicy, ...]
 
 
-def pairs_of(question: AdviceQuestion) -> list[BudgetedPolicy]:
+def budgeted_policies(question: AdviceQuestion) -> list[BudgetedPolicy]:
     """All pairs that a server can run; the reference budget with every policy comes first."""
-    found = [BudgetedPolicy(policy, question.budget) for policy in question.policies]
+    pairs = [BudgetedPolicy(policy, question.budget) for policy in question.policies]
     for budget in question.budgets:
-        found += [BudgetedPolicy(policy, budget) for policy in question.policies if _valid(question, policy, budget)]
-    return list(dict.fromkeys(found))
+        pairs += [BudgetedPolicy(policy, budget) for policy in question.policies if _valid(question, policy, budget)]
+    return list(dict.fromkeys(pairs))
 
 
 def _valid(question: AdviceQuestion, policy: str, budget: int) -> bool:
@@ -91,18 +90,18 @@ def _valid(question: AdviceQuestion, policy: str, budget: int) -> bool:
     return True
 
 
-def rounds_of(seeds: int) -> list[int]:
+def seeds_per_round(seeds: int) -> list[int]:
     """Seeds on which the pairs of each round have run at its end: 1, 3, 9, ... and the number asked for."""
-    found = [1]
-    while found[-1] < seeds:
-        found.append(min(seeds, FACTOR * found[-1]))
-    return found
+    seeds_by_round = [1]
+    while seeds_by_round[-1] < seeds:
+        seeds_by_round.append(min(seeds, FACTOR * seeds_by_round[-1]))
+    return seeds_by_round
 
 
 def search(question: AdviceQuestion, make: Make, objective: Callable[[RunSpec], float]) -> SearchResult:
     """Carry out the rounds. ``objective``: the figure of a finished run that decides, larger is better."""
-    left, dropped = pairs_of(question), []
-    rounds = rounds_of(question.seeds)
+    left, dropped = budgeted_policies(question), []
+    rounds = seeds_per_round(question.seeds)
     for index, seeds in enumerate(rounds):
         cells = {pair: _cells(question, pair, seeds) for pair in left}
         name = f"candidates, round {index + 1} of {len(rounds)}" if len(rounds) > 1 else "candidates"
@@ -118,7 +117,7 @@ def search(question: AdviceQuestion, make: Make, objective: Callable[[RunSpec], 
             if pair not in kept
         ]
         left = [pair for pair in left if pair in kept]
-    return SearchResult(tuple(left), tuple(sorted(dropped, key=lambda one: (-one.seeds, -one.behind_best))))
+    return SearchResult(tuple(left), tuple(sorted(dropped, key=lambda policy: (-policy.seeds, -policy.behind_best))))
 
 
 def _cells(question: AdviceQuestion, pair: BudgetedPolicy, seeds: int) -> list[RunSpec]:
@@ -238,7 +237,7 @@ def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Ad
     messages = Console(stderr=True, highlight=False)
     question, searched = again_if_busy(attempt, partial(messages.say, quiet=effort.quiet))
     if effort.crossover:
-        load = load_of(question, store)
+        load = expected_load(question, store)
         pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
         carry_out("crossovers", [cell for pair in pairs for cell in pair], whole=False)
     advice = advise(question, store, searched, with_crossover=effort.crossover)
@@ -249,25 +248,25 @@ def find_advice(question: AdviceQuestion, store: RunStore, effort: Effort) -> Ad
     return replace(advice, tuning=tune(question, policy, store, budget))
 
 
-def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, with_crossover: bool) -> Advice:
+def advise(question: AdviceQuestion, store: RunStore, searched: SearchResult, *, with_crossover: bool) -> Advice:
     """Combine stored runs and theory; the runs must exist. Raises UsageError, TheoryError."""
     first = candidate(question, BASELINE, 0)
-    load, plan, device = load_of(question, store), plan_of(first), device_of(first)
-    engines = engines_of(question)
+    load, plan, device = expected_load(question, store), plan_of(first), device_of(first)
+    engines = engine_count(question)
     of_one = replace(load, concurrency=math.ceil(load.concurrency / engines))
     drafts = NO_DRAFTS if first.server.drafts is None else first.server.drafts.theory
     theory = predict(of_one, device.calibration, device.kv_capacity_tokens, question.spec.server.max_num_seqs, drafts)
-    scores = score(question, store, found.finalists)
+    scores = score(question, store, searched.finalists)
     chosen, reason = choose(scores)
     return Advice(
         question, load, theory, scores, chosen, reason,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(
-            *plan.warnings, *_caveats(question, store, found.finalists),
-            *filter(None, [time_note(plan.facts), _api_server(question, store, found.finalists)]),
+            *plan.warnings, *_caveats(question, store, searched.finalists),
+            *filter(None, [time_note(plan.facts), _api_server(question, store, searched.finalists)]),
         ),
-        dropped=found.dropped, engines=engines,
+        dropped=searched.dropped, engines=engines,
     )  # fmt: skip
 
 
@@ -309,16 +308,16 @@ def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[Budgete
     }  # fmt: skip
     best = max(values, key=lambda pair: sum(values[pair]))
     scores = [_score(question, store, pair, values, best) for pair in finalists]
-    return tuple(sorted(scores, key=lambda one: -one.objective))
+    return tuple(sorted(scores, key=lambda scored: -scored.objective))
 
 
 def objective(question: AdviceQuestion, store: RunStore, cell: RunSpec) -> float:
     """The figure of a finished run that decides: tokens/s, or requests/s within the targets. Raises UsageError."""
     if not question.slo:
         return figure(store, cell, "total_token_throughput")
-    found = store.get(cell)
-    assert found is not None  # the caller made the runs
-    return summarise(found.run, question.slo).metrics.request_goodput or 0.0
+    measured = store.get(cell)
+    assert measured is not None  # the caller made the runs
+    return summarise(measured.run, question.slo).metrics.request_goodput or 0.0
 
 
 def _score(
@@ -337,8 +336,8 @@ def _score(
 
     attainment = None
     if question.slo:
-        shares = [summarise(found.run, question.slo).metrics.slo_attainment or 0.0
-                  for cell in cells if (found := store.get(cell)) is not None]  # fmt: skip
+        shares = [summarise(measured.run, question.slo).metrics.slo_attainment or 0.0
+                  for cell in cells if (measured := store.get(cell)) is not None]  # fmt: skip
         attainment = sum(shares) / len(shares)
     return PolicyScore(
         pair.policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(reference)),

@@ -115,7 +115,7 @@ class Gain:
 def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explanation] = ()) -> tuple[Group, ...]:
     """Groups in the order in which policies first appear. ``explanations`` is empty or has one entry per summary.
 
-    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.cases_of` does.
+    Does not check that the runs have equal conditions; :func:`ebbench.analysis.cases.comparison_cases` does.
     """
     policies = dict.fromkeys(summary.policy for summary in summaries)
     return tuple(_group(policy, summaries, explanations) for policy in policies)
@@ -128,7 +128,7 @@ def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Exp
     return Group(policy, tuple(summaries[place] for place in own), explained)
 
 
-def baseline_of(groups: Sequence[Group]) -> Group:
+def baseline_group(groups: Sequence[Group]) -> Group:
     """The group of ``v1``, else the first group."""
     return next((group for group in groups if group.policy == "v1"), groups[0])
 
@@ -177,7 +177,10 @@ def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> G
     if not (group.valid and baseline.valid):
         return None
     pairs = paired_by_plan(group, baseline)
-    ours, theirs = [figure(one.metrics) for one, _ in pairs], [figure(other.metrics) for _, other in pairs]
+    ours, theirs = (
+        [figure(our_run.metrics) for our_run, _ in pairs],
+        [figure(their_run.metrics) for _, their_run in pairs],
+    )
     if not pairs or None in ours or any(not value or value <= 0 for value in theirs):
         return None
     ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]  # type: ignore[operator]  # no None left
@@ -205,10 +208,10 @@ def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[
 
 def differing(summaries: Sequence[Summary]) -> list[str]:
     """Names of the settings other than the policy in which the runs differ, so that they are not comparable."""
-    found = differing_names([summary.environment for summary in summaries])
+    unlike = differing_names([summary.environment for summary in summaries])
     if len({summary.slo for summary in summaries if summary.slo}) > 1:
-        found.append("limits (--goodput gives all runs the same)")
-    return found + _differing_plans(summaries)
+        unlike.append("limits (--goodput gives all runs the same)")
+    return unlike + _differing_plans(summaries)
 
 
 def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
@@ -217,8 +220,8 @@ def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
     for summary in summaries:
         plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
     several = len({frozenset(seed for seed, _ in held) for held in plans.values()}) > 1
-    found = set().union(*plans.values())
-    mixed = len(found) > len({seed for seed, _ in found})
+    seeds_and_plans = set().union(*plans.values())
+    mixed = len(seeds_and_plans) > len({seed for seed, _ in seeds_and_plans})
     return ["seeds"] * several + ["plan"] * mixed
 
 
@@ -248,7 +251,7 @@ class ComparisonCase:
     @property
     def baseline(self) -> Group:
         """The group that the others are compared with."""
-        return baseline_of(self.groups)
+        return baseline_group(self.groups)
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
@@ -256,7 +259,7 @@ class ComparisonCase:
         return tuple(summary for group in self.groups for summary in group.summaries)
 
 
-def cases_of(
+def comparison_cases(
     summaries: Sequence[Summary], explanations: Sequence[Explanation] = (), phases: Sequence[Summary] = ()
 ) -> tuple[ComparisonCase, ...]:
     """Cases in the order of their first runs; in each case the baseline comes first.
@@ -291,7 +294,7 @@ def cases_of(
 def cases_of_results(results: Sequence[RunResult]) -> tuple[ComparisonCase, ...]:
     """The cases of runs that were read as a whole."""
     phases = [phase for result in results for phase in result.phases]
-    return cases_of([result.summary for result in results], [result.explanation for result in results], phases)
+    return comparison_cases([result.summary for result in results], [result.explanation for result in results], phases)
 
 
 MEASUREMENT = "measurement"
@@ -333,7 +336,8 @@ def _rounds(places: Sequence[int], summaries: Sequence[Summary]) -> list[list[in
             number
             for number in itertools.count()
             if (parent, number + 1) not in rounds
-            and _asked(summaries[place]) not in {_asked(summaries[one]) for one in rounds.get((parent, number), ())}
+            and _asked(summaries[place])
+            not in {_asked(summaries[placed]) for placed in rounds.get((parent, number), ())}
         )
         rounds.setdefault((parent, number), []).append(place)
     return list(rounds.values())
@@ -354,7 +358,7 @@ def _places_and_dates(rounds: Sequence[Sequence[Summary]]) -> list[str]:
 
 
 def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     return (baseline, *(group for group in groups if group is not baseline))
 
 
@@ -370,10 +374,10 @@ def partition(
     If one seed has several plans under equal conditions, an unrecorded condition differed, and every plan becomes a
     list of its own.
     """
-    compared = [{name: text for name, text in each.items() if name not in allowed} for each in conditions]
+    compared = [{name: text for name, text in of_run.items() if name not in allowed} for of_run in conditions]
     members: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for place, each in enumerate(compared):
-        members.setdefault(tuple(sorted(each.items())), []).append(place)
+    for place, of_run in enumerate(compared):
+        members.setdefault(tuple(sorted(of_run.items())), []).append(place)
     split = [part for places in members.values() for part in _by_plan(places, plans)]
     split.sort(key=lambda part: part[0][0])
     titles = _titles([(compared[places[0]], plan) for places, plan in split])
@@ -392,8 +396,8 @@ def _by_plan(places: list[int], plans: Sequence[tuple[int, str]]) -> list[tuple[
 
 def differing_conditions(conditions: Sequence[Mapping[str, str]]) -> list[str]:
     """Names of the conditions in which the cases differ."""
-    names = dict.fromkeys(name for each in conditions for name in each)
-    return [name for name in names if len({each.get(name, "") for each in conditions}) > 1]
+    names = dict.fromkeys(name for of_run in conditions for name in of_run)
+    return [name for name in names if len({of_run.get(name, "") for of_run in conditions}) > 1]
 
 
 def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
@@ -426,11 +430,12 @@ def by_class(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
     """The classes of requests of a case, each with its groups."""
     names = dict.fromkeys(name for summary in case.summaries for name in summary.classes)
     return [
-        (name, group_by_policy([one.of_class(name) for one in case.summaries if name in one.classes])) for name in names
+        (name, group_by_policy([of_run.of_class(name) for of_run in case.summaries if name in of_run.classes]))
+        for name in names
     ]
 
 
 def by_phase(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
     """The phases of a case in order, each with its groups."""
     names = dict.fromkeys(summary.phase for summary in case.phases)
-    return [(name, group_by_policy([one for one in case.phases if one.phase == name])) for name in names]
+    return [(name, group_by_policy([of_phase for of_phase in case.phases if of_phase.phase == name])) for name in names]

@@ -20,14 +20,13 @@ from ebbench.analysis.cases import (
     Figure,
     Group,
     all_keep_up,
-    baseline_of,
+    baseline_group,
     output_throughput,
     paired_by_plan,
     request_goodput,
     request_time,
 )
 from ebbench.analysis.metrics import Metrics
-from ebbench.analysis.statistics import anytime_p_two_sided, confidence_sequence, holm, sign_flip_p
 
 ALPHA = 0.05
 """Probability of calling any difference shown if there is none, over all tests of a comparison."""
@@ -49,6 +48,8 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
     """
     if len(logs) < 2:
         return None
+    from ebbench.analysis.statistics import anytime_p_two_sided, sign_flip_p
+
     if sequential:
         return anytime_p_two_sided(logs)
     return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
@@ -56,8 +57,10 @@ def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | N
 
 def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:
     """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
-    found = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
-    return dict(zip(found, holm(list(found.values())), strict=True))
+    from ebbench.analysis.statistics import holm
+
+    p_values = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
+    return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
 
 def pairs_needed(tests: int, alpha: float = ALPHA) -> int:
@@ -66,7 +69,7 @@ def pairs_needed(tests: int, alpha: float = ALPHA) -> int:
     return 1 + math.ceil(math.log2(max(tests, 1) / alpha))
 
 
-def p_of(groups: Sequence[Group], policy: str, figure: Figure) -> float | None:
+def p_value(groups: Sequence[Group], policy: str, figure: Figure) -> float | None:
     """The adjusted p-value for ``policy`` against the baseline of ``groups``; None if no test is possible.
 
     A figure that is not in TESTED counts as one more test, adjusted by Bonferroni.
@@ -75,13 +78,13 @@ def p_of(groups: Sequence[Group], policy: str, figure: Figure) -> float | None:
         (group.policy, name): logs
         for group in _others(groups)
         for name, tested in TESTED.items()
-        if (logs := log_ratios(group, baseline_of(groups), tested)) is not None
+        if (logs := log_ratios(group, baseline_group(groups), tested)) is not None
     }
     name = next((name for name, tested in TESTED.items() if tested is figure), None)
     if name is not None:
         return adjusted(tests, sequential=repeated_until_clear(groups)).get((policy, name))
     group = next(group for group in groups if group.policy == policy)
-    logs = log_ratios(group, baseline_of(groups), figure)
+    logs = log_ratios(group, baseline_group(groups), figure)
     p = None if logs is None else two_sided_p(logs, sequential=repeated_until_clear(groups))
     return None if p is None else min(1.0, p * (len(tests) + 1))
 
@@ -116,12 +119,14 @@ def stop_reason(groups: Sequence[Group]) -> StopReason:
 def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
     """Why more pairs would not help one policy: its difference to the baseline is "shown" or it is "equal" to it."""
     figure = deciding_figure(groups)
-    logs = log_ratios(group, baseline_of(groups), figure)
+    logs = log_ratios(group, baseline_group(groups), figure)
     if logs is None or len(logs) < 2:
         return ""
-    p = p_of(groups, group.policy, figure)
+    p = p_value(groups, group.policy, figure)
     if p is not None and p <= ALPHA:
         return "shown"
+    from ebbench.analysis.statistics import confidence_sequence
+
     bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
     return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
 
@@ -129,7 +134,7 @@ def stop_reason_of(groups: Sequence[Group], group: Group) -> StopReason:
 def identical(group: Group, baseline: Group) -> bool:
     """Whether every pair of runs agrees in every tested figure: the two policies behaved identically."""
     logs = [log_ratios(group, baseline, figure) for figure in TESTED.values()]
-    return all(found is not None and not any(found) for found in logs)
+    return all(ratios is not None and not any(ratios) for ratios in logs)
 
 
 def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | None:
@@ -152,7 +157,7 @@ def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | No
     return max(pairs_needed(tests), math.ceil(many))
 
 
-def tests_of(groups: Sequence[Group]) -> int:
+def test_count(groups: Sequence[Group]) -> int:
     """Number of tests in a comparison of these policies."""
     return len(TESTED) * (len(groups) - 1)
 
@@ -169,7 +174,7 @@ def log_ratios(group: Group, baseline: Group, figure: Figure) -> list[float] | N
 
 
 def _others(groups: Sequence[Group]) -> list[Group]:
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     return [group for group in groups if group is not baseline]
 
 

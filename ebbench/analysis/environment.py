@@ -61,32 +61,32 @@ class LoadFacts:
     def parts(self) -> dict[str, str]:
         """The load in words, by part; parts that do not apply are left out."""
         sessions = f"{self.sessions:,} {'request' if self.single_requests else 'session'}{'s' * (self.sessions != 1)}"
-        found = {"sessions": sessions}
+        parts = {"sessions": sessions}
         if self.duration_s is not None:
             if self.phases:
-                found["sessions"] = f"at most {sessions}"
-            found["duration"] = f"released for {self.duration_s:g} s"
+                parts["sessions"] = f"at most {sessions}"
+            parts["duration"] = f"released for {self.duration_s:g} s"
         if len(self.phases) > 1:
-            steps = " then ".join(f"{one.sessions:,} at {one.max_concurrency:,}" for one in self.phases)
-            found["concurrency"] = f"concurrency by phase: {steps}"
+            steps = " then ".join(f"{phase.sessions:,} at {phase.max_concurrency:,}" for phase in self.phases)
+            parts["concurrency"] = f"concurrency by phase: {steps}"
         elif self.max_concurrency is not None:
             what = "concurrency" if self.phases else "concurrency cap"
-            found["concurrency"] = f"{what} {self.max_concurrency:,}"
+            parts["concurrency"] = f"{what} {self.max_concurrency:,}"
         if self.request_rate is not None:
-            found["rate"] = f"rate {self.request_rate:g}/s"
+            parts["rate"] = f"rate {self.request_rate:g}/s"
         elif self.rates:
-            found["rate"] = f"rate {' then '.join(f'{rate:g}/s' for _, rate in self.rates)}"
+            parts["rate"] = f"rate {' then '.join(f'{rate:g}/s' for _, rate in self.rates)}"
         named = {
             "saturation rate": self.saturation_rate,
             "burstiness": self.burstiness,
             "speed": None if self.speed == 1 else self.speed,
         }
-        found |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
+        parts |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
         if self.ramp_up_s:
-            found["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+            parts["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
         if self.begun_before:
-            found["session start"] = self.begun_before
-        return found
+            parts["session start"] = self.begun_before
+        return parts
 
     def conditions(self) -> dict[str, str]:
         """The parts in which runs must agree to be averaged, and the lengths."""
@@ -166,14 +166,14 @@ class Machine:
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
-        found = []
+        limits = []
         if self.max_num_batched_tokens is not None:
-            found.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
+            limits.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
         if self.max_num_seqs is not None:
-            found.append(f"N = {self.max_num_seqs:,} sequences")
+            limits.append(f"N = {self.max_num_seqs:,} sequences")
         if self.further:
-            found.append(self.further)
-        return ", ".join(found)
+            limits.append(self.further)
+        return ", ".join(limits)
 
     def __str__(self) -> str:
         count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
@@ -243,10 +243,10 @@ def _reported(settings: Mapping[str, Any]) -> str:
         "kv_cache_dtype": "KV cache type {}",
         "gpu_memory_utilization": "{:.0%} of the GPU memory",
     }
-    found = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
+    parts = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
     if "enable_prefix_caching" in settings:
-        found.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
-    return ", ".join(found)
+        parts.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
+    return ", ".join(parts)
 
 
 def _further_limits(options: Mapping[str, Any]) -> str:
@@ -303,7 +303,7 @@ _FIRST_OPTIONS = frozenset(
 def later_options() -> Mapping[str, Any]:
     """Options that older runs did not record, with the values that they ran with: the defaults."""
     declared = declared_in(EngineOptions)
-    return {name: one.default for name, one in declared.items() if name not in _FIRST_OPTIONS}
+    return {name: option.default for name, option in declared.items() if name not in _FIRST_OPTIONS}
 
 
 FRONT_END_MS = "front_end_ms"
@@ -319,7 +319,7 @@ UNKNOWN_DEVICE = "unknown"
 """Device name stored for a server that ebbench did not start, if nobody stated it."""
 
 
-def environment_of(manifest: Manifest) -> dict[str, str]:
+def run_environment(manifest: Manifest) -> dict[str, str]:
     """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
     return {
         "engine": manifest.engine,
@@ -331,7 +331,7 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
         "scenario": manifest.scenario,
         "source": manifest.source,
         "options": json.dumps(_compared(manifest), sort_keys=True),
-        "host": host_of(manifest),
+        "host": run_host(manifest),
         "endpoint": _endpoint(manifest),
     }
 
@@ -343,7 +343,7 @@ def _endpoint(manifest: Manifest) -> str:
     return ", ".join(filter(None, (endpoint if endpoint != "completions" else "", estimated)))
 
 
-def host_of(manifest: Manifest) -> str:
+def run_host(manifest: Manifest) -> str:
     """The machine of a server: as the user labelled it, else what is known of it where only its device was stated."""
     facts = manifest.facts
     label = facts.get("host_label")
@@ -395,14 +395,16 @@ def unusual_options(options: Mapping[str, Any]) -> str:
 
 def _recorded(manifest: Manifest, name: str) -> str:
     """A version that the engine recorded, among the versions or the facts."""
-    found: Any = manifest.versions.get(name) or manifest.facts.get(name) or manifest.facts.get(f"{name}_version")
-    return str(found) if found else UNKNOWN
+    version: Any = manifest.versions.get(name) or manifest.facts.get(name) or manifest.facts.get(f"{name}_version")
+    return str(version) if version else UNKNOWN
 
 
-def load_of(manifest: Manifest) -> str:
+def describe_load(manifest: Manifest) -> str:
     """The load in words: number and rate of sessions."""
     if manifest.phases:
-        return ", ".join(f"{one.sessions} sessions at concurrency {one.max_concurrency}" for one in manifest.phases)
+        return ", ".join(
+            f"{phase.sessions} sessions at concurrency {phase.max_concurrency}" for phase in manifest.phases
+        )
     facts = manifest.facts
     given = {
         "rate": facts.get("request_rate"),
@@ -415,37 +417,37 @@ def load_of(manifest: Manifest) -> str:
     return ", ".join([f"{facts.get('sessions') or manifest.rows.get('plan', 0)} sessions", *shown])
 
 
-def conditions_of(environment: Mapping[str, str], load: LoadFacts) -> dict[str, str]:
+def comparison_conditions(environment: Mapping[str, str], load: LoadFacts) -> dict[str, str]:
     """Everything that the figures of a run depend on besides policy and seed: name and text, options one by one.
 
     Only runs that agree in all conditions are averaged and get gains.
     """
-    found = {name: environment.get(name, UNKNOWN) for name in ENVIRONMENT if name != "options"}
+    conditions = {name: environment.get(name, UNKNOWN) for name in ENVIRONMENT if name != "options"}
     options = environment.get("options", UNKNOWN)
     named = {name: str(value) for name, value in (json.loads(options) if options else {}).items()}
-    return found | load.conditions() | named
+    return conditions | load.conditions() | named
 
 
-def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:
+def differences(first: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:
     """The keys in which two environments differ, as ``device: h200 against l40s``; options one by one."""
-    return [f"{name}: {ours} against {theirs}" for name, ours, theirs in _differing(one, other, allowed)]
+    return [f"{name}: {ours} against {theirs}" for name, ours, theirs in _differing(first, other, allowed)]
 
 
 def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
     """Names of conditions in which any environment differs from the first; options by their own names."""
-    found = [name for other in environments[1:] for name, _, _ in _differing(environments[0], other)]
-    return list(dict.fromkeys(name.removeprefix(_OPTION) for name in found))
+    unlike = [name for other in environments[1:] for name, _, _ in _differing(environments[0], other)]
+    return list(dict.fromkeys(name.removeprefix(_OPTION) for name in unlike))
 
 
 _OPTION = "options."
 
 
 def _differing(
-    one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()
+    first: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()
 ) -> Iterator[tuple[str, str, str]]:
     """Names and both values of what differs; options one by one, after their prefix."""
     for name in ENVIRONMENT:
-        ours, theirs = one.get(name, UNKNOWN), other.get(name, UNKNOWN)
+        ours, theirs = first.get(name, UNKNOWN), other.get(name, UNKNOWN)
         if ours == theirs or name in allowed:
             continue
         if name != "options":
@@ -462,9 +464,9 @@ def _shown(value: str) -> str:
     return value or "not recorded"
 
 
-def remedy(found: Sequence[str]) -> str:
+def remedy(unlike: Sequence[str]) -> str:
     """The options that allow these :func:`differences`."""
-    return " ".join(f"--allow {key}" for key in dict.fromkeys(re.split(r"[.:]", text)[0] for text in found))
+    return " ".join(f"--allow {key}" for key in dict.fromkeys(re.split(r"[.:]", text)[0] for text in unlike))
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

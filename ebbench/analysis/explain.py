@@ -114,8 +114,8 @@ def _waits_for_memory(
     """Steps in which requests waited, slots were free, and the free blocks held no prompt of the median length."""
     free_tokens = (steps["kv_blocks_total"] - steps["kv_blocks_used"]) * int(options.get("block_size") or 1)
     limit = np.inf if slots is None else slots
-    found: npt.NDArray[np.bool_] = (steps["waiting"] > 0) & (steps["running"] < limit) & (free_tokens < prompt_tokens)
-    return found
+    waits: npt.NDArray[np.bool_] = (steps["waiting"] > 0) & (steps["running"] < limit) & (free_tokens < prompt_tokens)
+    return waits
 
 
 def _repeated_tokens(steps: Mapping[str, npt.NDArray[np.int64]], requests: pa.Table) -> int:
@@ -158,10 +158,10 @@ _Values = list[tuple[int, float]]
 
 def _series(metrics: pa.Table) -> list[tuple[str, _Values]]:
     """Samples during the run by name and labels, in order of time; a metric is stored when it changes."""
-    found: dict[tuple[str, str], _Values] = {}
+    series: dict[tuple[str, str], _Values] = {}
     for row in metrics.to_pylist():
-        found.setdefault((row["name"], row["labels"]), []).append((max(row["time_ns"], 0), row["value"]))
-    return [(name, values) for (name, _), values in found.items()]
+        series.setdefault((row["name"], row["labels"]), []).append((max(row["time_ns"], 0), row["value"]))
+    return [(name, values) for (name, _), values in series.items()]
 
 
 def _over_time(values: _Values, times: Floats) -> Floats:
@@ -350,9 +350,9 @@ def _crossover(modes: pa.Table) -> CrossoverFacts | None:
 
 def _switches(modes: pa.Table) -> tuple[Switch, ...]:
     """Changes of mode of all instances in order of time; EB+ starts in mixed mode."""
-    found, before = [], dict[int, str]()
+    switches, before = [], dict[int, str]()
     for row in modes.select(["time_ns", "instance", "mode", "reason"]).to_pylist():
         if row["mode"] != before.get(row["instance"], "mb"):
-            found.append(Switch(row["time_ns"] / 1e9, row["mode"], row["reason"]))
+            switches.append(Switch(row["time_ns"] / 1e9, row["mode"], row["reason"]))
         before[row["instance"]] = row["mode"]
-    return tuple(sorted(found, key=lambda switch: switch.time_s))
+    return tuple(sorted(switches, key=lambda switch: switch.time_s))

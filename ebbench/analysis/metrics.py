@@ -214,19 +214,19 @@ def parse_slo(texts: Iterable[str]) -> Slo:
                 "limit are counted, e.g. ttft:500"
             )
         pairs.setdefault(name, []).append(pair)
-    found: dict[str, float] = {}
+    limits_by_name: dict[str, float] = {}
     for name, own in pairs.items():
         limits = named_settings(" ".join(own), METRICS, "--goodput", noun="metric", equals=":")
-        found |= {f"{name}:{metric}" if name else metric: limit for metric, limit in limits.items()}
-    return slo_from_limits(found)
+        limits_by_name |= {f"{name}:{metric}" if name else metric: limit for metric, limit in limits.items()}
+    return slo_from_limits(limits_by_name)
 
 
-def slo_of(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> Slo:
+def parse_class_slo(goodput: str, classes: Mapping[str, Mapping[str, Any]]) -> Slo:
     """The limits of a run: those of ``--goodput``, and for other latencies those that the plan's classes bring.
 
     ``classes``: by name, as in a plan's facts. Raises UsageError.
     """
-    brought = {name: str(one["goodput"]) for name, one in classes.items() if one.get("goodput")}
+    brought = {name: str(settings["goodput"]) for name, settings in classes.items() if settings.get("goodput")}
     own = [f"{name}:{','.join(pairs_of([text]))}" for name, text in brought.items()]
     return slo_from_limits(parse_slo(own).limits() | parse_slo([goodput]).limits())
 
@@ -253,7 +253,7 @@ def slo_from_limits(limits: Mapping[str, float]) -> Slo:
         of_class, _, metric = name.rpartition(":")
         own.setdefault(of_class, {})[metric] = limit
     whole = Slo(**own.pop("", {}))
-    return replace(whole, classes=tuple((name, Slo(**each)) for name, each in own.items()))
+    return replace(whole, classes=tuple((name, Slo(**limits_of_class)) for name, limits_of_class in own.items()))
 
 
 # Mean, standard deviation and percentiles of a latency; a percentile is null if there are too few samples for it.
@@ -337,7 +337,7 @@ class Economy:
 ECONOMY_FIGURES = tuple(Economy.__dataclass_fields__)
 
 
-def economy_of(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool = True) -> Economy:
+def cost_and_energy(facts: Mapping[str, Any], metrics: Metrics, *, whole: bool = True) -> Economy:
     """Cost and energy of a run with these facts; ``whole`` False: of one of its phases."""
     price = facts.get(PRICE)
     power = facts.get(POWER) or {}

@@ -138,9 +138,11 @@ def _inference_perf(answers: Answers) -> Reading:
     several = answers.counts > 0
     tpot = np.where(several, _per_token(answers.last - answers.first, answers.tokens), np.inf)
     gaps, duration_ns = Samples(answers.gaps.astype(np.float64)), answers.ended - answers.began
-    found = _reading(answers, answers.end, tpot, np.inf, gaps, _known(tpot), duration_ns)
+    reading = _reading(answers, answers.end, tpot, np.inf, gaps, _known(tpot), duration_ns)
     ttft = np.where(several, answers.first - answers.sent, np.inf)
-    return found._replace(latencies={**found.latencies, "ttft": _known(ttft)}, judged={**found.judged, "ttft": ttft})
+    return reading._replace(
+        latencies={**reading.latencies, "ttft": _known(ttft)}, judged={**reading.judged, "ttft": ttft}
+    )
 
 
 TOOLS: Mapping[str, Tool] = {
@@ -178,17 +180,21 @@ def figures_as(columns: RequestColumns, slo: Slo, tools: Iterable[Tool]) -> list
 
 def own_figures(metrics: Metrics) -> dict[str, float | None]:
     """ebbench's own figures under the names of :func:`figures_as`; percentiles also of few samples, as tools do."""
-    found: dict[str, float | None] = {}
+    figures: dict[str, float | None] = {}
     for name in LATENCIES:
-        one: Distribution = getattr(metrics, name)
-        found |= {f"median_{name}_ms": one.median, f"mean_{name}_ms": one.mean, f"p99_{name}_ms": one.estimate("p99")}
+        distribution: Distribution = getattr(metrics, name)
+        figures |= {
+            f"median_{name}_ms": distribution.median,
+            f"mean_{name}_ms": distribution.mean,
+            f"p99_{name}_ms": distribution.estimate("p99"),
+        }
     rates = {
         "output_throughput": metrics.output_throughput,
         "request_throughput": metrics.request_throughput,
         "request_goodput": metrics.request_goodput,
         "duration_s": metrics.duration_s,
     }
-    return found | rates
+    return figures | rates
 
 
 def _answers(columns: RequestColumns, rows: Mask) -> Answers:
@@ -210,10 +216,10 @@ def _answers(columns: RequestColumns, rows: Mask) -> Answers:
 
 def _figures(answers: Answers, slo: Slo, tool: Tool) -> dict[str, float | None]:
     reading = tool.read(answers)
-    found: dict[str, float | None] = {}
+    figures: dict[str, float | None] = {}
     for name in LATENCIES:
         for statistic, value in zip(STATISTICS, _statistics(reading.latencies[name], tool.steps), strict=True):
-            found[f"{statistic}_{name}_ms"] = None if value is None else value / NS_PER_MS
+            figures[f"{statistic}_{name}_ms"] = None if value is None else value / NS_PER_MS
     duration_s = reading.duration_ns / 1e9
     good = _good(reading.judged, slo)
     rates = {
@@ -222,7 +228,7 @@ def _figures(answers: Answers, slo: Slo, tool: Tool) -> dict[str, float | None]:
         "request_goodput": None if good is None else good / duration_s,
         "duration_s": duration_s,
     }
-    return found | rates
+    return figures | rates
 
 
 def _good(judged: Mapping[str, Floats], slo: Slo) -> int | None:
@@ -260,7 +266,10 @@ class RunAs:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: figures by tool, ebbench's first."""
-        by_tool = {one.tool: {"version": one.version, "source": one.source, **one.figures} for one in self.tools}
+        by_tool = {
+            counted.tool: {"version": counted.version, "source": counted.source, **counted.figures}
+            for counted in self.tools
+        }
         identity = {"run_dir": self.run_dir, "policy": self.policy, "seed": self.seed}
         return {**identity, "figures": {"ebbench": dict(self.own), **by_tool}}
 
@@ -268,5 +277,5 @@ class RunAs:
 def read_as(run: Run, tools: Sequence[Tool], slo: Slo | None = None) -> RunAs:
     """A stored run by the definitions of ``tools``; ``slo`` None uses the limits of the run."""
     summary = summarise(run, slo)
-    found = figures_as(RequestColumns.of(metric_columns(run)), summary.slo, tools)
-    return RunAs(str(run.path), summary.policy, summary.seed, own_figures(summary.metrics), tuple(found))
+    readings = figures_as(RequestColumns.of(metric_columns(run)), summary.slo, tools)
+    return RunAs(str(run.path), summary.policy, summary.seed, own_figures(summary.metrics), tuple(readings))

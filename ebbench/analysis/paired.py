@@ -17,14 +17,15 @@ from ebbench.analysis.cases import TIE, alike, partition
 from ebbench.analysis.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.environment import differences, remedy
 from ebbench.analysis.statistics import confidence_sequence, detectable_loss, holm, paired_t
-from ebbench.analysis.units import FIGURES, GateUnit, load_units
+from ebbench.analysis.units import DRAFTS, FIGURES, GateUnit, load_units
 from ebbench.analysis.verdict import (
     GATED,
     Pair,
+    drafts_apart,
     left_out,
-    losses_of,
     measured_somewhere,
     pair_units,
+    paired_losses,
     repeated_until_clear,
     worse_by_gate,
 )
@@ -63,6 +64,7 @@ class PolicyContrasts:
     ``deciding``: the figure that decides which is better, by the rule of ``show``
     (:func:`ebbench.analysis.certainty.deciding_figure`). ``worse``: figures in which the gate's one-sided test
     finds the policy worse, with its p-value. ``left_out``: notes about runs that are in no pair.
+    ``drafts``: change in tokens per step by what was accepted of drafts, as a share; 0 where alike.
     """
 
     label: str
@@ -72,6 +74,7 @@ class PolicyContrasts:
     deciding: str = THROUGHPUT
     worse: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    drafts: float = 0.0
 
     @property
     def identical(self) -> bool:
@@ -98,22 +101,23 @@ class Compared:
     alone: tuple[str, ...] = ()
 
 
-def load_groups(paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
+def load_groups(arguments: Sequence[tuple[Path, Sequence[Path]]]) -> dict[str, list[GateUnit]]:
     """Units by policy, in the order given; a policy that several arguments name is one group per argument.
 
-    Raises DataError if a run is missing, damaged or INVALID.
+    An argument is what the user calls it, a directory or a name, and its runs, or directories of them. Raises DataError
+    if a run is missing, damaged or INVALID.
     """
-    found: dict[tuple[str, int], list[GateUnit]] = {}
-    for place, path in enumerate(paths):
-        for unit in load_units([path]):
-            found.setdefault((unit.policy, place), []).append(unit)
-    return _merged(found, paths)
+    by_place: dict[tuple[str, int], list[GateUnit]] = {}
+    for place, (_, paths) in enumerate(arguments):
+        for unit in load_units(paths):
+            by_place.setdefault((unit.policy, place), []).append(unit)
+    return _merged(by_place, [called for called, _ in arguments])
 
 
-def _merged(found: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
+def _merged(by_place: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
     """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
     groups: dict[str, list[GateUnit]] = {}
-    for (policy, place), units in found.items():
+    for (policy, place), units in by_place.items():
         held = groups.get(policy, [])
         repeated = {unit.plan_hash for unit in held} & {unit.plan_hash for unit in units}
         label = policy if not repeated else _label(policy, paths[place], groups)
@@ -139,7 +143,7 @@ def compare_cases(
     members = [(label, unit) for label, units in groups.items() for unit in units]
     conditions = [_conditions(unit, allowed) for _, unit in members]
     parts = partition(members, conditions, [(unit.seed, unit.plan_hash) for _, unit in members])
-    found, alone = [], []
+    comparisons, alone = [], []
     for title, part in parts:
         held: dict[str, list[GateUnit]] = {}
         for label, unit in part:
@@ -147,10 +151,10 @@ def compare_cases(
         if len(held) < 2 or (baseline is not None and baseline in groups and baseline not in held):
             alone.append(f"{title or 'these runs'}: only {', '.join(held)}")
         else:
-            found.append(replace(compare(held, baseline, allowed), title=title))
-    if not found:
+            comparisons.append(replace(compare(held, baseline, allowed), title=title))
+    if not comparisons:
         return Compared((compare(groups, baseline, allowed),))
-    return Compared(tuple(found), tuple(alone))
+    return Compared(tuple(comparisons), tuple(alone))
 
 
 def _conditions(unit: GateUnit, allowed: Sequence[str]) -> dict[str, str]:
@@ -174,33 +178,35 @@ def compare(
         raise UnknownNameError("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
     base = groups[chosen]
-    found = [
+    contrasts = [
         replace(_policy_contrasts(label, pair_units(base, units, allowed)), left_out=left_out(base, units))
         for label, units in others.items()
     ]
-    return PairedComparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
+    return PairedComparison(chosen, tuple(groups[chosen]), tuple(_adjusted(contrasts)))
 
 
 def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str]) -> str:
     """Why nothing can be compared: runs of one policy differ in environment or plan, or there is only one policy."""
     only, units = next(iter(groups.items()), ("nothing", ()))
     for unit in units[1:]:
-        found = differences(units[0].environment, unit.environment, allowed)
-        if found:
-            return f"{units[0].run} and {unit.run} are not comparable: {'; '.join(found)}; {remedy(found)} allows it"
+        unlike = differences(units[0].environment, unit.environment, allowed)
+        if unlike:
+            return f"{units[0].run} and {unit.run} are not comparable: {'; '.join(unlike)}; {remedy(unlike)} allows it"
     several = len({unit.plan_hash for unit in units}) > 1
     plans = f", whose {len(units)} runs have different plans (plan: seeds or requests differ)" if several else ""
     return f"a comparison needs runs of two policies or more on the same plans; found only {only}{plans}"
 
 
 def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
-    found = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
-    skipped = {figure: losses for figure, losses in found.items() if isinstance(losses, str)}
-    contrasts = [_contrast(figure, pairs) for figure in found if figure not in skipped]
+    figures = [figure for figure in (*FIGURES, DRAFTS) if measured_somewhere(figure, pairs)]
+    losses_by_figure = {figure: paired_losses(figure, pairs) for figure in figures}
+    skipped = {figure: losses for figure, losses in losses_by_figure.items() if isinstance(losses, str)}
+    contrasts = [_contrast(figure, pairs) for figure in losses_by_figure if figure not in skipped]
     deciding = _deciding(contrasts, pairs)
     if deciding == REQUEST_TIME:
         contrasts.append(_contrast(deciding, pairs))
-    return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding, worse_by_gate(pairs))
+    worse, drafts = worse_by_gate(pairs), math.expm1(drafts_apart(pairs))
+    return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding, worse, drafts=drafts)
 
 
 def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
@@ -210,7 +216,7 @@ def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
     sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
     known = [[rate for rate in side if rate is not None] for side in sides]
     if all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
-        return THROUGHPUT if isinstance(losses_of(REQUEST_TIME, pairs), str) else REQUEST_TIME
+        return THROUGHPUT if isinstance(paired_losses(REQUEST_TIME, pairs), str) else REQUEST_TIME
     return THROUGHPUT
 
 
@@ -274,5 +280,5 @@ def _with_level(contrast: Contrast, pairs: Sequence[Pair], p_adjusted: float, le
 
 
 def _values(figure: str, pairs: Sequence[Pair]) -> list[tuple[float, float]]:
-    found = [(pair.baseline.figures[figure], pair.candidate.figures[figure]) for pair in pairs]
-    return [(before, after) for before, after in found if before and after]
+    values = [(pair.baseline.figures[figure], pair.candidate.figures[figure]) for pair in pairs]
+    return [(before, after) for before, after in values if before and after]

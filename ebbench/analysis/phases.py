@@ -210,11 +210,11 @@ def run_surfaces(
     Raises UsageError for targets that are not positive, DataError for damaged files.
     """
     columns = RequestColumns.of(run.table("requests", NEEDED))
-    found = [surface(columns, ttft_ms, tpot_ms)]
+    surfaces = [surface(columns, ttft_ms, tpot_ms)]
     names = list(dict.fromkeys(columns.phase.tolist()))
     if by_phase and len(names) > 1:
-        found += [surface(columns, ttft_ms, tpot_ms, phase=name) for name in names]
-    return tuple(found)
+        surfaces += [surface(columns, ttft_ms, tpot_ms, phase=name) for name in names]
+    return tuple(surfaces)
 
 
 def surface(columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence[float], *, phase: str = "") -> Surface:
@@ -260,7 +260,7 @@ def phases_document(runs: Sequence[Run], slo: Slo | None = None) -> Document:
 
 def _section(run: Run, slo: Slo | None) -> Section:
     summaries = summarise_phases(run, slo)
-    found = {recovery.phase: recovery for recovery in recoveries(run)}
+    recovery_by_phase = {recovery.phase: recovery for recovery in recoveries(run)}
     with_slo = any(summary.slo for summary in summaries)
     columns = (
         *labels("phase"),
@@ -270,7 +270,7 @@ def _section(run: Run, slo: Slo | None) -> Section:
         Column("recovery s", ours=True), Column("TTFT rec. s", ours=True), Column("lost s"),
         Column("controller s"), Column("switches"),
     )  # fmt: skip
-    rows = [_row(summary, found.get(summary.phase), with_slo) for summary in summaries]
+    rows = [_row(summary, recovery_by_phase.get(summary.phase), with_slo) for summary in summaries]
     manifest = run.manifest
     title = f"{manifest.policy}: {manifest.scenario}, {manifest.model} on {manifest.device}, {manifest.engine}"
     return Section(title, columns, tuple(rows))

@@ -46,12 +46,12 @@ def is_cut_off(directory: Path) -> bool:
 
 def cut_off_runs(paths: Sequence[Path]) -> list[Path]:
     """Interrupted runs among ``paths`` and in directories among them. Raises DataError for a missing path."""
-    found = []
+    cut_off = []
     for path in paths:
         require_directory(path)
         inside = sorted(child.parent for child in path.glob(f"*/{PARTIAL}"))
-        found += [each for each in [path, *inside] if is_cut_off(each)]
-    return found
+        cut_off += [directory for directory in [path, *inside] if is_cut_off(directory)]
+    return cut_off
 
 
 def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
@@ -152,12 +152,12 @@ def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, dama
     """The manifest of the rebuilt run, which is never valid."""
     columns = RequestColumns.of(tables["requests"])
     metrics = measure(columns, windows=steady_windows(columns, manifest.phases))
-    found = invalid_reasons(
+    invalid = invalid_reasons(
         tables["requests"], tables["plan"], columns, metrics, Conditions(interrupted=False, paced_sends=False)
     )
     planned = tables["plan"].num_rows
     rebuilt = warning("rebuilt", recorded=recorded, planned=planned, damaged_shards=len(damaged))
-    reasons = tuple(dict.fromkeys((*manifest.reasons, *map(as_stored, found))))
+    reasons = tuple(dict.fromkeys((*manifest.reasons, *map(as_stored, invalid))))
     return msgspec.structs.replace(
         manifest,
         valid=False,

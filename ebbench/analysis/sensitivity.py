@@ -34,10 +34,10 @@ def least_difference(values: Mapping[T, Mapping[int, float]]) -> float | None:
     ``values``: a figure by treatment and seed. None if it is not known: fewer than two treatments or common seeds, or a
     figure of 0.
     """
-    seeds = sorted(set.intersection(*(set(one) for one in values.values()))) if values else []
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in values.values()))) if values else []
     if len(values) < 2 or len(seeds) < 2:
         return None
-    grid = np.array([[one[seed] for seed in seeds] for one in values.values()], float)
+    grid = np.array([[by_seed[seed] for seed in seeds] for by_seed in values.values()], float)
     if not (grid > 0).all():
         return None
     logs = np.log(grid)

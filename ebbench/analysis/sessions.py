@@ -112,8 +112,8 @@ def _latest_so_far(session: Ints, ends: Ints) -> Ints:
     rank = np.empty(len(ends), np.int64)
     rank[by_end] = np.arange(len(ends))
     reached = np.maximum.accumulate(session.astype(np.int64) * len(ends) + rank)
-    found: Ints = ends[by_end][reached % max(len(ends), 1)]
-    return found
+    latest: Ints = ends[by_end][reached % max(len(ends), 1)]
+    return latest
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from ebbench.analysis.columns import NEEDED, NO_CLASS, RequestColumns
 from ebbench.analysis.environment import (
     LoadFacts,
     Machine,
-    conditions_of,
-    environment_of,
+    comparison_conditions,
     flat_load,
     load_of_run,
     machine_of_run,
+    run_environment,
 )
 from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.analysis.metrics import (
@@ -30,7 +30,7 @@ from ebbench.analysis.metrics import (
     Distribution,
     Metrics,
     Slo,
-    economy_of,
+    cost_and_energy,
     measure,
     measure_classes,
     refuse_unknown_classes,
@@ -38,10 +38,11 @@ from ebbench.analysis.metrics import (
     steady_windows,
 )
 from ebbench.analysis.sessions import SESSIONS, SessionFigures, figures_by_class, sessions_table
-from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_of, merge_failures
+from ebbench.analysis.validity import FAILURE_COLUMNS, Failure, failures_by_cause, merge_failures
 from ebbench.records.run import Run
 from ebbench.records.schema import REQUESTS_EXTRAS
 from ebbench.records.warnings import ESTIMATED, RunWarning
+from vllm_eb.policy import PolicyError, parse_policy
 
 FACT = "speculative"
 """Name of the counts among the facts of a run."""
@@ -49,44 +50,79 @@ FACT = "speculative"
 
 @dataclass(frozen=True)
 class Drafted:
-    """``steps``: decode steps that verified drafts, counted per sequence. ``drafted`` and ``accepted``: tokens per
-    position, as vLLM counts them."""
+    """Drafts of speculative decoding.
 
-    steps: int
+    ``steps``: decode steps that verified drafts, counted per sequence; None: not known. ``drafted`` and ``accepted``:
+    tokens per position, as vLLM counts them; empty where only ``accepted_tokens`` is known. ``by_answers``: summed over
+    what the answers say, not over all that the server did.
+    """
+
+    steps: int | None
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
+    accepted_tokens: int
+    by_answers: bool = False
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Drafted | None:
         """From the facts of a run; None without speculative decoding, or where no draft was verified."""
         counts = facts.get(FACT)
-        if not counts or not counts["steps"]:
+        if not counts or not (counts["steps"] or sum(counts["drafted"])):
             return None
-        return Drafted(counts["steps"], tuple(counts["drafted"]), tuple(counts["accepted"]))
+        drafted, accepted = tuple(counts["drafted"]), tuple(counts["accepted"])
+        tokens = counts.get("accepted_tokens", sum(accepted))
+        if not drafted and not tokens:  # every step made one token, as without drafts
+            return None
+        return Drafted(counts["steps"], drafted, accepted, tokens, counts.get("source") == "answers")
+
+    @staticmethod
+    def over(runs: Sequence[Drafted]) -> Drafted:
+        """The sums over several runs; what one of them does not know is unknown."""
+        steps = [run.steps for run in runs]
+        drafted, accepted = ([sum(place) for place in zip(*by_run, strict=False)] for by_run in (
+            [run.drafted for run in runs], [run.accepted for run in runs],
+        ))  # fmt: skip
+        tokens = sum(run.accepted_tokens for run in runs)
+        known = [count for count in steps if count is not None]
+        return Drafted(sum(known) if len(known) == len(steps) else None, tuple(drafted), tuple(accepted), tokens)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What :meth:`of` reads."""
-        return {FACT: {"steps": self.steps, "drafted": list(self.drafted), "accepted": list(self.accepted)}}
-
-    @property
-    def mean_acceptance_length(self) -> float:
+    def mean_acceptance_length(self) -> float | None:
         """Tokens per step and sequence: the accepted ones and one more. vLLM's name and definition."""
-        return 1.0 + sum(self.accepted) / self.steps
+        return None if not self.steps else 1.0 + self.accepted_tokens / self.steps
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Share of the drafts that were accepted at least up to each position."""
-        return tuple(accepted / self.steps for accepted in self.accepted)
+        """Share of the drafts that were accepted at least up to each position; empty if not known."""
+        return tuple(accepted / self.steps for accepted in self.accepted) if self.steps else ()
+
+    @property
+    def rate(self) -> float | None:
+        """Share of the drafted tokens that were accepted."""
+        drafted = sum(self.drafted)
+        return self.accepted_tokens / drafted if drafted else None
 
     def figures(self) -> dict[str, Any]:
         """Figures by name, for JSON and tables."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance": [round(rate, 6) for rate in self.acceptance],
-            "drafted_tokens": sum(self.drafted),
-            "accepted_tokens": sum(self.accepted),
+            "draft_acceptance_rate": self.rate,
+            "drafted_tokens": sum(self.drafted) if self.drafted else None,
+            "accepted_tokens": self.accepted_tokens,
         }
+
+
+ACCEPTED_ALIKE = 0.02
+"""Share by which tokens per step may differ between runs before their speeds are doubted: gains of less are noise."""
+
+
+def sets_drafts(policy: str) -> bool:
+    """Whether a policy sets how many tokens are drafted, so that tokens per step are its own doing."""
+    try:
+        return parse_policy(policy).varies_drafts
+    except PolicyError:  # the label of a server's policy
+        return False
 
 
 def mean_acceptance(rates: Sequence[Sequence[float]]) -> list[float]:
@@ -120,7 +156,7 @@ class ClientNodes:
         held, used = connected.get("most_held") or None, connected.get("most_used")
         if not nodes:
             return cls(connections=held, connections_used=used)
-        workers, lost = sum(one["workers"] for one in nodes), sum(one["lost"] for one in nodes)
+        workers, lost = sum(node["workers"] for node in nodes), sum(node["lost"] for node in nodes)
         return cls(len(nodes), workers, lost, facts.get("clock_alignment_error_ms"), held, used)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,6 +221,12 @@ class Summary:
         return replace(self, metrics=self.classes[name], slo=slo, classes={}, sessions=sessions, drafted=None)
 
     @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens over those that the same decode steps would have made without drafts; None without drafts."""
+        tokens, accepted = self.metrics.total_output_tokens, self.drafted.accepted_tokens if self.drafted else 0
+        return tokens / (tokens - accepted) if self.drafted is not None and accepted < tokens else None
+
+    @property
     def worst_class(self) -> str | None:
         """The class of which the smallest share met its limits; None without limits or classes."""
         met = {name: metrics.slo_attainment for name, metrics in self.classes.items()}
@@ -194,7 +236,7 @@ class Summary:
     @property
     def conditions(self) -> dict[str, str]:
         """What the figures depend on besides policy and seed, as text by name."""
-        return conditions_of(self.environment, self.load)
+        return comparison_conditions(self.environment, self.load)
 
     def to_dict(self, *, all_percentiles: bool = False) -> dict[str, Any]:
         """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``.
@@ -231,12 +273,12 @@ class Summary:
 
     def _parts(self) -> dict[str, Any]:
         """What there is of each class of requests, and of the sessions."""
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         if self.classes:
-            found["classes"] = {named(name): self.of_class(name)._figures() for name in self.classes}
+            parts["classes"] = {named(name): self.of_class(name)._figures() for name in self.classes}
         if (worst := self.worst_class) is not None:
-            found |= {"worst_class": named(worst), "worst_class_attainment": self.classes[worst].slo_attainment}
-        return found | ({"per_session": self.sessions[""].to_dict()} if self.sessions else {})
+            parts |= {"worst_class": named(worst), "worst_class_attainment": self.classes[worst].slo_attainment}
+        return parts | ({"per_session": self.sessions[""].to_dict()} if self.sessions else {})
 
     def _figures(self) -> dict[str, Any]:
         limits = {"goodput_slo_ms": self.slo.limits() or None}
@@ -325,7 +367,7 @@ class _Summariser:
 
 def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
     manifest = run.manifest
-    metrics = replace(metrics, economy=economy_of(manifest.facts, metrics, whole=not phase))
+    metrics = replace(metrics, economy=cost_and_energy(manifest.facts, metrics, whole=not phase))
     if metrics.prefix_hit_rate is None and not phase:  # of the whole server, by its own counters
         metrics = replace(metrics, prefix_hit_rate=manifest.facts.get("prefix_hit_rate"))
     drafted = Drafted.of(manifest.facts)
@@ -350,8 +392,8 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         open_loop=not manifest.phases,
         phase=phase,
         plan_hash=manifest.plan_hash,
-        environment=environment_of(manifest),
-        failures=failures_of(run.table("requests", FAILURE_COLUMNS), phase),
+        environment=run_environment(manifest),
+        failures=failures_by_cause(run.table("requests", FAILURE_COLUMNS), phase),
         load=load_of_run(manifest),
         machine=machine_of_run(manifest),
         clients=ClientNodes.of(manifest.facts),
@@ -366,14 +408,14 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
 
 def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
     """Percentiles with too few samples, in ms, by their names in :func:`metrics_dict`."""
-    found = {}
+    unsound = {}
     for latency in (*LATENCIES, *FURTHER_LATENCIES):
         distribution: Distribution = getattr(metrics, latency)
         for name in QUANTILES:
             estimate = distribution.estimate(name)
             if estimate is not None and getattr(distribution, name) is None:
-                found[f"{name}_{latency}_ms"] = estimate
-    return found
+                unsound[f"{name}_{latency}_ms"] = estimate
+    return unsound
 
 
 def metrics_dict(metrics: Metrics) -> dict[str, Any]:
@@ -428,7 +470,7 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if all(name in summary.get("classes", {}) for summary in summaries)
         }
     if "acceptance" in first:
-        merged["acceptance"] = mean_acceptance([summary["acceptance"] for summary in summaries])
+        merged["acceptance"] = mean_acceptance([summary.get("acceptance", ()) for summary in summaries])
     warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
     reasons = dict.fromkeys(reason for summary in summaries for reason in summary["reasons"])
     merged |= {
@@ -482,6 +524,7 @@ _AVERAGED = frozenset(
         "p90_interactivity_tokens_per_s",
         "prefix_hit_rate",
         "mean_acceptance_length",
+        "draft_acceptance_rate",
         "kv_full_share",
         "repeated_share",
         "worst_class_attainment",

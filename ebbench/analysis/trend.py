@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Literal
 
 from ebbench.analysis.statistics import EXACT_PAIRS, PairedInterval, paired_t
-from ebbench.analysis.units import HIGHER_IS_BETTER, GateUnit, unit_of
-from ebbench.analysis.verdict import Judged, Pair, Rules, judge, losses_of, pairs_needed, without_copies
+from ebbench.analysis.units import HIGHER_IS_BETTER, GateUnit, gate_unit
+from ebbench.analysis.verdict import Judged, Pair, Rules, judge, paired_losses, pairs_needed, without_copies
 from ebbench.errors import DataError
 from ebbench.records.manifest import Manifest, RunLabels
 from ebbench.records.run import Run, slug
@@ -93,7 +93,7 @@ class Point:
         first, *others = self.units
         if first.virtual or not others:
             return self.units
-        means = {name: None if (found := self.figure(name)) is None else found.mean for name in first.figures}
+        means = {name: None if (interval := self.figure(name)) is None else interval.mean for name in first.figures}
         plans = "".join(sorted(unit.plan_hash for unit in self.units))
         return [replace(first, figures=means, plan_hash=plans)]
 
@@ -110,37 +110,37 @@ class Point:
     @property
     def label(self) -> str:
         """Branch or pull request, else the name of the runs; empty without either."""
-        return next((text for one in self.members for text in (one.labels.label, one.labels.name) if text), "")
+        return next((text for member in self.members for text in (member.labels.label, member.labels.name) if text), "")
 
     def figure(self, name: str) -> PairedInterval | None:
         """Geometric mean over the runs with its t interval (infinite for one run); None if a run lacks the figure."""
         values = [unit.figures[name] for unit in self.units]
         if any(value is None or value <= 0 for value in values):
             return None
-        found = paired_t([math.log(value) for value in values if value])
+        interval = paired_t([math.log(value) for value in values if value])
         return PairedInterval(*(math.exp(bound) if bound < math.inf else bound for bound in
-                                (found.mean, found.low, found.high)))  # fmt: skip
+                                (interval.mean, interval.low, interval.high)))  # fmt: skip
 
 
-def series_of(members: Iterable[Member]) -> dict[SeriesKind, list[Point]]:
+def series_points(members: Iterable[Member]) -> dict[SeriesKind, list[Point]]:
     """The series of valid runs, points in order of time."""
     groups: dict[SeriesKind, list[Member]] = {}
     for member in members:
         groups.setdefault(SeriesKind.of(member.unit), []).append(member)
-    return {kind: points_of(groups[kind]) for kind in sorted(groups)}
+    return {kind: points_by_commit(groups[kind]) for kind in sorted(groups)}
 
 
-def members_of(runs: Sequence[Run]) -> Iterator[Member]:
+def trend_members(runs: Sequence[Run]) -> Iterator[Member]:
     """The valid ones among the runs. Raises DataError for a damaged run."""
     for run in runs:
         if run.manifest.valid:
-            yield Member.of(run.manifest, unit_of(run))
+            yield Member.of(run.manifest, gate_unit(run))
 
 
-def points_of(members: Sequence[Member]) -> list[Point]:
+def points_by_commit(members: Sequence[Member]) -> list[Point]:
     """Commits with their runs, in order of time; of a server, and of what is measured twice, measurements."""
     rows: list[list[Member]] = []
-    for member in sorted(members, key=lambda one: one.unit.anchor_unix_ns):
+    for member in sorted(members, key=lambda measured: measured.unit.anchor_unix_ns):
         same = [row for row in rows if row[0].commit == member.commit]
         if member.unit.virtual and not member.unit.server and same:
             same[0].append(member)
@@ -156,7 +156,7 @@ def _same_measurement(row: Sequence[Member], member: Member) -> bool:
     pause_s = (member.unit.anchor_unix_ns - row[-1].unit.anchor_unix_ns) / 1e9
     soon = pause_s < NEXT_MEASUREMENT_S or member.stated or not member.unit.server
     asked = (member.unit.seed, member.unit.plan_hash)
-    return soon and all(asked != (one.unit.seed, one.unit.plan_hash) for one in row)
+    return soon and all(asked != (earlier.unit.seed, earlier.unit.plan_hash) for earlier in row)
 
 
 # Changes.
@@ -211,7 +211,7 @@ def trend_of(kind: SeriesKind, points: Sequence[Point], figure: str, rules: Rule
     values = tuple(point.figure(figure) for point in points)
     known = [place for place, value in enumerate(values) if value is not None]
     held = [points[place] for place in known]
-    changes = [replace(one, place=known[one.place]) for one in _changes(held, 0, figure, rules)]
+    changes = [replace(change, place=known[change.place]) for change in _changes(held, 0, figure, rules)]
     begin = changes[-1].place if changes else 0
     since = [points[place] for place in known if place >= begin]
     newest = _judged(since[:-1], since[-1:], figure, rules) if len(since) > 1 else None
@@ -232,7 +232,7 @@ def _judged(before: Sequence[Point], after: Sequence[Point], figure: str, rules:
 
 
 def _entry(pairs: Sequence[Pair], figure: str, rules: Rules) -> Judged | None:
-    if not pairs or isinstance(losses_of(figure, pairs), str):
+    if not pairs or isinstance(paired_losses(figure, pairs), str):
         return None
     verdict = judge(pairs, rules, with_detectable=False)
     return next(entry for entry in verdict.judged if entry.figure == figure)
@@ -260,13 +260,13 @@ def nearest_pairs(before: Sequence[Point], after: Sequence[Point]) -> list[Pair]
 
 def _changes(points: Sequence[Point], first: int, figure: str, rules: Rules) -> list[Change]:
     """The changes between these points, ``first`` of which is the place of the first one in the series."""
-    found = _change(points, figure, rules)
-    if found is None:
+    change = _change(points, figure, rules)
+    if change is None:
         return []
-    place = found.place
+    place = change.place
     return [
         *_changes(points[:place], first, figure, rules),
-        replace(found, place=first + place),
+        replace(change, place=first + place),
         *_changes(points[place:], first + place, figure, rules),
     ]
 
@@ -279,7 +279,7 @@ def _change(points: Sequence[Point], figure: str, rules: Rules) -> Change | None
     if not tested:
         return None
     levels = _levels(points, figure)
-    place = max(tested, key=lambda one: _stands_out(levels, one))
+    place = max(tested, key=lambda candidate: _stands_out(levels, candidate))
     # In virtual time the same plan gives the same figure whenever it is run, so that no night is worse by chance.
     exact = all(pair.candidate.virtual and pair.candidate.lengths == pair.baseline.lengths for pair in tested[place])
     shared = replace(rules, alpha=rules.alpha / 2 / (1 if exact else len(tested)))  # it may rise or fall
@@ -320,8 +320,8 @@ def _outside(points: Sequence[Point], figure: str, rules: Rules) -> bool:
 
 def trends_of(runs: Sequence[Run], figures: Sequence[str], rules: Rules = DEFAULT_RULES) -> list[list[Trend]]:
     """Per series, those that began first in front, the trends of these figures. Raises DataError if no run is valid."""
-    found = series_of(members_of(runs))
-    if not found:
+    points_by_series = series_points(trend_members(runs))
+    if not points_by_series:
         raise DataError("no valid run to make a history of")
-    series = sorted(found.items(), key=lambda one: one[1][0].begun_ns)
+    series = sorted(points_by_series.items(), key=lambda item: item[1][0].begun_ns)
     return [[trend_of(kind, points, figure, rules) for figure in figures] for kind, points in series]

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, differences, load_of, machine_of_run, remedy
+from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, describe_load, differences, machine_of_run, remedy
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
@@ -35,11 +35,14 @@ RATES = {
     "tokens": "total_token_throughput",
     "goodput": "request_goodput",
 }
+DRAFTS = "tokens_per_step"
+"""Output tokens per decode step and sequence, which drafts raise."""
 STATISTICS = ("mean", "p90", "p95", "p99")
 NAMES: Mapping[str, str] = MappingProxyType(
     RATES
     | {latency: f"median_{latency}_ms" for latency in LATENCIES}
     | {f"{latency}-{name}": f"{name}_{latency}_ms" for latency in LATENCIES for name in STATISTICS}
+    | {"tokens-per-step": DRAFTS}
 )
 """Names of figures on the command line, and their columns."""
 MEASURED = tuple(dict.fromkeys([*FIGURES, *NAMES.values()]))
@@ -48,10 +51,11 @@ LABELS = {
     "request_throughput": "requests/s",
     "total_token_throughput": "tokens in and out/s",
     "request_goodput": "goodput",
+    DRAFTS: "tokens/step",
 } | {f"{name}_{latency}_ms": f"{latency.upper()} {name}" for latency in LATENCIES for name in ("median", *STATISTICS)}
 LENGTHS = ("session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens")
 """Columns of a plan that determine arrival times and lengths."""
-HIGHER_IS_BETTER = frozenset(RATES.values())
+HIGHER_IS_BETTER = frozenset({*RATES.values(), DRAFTS})
 
 
 @dataclass(frozen=True)
@@ -106,17 +110,17 @@ class GateUnit:
 
 
 def load_units(paths: Sequence[Path]) -> list[GateUnit]:
-    """:func:`units_of` of the runs among ``paths`` (run directories or directories of runs).
+    """:func:`gate_units` of the runs among ``paths`` (run directories or directories of runs).
 
     Also raises DataError if there is no run.
     """
-    units = units_of([Run.load(path) for path in find_runs(paths)])
+    units = gate_units([Run.load(path) for path in find_runs(paths)])
     if not units:
         raise DataError("no run to compare")
     return units
 
 
-def units_of(runs: Sequence[Run]) -> list[GateUnit]:
+def gate_units(runs: Sequence[Run]) -> list[GateUnit]:
     """Units by seed, then oldest first. An INVALID run is left out if the same plan was measured again.
 
     Raises DataError for a run that is unreadable, or INVALID and not measured again: it is shown, but not compared.
@@ -144,9 +148,9 @@ def _asked(run: Run) -> tuple[str, str]:
     return run.manifest.policy, run.manifest.plan_hash
 
 
-def unit_of(run: Run) -> GateUnit:
+def gate_unit(run: Run) -> GateUnit:
     """Reduce a run to a unit. Raises DataError if it is INVALID or damaged."""
-    return units_of([run])[0]
+    return gate_units([run])[0]
 
 
 def _unit_of(run: Run) -> GateUnit:
@@ -161,16 +165,16 @@ def _unit_of(run: Run) -> GateUnit:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         run=str(run.path),
-        figures=figures_of(summary.metrics),
+        figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step},
         slo=str(summary.slo),
-        load=load_of(manifest),
+        load=describe_load(manifest),
         conditions=summary.conditions,
         until_clear=summary.until_clear,
         steady_rate=steady.output_throughput if summary.open_loop and steady else None,
         caveats=of_device(manifest.engine, manifest.warnings),
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
         server=str(manifest.facts.get("server", "")) if manifest.engine == "endpoint" else "",
-        about_server=tuple(one for one in manifest.warnings if one.code in ABOUT_SERVER),
+        about_server=tuple(warning for warning in manifest.warnings if warning.code in ABOUT_SERVER),
         cache_unknown=machine_of_run(manifest).cache_kept and manifest.facts.get("prefix_hit_rate") is None,
     )
 
@@ -188,33 +192,33 @@ def lengths_hash(run: Run) -> str:
 
 
 def figures_of(metrics: Metrics) -> dict[str, float | None]:
-    """The figures of MEASURED in tokens/s, requests/s and ms."""
+    """The figures of MEASURED in tokens/s, requests/s and ms; None of what is not among the metrics."""
     rates: dict[str, float | None] = {figure: getattr(metrics, figure) for figure in RATES.values()}
     latencies = {
         f"{name}_{latency}_ms": getattr(getattr(metrics, latency), name)
         for latency in LATENCIES
         for name in ("median", *STATISTICS)
     }
-    found = rates | latencies
-    return {figure: found[figure] for figure in MEASURED}
+    figures = rates | latencies
+    return {figure: figures.get(figure) for figure in MEASURED}
 
 
 def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:
     """The units of one policy. Raises UnknownNameError, naming the existing ones, if there is none."""
-    found = [unit for unit in units if unit.policy == policy]
-    if not found:
+    chosen = [unit for unit in units if unit.policy == policy]
+    if not chosen:
         raise UnknownNameError(f"policy of the {side}", policy, dict.fromkeys(unit.policy for unit in units))
-    return found
+    return chosen
 
 
 def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], side: str) -> None:
     """Raise DataError, naming the differing keys, if the units of one side differ in environment or policy."""
     first = units[0]
     for unit in units[1:]:
-        found = differences(first.environment, unit.environment, allowed)
-        if found:
-            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(found)})"
-            raise DataError(f"{side}: {apart}; {remedy(found)} allows it")
+        unlike = differences(first.environment, unit.environment, allowed)
+        if unlike:
+            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(unlike)})"
+            raise DataError(f"{side}: {apart}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 
@@ -239,12 +243,12 @@ MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, e
 
 def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
     """The columns of the named figures, in that order. Raises UnknownNameError."""
-    found: dict[str, None] = {}
+    figures: dict[str, None] = {}
     for name in pairs_of(names):
         if name not in NAMES:
             raise UnknownNameError("figure", name, NAMES)
-        found[NAMES[name]] = None
-    return tuple(found)
+        figures[NAMES[name]] = None
+    return tuple(figures)
 
 
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:

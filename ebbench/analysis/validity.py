@@ -23,7 +23,7 @@ from ebbench.spec.client import lag_limit_ms
 from ebbench.spec.server import VIRTUAL_TIME
 
 FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
-"""Columns of the requests table that :func:`failures_of` reads."""
+"""Columns of the requests table that :func:`failures_by_cause` reads."""
 
 LONGEST_EXAMPLE = 200  # characters
 _ADVICE = re.compile(r"\((Retry-After|Location|Content-Type): [^)]*\) ")
@@ -138,7 +138,7 @@ _CAUSES = (
 )
 
 
-def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
+def failures_by_cause(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
     """Requests that did not complete, grouped by error class and cause, the most frequent first.
 
     ``requests`` has FAILURE_COLUMNS; ``phase``: only this phase, empty: all. Every request that is not ``ok`` is in
@@ -156,11 +156,11 @@ def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for error_class, message, count in _distinct(failed):
         groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
-    found = [
+    failures = [
         Failure(error_class, sum(count for _, count in messages), _example(messages), remedy)
         for (error_class, remedy), messages in groups.items()
     ]
-    return _ordered(found)
+    return _ordered(failures)
 
 
 def merge_failures(several: Iterable[Sequence[Failure]]) -> tuple[Failure, ...]:
@@ -225,7 +225,7 @@ def _message_in(value: object) -> str:
     if not isinstance(value, dict):
         return ""
     message = next(
-        (found for key in ("error", "message", "detail", "msg") if (found := _message_in(value.get(key)))), ""
+        (inner for key in ("error", "message", "detail", "msg") if (inner := _message_in(value.get(key)))), ""
     )
     field = value.get("param") or value.get("loc")
     name = field[-1] if isinstance(field, list) and field else field
@@ -304,7 +304,7 @@ def _ranged(texts: Sequence[str]) -> str:
     """One text for several that differ only in numbers: "44 to 49" for 44, 47 and 49."""
     columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
     ends = [sorted(set(column), key=lambda number: float(number.replace(",", ""))) for column in columns]
-    numbers = iter(found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" for found in ends)
+    numbers = iter(values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}" for values in ends)
     return _NUMBER.sub(lambda _: next(numbers), texts[0])
 
 

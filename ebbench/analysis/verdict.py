@@ -31,7 +31,8 @@ from ebbench.analysis.statistics import (
     pairs_to_pass,
     sign_flip_p,
 )
-from ebbench.analysis.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
+from ebbench.analysis.summary import ACCEPTED_ALIKE, sets_drafts
+from ebbench.analysis.units import DRAFTS, FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
 from ebbench.analysis.validity import told_once
 from ebbench.errors import DataError, UsageError
 from ebbench.records.warnings import ABOUT_SERVER, WARM_CACHE
@@ -145,7 +146,35 @@ def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allo
     if not ours.keys() & theirs.keys():
         raise DataError(_other_plan(len(ours), baseline, "candidate"))
     common = [plan for plan in ours if plan in theirs]
-    return without_copies([Pair(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)])
+    return without_copies(
+        [_with_drafts(b, c) for plan in common for b, c in zip(ours[plan], theirs[plan], strict=False)]
+    )
+
+
+def _with_drafts(baseline: GateUnit, candidate: GateUnit) -> Pair:
+    """The pair; where one side alone drafts tokens, the other makes one per step."""
+    if baseline.figures.get(DRAFTS) is None and candidate.figures.get(DRAFTS) is None:
+        return Pair(baseline, candidate)
+    plain = {DRAFTS: 1.0}
+    sides = [
+        unit if unit.figures.get(DRAFTS) is not None else replace(unit, figures={**unit.figures, **plain})
+        for unit in (baseline, candidate)
+    ]
+    return Pair(*sides)
+
+
+def drafts_apart(pairs: Sequence[Pair]) -> float:
+    """Mean log ratio of tokens per step, candidate over baseline: what drafts alone can change in speed.
+
+    0 where they are alike, and where a policy of either side sets how many tokens are drafted.
+    """
+    known = [(pair.baseline.figures.get(DRAFTS), pair.candidate.figures.get(DRAFTS)) for pair in pairs]
+    logs = [math.log(after / before) for before, after in known if before and after]
+    policies = {unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate)}
+    if len(logs) < len(pairs) or not logs or any(map(sets_drafts, policies)):
+        return 0.0
+    mean = math.fsum(logs) / len(logs)
+    return mean if abs(mean) > math.log1p(ACCEPTED_ALIKE) else 0.0
 
 
 def require_comparable(
@@ -154,10 +183,12 @@ def require_comparable(
     """Raise DataError if the sides differ in environment, if one mixes several, or if a seed has other plans."""
     require_one_environment(baseline, allowed, "baseline")
     require_one_environment(candidate, allowed, "candidate")
-    found = differences(baseline[0].environment, candidate[0].environment, allowed)
-    if found:
+    sides_differ = differences(baseline[0].environment, candidate[0].environment, allowed)
+    if sides_differ:
         alike = "measure both alike, or allow what is meant to differ"
-        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}; {alike}: {remedy(found)}")
+        raise DataError(
+            f"baseline and candidate are not comparable: {'; '.join(sides_differ)}; {alike}: {remedy(sides_differ)}"
+        )
     for ours, theirs, side in ((baseline, candidate, "candidate"), (candidate, baseline, "baseline")):
         seeds, plans = {unit.seed for unit in theirs}, {unit.plan_hash for unit in theirs}
         unlike = [unit for unit in ours if unit.plan_hash not in plans and unit.seed in seeds]
@@ -230,12 +261,13 @@ def judge(
     _check(rules)
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
     losses, skipped = {}, {}
-    for figure in dict.fromkeys([*rules.gated, *FIGURES]):
-        found = losses_of(figure, pairs)
-        if isinstance(found, str):
-            skipped[figure] = found
+    drafted = [DRAFTS] if measured_somewhere(DRAFTS, pairs) else []
+    for figure in dict.fromkeys([*rules.gated, *FIGURES, *drafted]):
+        losses_or_why = paired_losses(figure, pairs)
+        if isinstance(losses_or_why, str):
+            skipped[figure] = losses_or_why
         else:
-            losses[figure] = found
+            losses[figure] = losses_or_why
     gated = [figure for figure in rules.gated if figure in losses]
     adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
     level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
@@ -249,7 +281,11 @@ def judge(
 def worse_by_gate(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES) -> dict[str, float]:
     """The gated figures in which the candidate is worse by the gate's test, with p; margins are not asked for."""
     rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
-    losses = {figure: found for figure in rules.gated if not isinstance(found := losses_of(figure, pairs), str)}
+    losses = {
+        figure: losses_or_why
+        for figure in rules.gated
+        if not isinstance(losses_or_why := paired_losses(figure, pairs), str)
+    }
     adjusted = zip(losses, holm([_p(values, rules) for values in losses.values()]), strict=True)
     return {figure: p for figure, p in adjusted if p <= rules.alpha}
 
@@ -287,22 +323,22 @@ def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
     return any(unit.figures.get(figure) is not None for unit in units)
 
 
-def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
+def paired_losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
     """Log ratios, positive if the candidate is worse, or the reason why they cannot be computed."""
     if (
         figure == "request_goodput"
         and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
     ):
         return "the runs were given different limits"
-    found = []
+    losses = []
     for pair in pairs:
         before, after = pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)
         if before is None or after is None:
             return "no limits given (--goodput)" if figure == "request_goodput" else "too few samples in some run"
         if before <= 0 or after <= 0:
             return "zero in some run"
-        found.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
-    return tuple(found)
+        losses.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
+    return tuple(losses)
 
 
 def _judged(
@@ -421,13 +457,13 @@ def _order_cause(pairs: Sequence[Pair], losses: Mapping[str, Sequence[float]], r
 
 def _warm_server(pairs: Sequence[Pair]) -> str:
     """The server that met the prompts of every pair twice in the same order, without its cache emptied; else empty."""
-    found = {
+    servers = {
         pair.candidate.server if pair.candidate.server == pair.baseline.server else ""
         for pair in pairs
         if pair.candidate.cache_unknown and pair.baseline.cache_unknown
     }
     orders = {pair.candidate.anchor_unix_ns > pair.baseline.anchor_unix_ns for pair in pairs}
-    return found.pop() if len(found) == len(orders) == 1 else ""
+    return servers.pop() if len(servers) == len(orders) == 1 else ""
 
 
 def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
@@ -438,6 +474,11 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
     apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
     if apart:
         notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
+    if drafts := drafts_apart(pairs):
+        notes.append(
+            f"the candidate's decode steps yield {math.expm1(drafts):+.1%} tokens by what was accepted of drafts: as "
+            "much of a difference in tokens/s and TPOT is not the scheduler's"
+        )
     if repeated_until_clear(pairs):
         notes.append("these runs were repeated until it was clear (--repeats auto), so the test holds at every look")
     if copies := sum(pair.copies for pair in pairs):
@@ -464,7 +505,7 @@ def _about_server(pairs: Sequence[Pair]) -> list[str]:
         )
     units = [unit for pair in pairs for unit in (pair.baseline, pair.candidate)]
     return notes + told_once(
-        [[str(one) for one in unit.about_server if one.code in codes] for unit in units], lambda _: ""
+        [[str(warning) for warning in unit.about_server if warning.code in codes] for unit in units], lambda _: ""
     )
 
 

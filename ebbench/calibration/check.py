@@ -54,7 +54,7 @@ class Check:
 def check_prediction(engine: Engine, device: Device, measured: MeasuredCosts, grid: ProbeGrid, requests: int) -> Check:
     """Run requests of other lengths on the engine, and on the simulator with the measured device."""
     plan = _check_plan(grid, requests)
-    real = engine.run(plan, parse_policy("v1"), device, grid.options, None)
+    real = engine.run(plan, parse_policy("v1"), device, grid.options, None).uninterrupted()
     blocks = int(real.steps["kv_blocks_total"][0].as_py())
     options = replace(grid.options, num_kv_blocks=blocks)
     return Check(requests, _tokens_per_s(real), predict(plan, device, measured, options))
@@ -110,7 +110,7 @@ def predict(plan: Plan, device: Device, measured: MeasuredCosts, options: Engine
     cost = GridCost.measured(measured.calibration.grid, measured.request_s)
     kv_tokens = (options.num_kv_blocks or 0) * options.block_size
     twin = replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
-    return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None))
+    return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None).uninterrupted())
 
 
 def _check_plan(grid: ProbeGrid, requests: int) -> Plan:
@@ -133,7 +133,7 @@ def _tokens_per_s(result: EngineResult) -> float:
     return rate
 
 
-def machine_of(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
+def known_machine(name: str, memory_bytes: int, model: ModelGeometry) -> Device:
     """A machine whose step times are known, with the KV cache that vLLM would make of its memory."""
     profile = DeviceProfile(name, name, memory_bytes, 1.0, 1.0, "measured")
     tokens = kv_capacity_tokens(profile, model, start_up(), max_num_seqs=_SEQS, max_num_batched_tokens=_TOKENS)

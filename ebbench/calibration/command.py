@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ebbench.calibration.check import Check, SteppedRuns, check_prediction, machine_of
+from ebbench.calibration.check import Check, SteppedRuns, check_prediction, known_machine
 from ebbench.calibration.measure import (
     MeasuredCosts,
     ProbeGrid,
@@ -65,7 +65,7 @@ def of_steps(path: Path, model: str, device: str | None) -> Calibrated:
     """What torch alone has measured, of a machine with the memory of that one."""
     steps, geometry = read_steps(path), find_model(model)
     measured = costs_of_steps(steps, geometry)
-    return Calibrated(measured, machine_of(device or steps.manifest.gpu, steps.manifest.memory_bytes, geometry))
+    return Calibrated(measured, known_machine(device or steps.manifest.gpu, steps.manifest.memory_bytes, geometry))
 
 
 def _fitting(grid: ProbeGrid, capacity_tokens: int, messages: Console) -> ProbeGrid:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.config.declare import Setting, values_of
+from ebbench.config.declare import Setting, parse_values
 from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import fixed_and_each
@@ -107,7 +107,7 @@ SMALL = ("32,128,512", "1,8,32", "32,256")
 """Prompt tokens, sequences and KV tokens per decode that are measured on a GPU, and where vLLM runs on a CPU."""
 
 
-def grid_of(engine: str, asked: GridCommand) -> ProbeGrid:
+def parse_grid(engine: str, asked: GridCommand) -> ProbeGrid:
     """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
     default = SMALL if engine == "vllm" and not machine.visible_gpus() else LARGE
     return ProbeGrid(
@@ -119,10 +119,10 @@ def grid_of(engine: str, asked: GridCommand) -> ProbeGrid:
 
 def _sizes(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas and increasing. Raises UsageError."""
-    found = values_of(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
-    if len(found) < 2 or any(b <= a for a, b in pairwise(found)):
+    sizes = parse_values(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
+    if len(sizes) < 2 or any(b <= a for a, b in pairwise(sizes)):
         raise UsageError(f"{option} {text}: at least two sizes, increasing")
-    return found
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def calibrate(
 ) -> MeasuredCosts:
     """Run the probes and fit. Raises DataError if the engine recorded too few steps of a shape."""
     plan, shapes = probe_plan(grid)
-    result = engine.run(plan, parse_policy("v1"), device, grid.options, observer)
+    result = engine.run(plan, parse_policy("v1"), device, grid.options, observer).uninterrupted()
     seconds = step_medians(result.steps, shapes)
     return fit(cost_grid(grid, seconds), source, grid.points)
 
@@ -222,7 +222,7 @@ def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]
     """
     rows = steps.select(["instance", "start_ns", "end_ns", "prefill_tokens", "decode_seqs", "request_ids"]).to_pylist()
     rows.sort(key=lambda row: row["end_ns"])
-    found: dict[Key, list[float]] = {}
+    times_by_step: dict[Key, list[float]] = {}
     gaps: list[float] = []
     before: dict[str, Any] | None = None
     for row in rows:
@@ -232,12 +232,12 @@ def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]
             since = None if before is None else (row["end_ns"] - before["end_ns"]) / NS_PER_S
             if key[1] and before is not None and since is not None and _shares(row, before):
                 gaps.append(max(since - alone, 0.0))
-                found.setdefault(key, []).append(max(since, alone))
+                times_by_step.setdefault(key, []).append(max(since, alone))
             elif not key[1]:
-                found.setdefault(key, []).append(alone)
+                times_by_step.setdefault(key, []).append(alone)
         before = row
     host = float(np.median(gaps)) if gaps else 0.0
-    return {key: float(np.median(times)) + (0.0 if key[1] else host) for key, times in found.items()}
+    return {key: float(np.median(times)) + (0.0 if key[1] else host) for key, times in times_by_step.items()}
 
 
 def _shape(row: Mapping[str, Any], shapes: Mapping[str, Key]) -> Key | None:
@@ -327,8 +327,8 @@ def _mixed(grid: CostGrid, alpha_p: float) -> tuple[float | None, MixedCost | No
     terms = np.stack([np.ones_like(tokens), tokens, tokens * shares, tokens * shares**2])
     for fixed in (0, 1):
         known = alpha_p if fixed else 0.0
-        found = np.linalg.lstsq((terms[fixed:] / times).T, (times - known) / times, rcond=None)[0]
-        alpha, (a, b, c) = (known if fixed else float(found[0])), (float(v) for v in found[-3:])
+        solved = np.linalg.lstsq((terms[fixed:] / times).T, (times - known) / times, rcond=None)[0]
+        alpha, (a, b, c) = (known if fixed else float(solved[0])), (float(v) for v in solved[-3:])
         try:
             mixed = MixedCost(a, b, c)
         except CalibrationError:
@@ -381,25 +381,27 @@ class TorchSteps(msgspec.Struct):
 def read_steps(path: Path) -> TorchSteps:
     """Raises InputFileError that names the field, also for a file whose grid is not complete."""
     try:
-        found = msgspec.convert(read_object(path, MOST_STEPS_BYTES), TorchSteps)
+        torch_steps = msgspec.convert(read_object(path, MOST_STEPS_BYTES), TorchSteps)
     except msgspec.ValidationError as error:
         raise InputFileError(path, f"is no file of `borrowed.py steps`: {error}") from None
-    points = len(found.grid.tokens) + len(found.grid.seqs) * len(found.grid.contexts) * (1 + len(found.grid.tokens))
-    timed = sum(bool(one.times_s) for one in found.steps)
+    points = len(torch_steps.grid.tokens) + len(torch_steps.grid.seqs) * len(torch_steps.grid.contexts) * (
+        1 + len(torch_steps.grid.tokens)
+    )
+    timed = sum(bool(step.times_s) for step in torch_steps.steps)
     if timed < points:
         raise InputFileError(path, f"has {timed} of {points} steps; the same command on its machine goes on with them")
-    return found
+    return torch_steps
 
 
-def costs_of_steps(found: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
+def costs_of_steps(steps: TorchSteps, model: ModelGeometry) -> MeasuredCosts:
     """The costs of the model by those steps. Raises UsageError for a model of other sizes."""
-    other = [name for name, size in found.decoder.items() if getattr(model, name, None) != size]
+    other = [name for name, size in steps.decoder.items() if getattr(model, name, None) != size]
     if other or not model.plain or model.experts:
-        sizes = ", ".join(f"{name} {found.decoder[name]:,}" for name in other) or "a dense decoder in 16 bits"
+        sizes = ", ".join(f"{name} {steps.decoder[name]:,}" for name in other) or "a dense decoder in 16 bits"
         raise UsageError(f"the steps are of a decoder with {sizes}, unlike {model.name}: give its --model")
-    grid = ProbeGrid(found.grid.tokens, found.grid.seqs, found.grid.contexts, found.grid.repeats)
-    seconds = {one.step: float(np.median(one.times_s)) for one in found.steps}
-    source = f"borrowed.py steps, {model.name} on {found.manifest.gpu}, torch {found.manifest.torch}, {found.attention}"
+    grid = ProbeGrid(steps.grid.tokens, steps.grid.seqs, steps.grid.contexts, steps.grid.repeats)
+    seconds = {timed.step: float(np.median(timed.times_s)) for timed in steps.steps}
+    source = f"borrowed.py steps, {model.name} on {steps.manifest.gpu}, torch {steps.manifest.torch}, {steps.attention}"
     return fit(cost_grid(grid, seconds), source, grid.points)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ebbench.calibration.measure import Key, ProbeGrid
 from ebbench.engines.vllm_command import hub_name
-from ebbench.engines.vllm_server import reason_of
+from ebbench.engines.vllm_server import error_reason
 from ebbench.errors import RunError, UsageError
 from ebbench.spec.server import EngineOptions
 
@@ -101,7 +101,7 @@ def start(model: str, grid: ProbeGrid, vllm_options: Sequence[str] = ()) -> Step
     try:
         engine = LLMEngine.from_engine_args(_engine_args([*words, *vllm_options]))
     except (RuntimeError, ValueError, OSError) as error:
-        raise RunError(f"vLLM could not load {model}: {reason_of(error)}") from None
+        raise RunError(f"vLLM could not load {model}: {error_reason(error)}") from None
     cache = engine.vllm_config.cache_config
     return SteppedVllm(engine, SamplingParams, int(cache.num_gpu_blocks or 0) * int(cache.block_size), eager=eager)
 
@@ -128,12 +128,12 @@ def _engine_args(words: Sequence[str]) -> Any:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
     try:
-        found, unknown = parser.parse_known_args(list(words))
+        known, unknown = parser.parse_known_args(list(words))
     except SystemExit:
         raise UsageError(f"vLLM refuses the options {' '.join(words)} (its reason is above)") from None
     if unknown:
         print(f"left out of the calibration, not an option of the engine: {' '.join(unknown)}", file=sys.stderr)
-    return EngineArgs.from_cli_args(found)
+    return EngineArgs.from_cli_args(known)
 
 
 def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concurrency: int) -> float:

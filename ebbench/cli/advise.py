@@ -43,13 +43,13 @@ def advise(
     Theory (the papers' formulas) and simulation are shown together; the simulation decides.
     """
     from ebbench.advice import sentences
-    from ebbench.advice.candidates import question_of
+    from ebbench.advice.candidates import advice_question
     from ebbench.advice.simulate import Effort, find_advice
     from ebbench.render.documents import Console
     from ebbench.runs.prepare import api_server_if_busy
     from ebbench.runs.store import RunStore
 
-    question = question_of({**settings, "workload": workload})
+    question = advice_question({**settings, "workload": workload})
     effort = Effort(api_server_if_busy(settings), crossover, tune, workers, quiet)
     advice = find_advice(question, RunStore(runs), effort)
     if as_json:

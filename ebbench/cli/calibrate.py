@@ -45,10 +45,10 @@ def calibrate(
     """
     from ebbench.calibration.check import refuse_existing, write_profile
     from ebbench.calibration.command import as_dict, doubts, lines, measure_engine, of_steps
-    from ebbench.calibration.measure import grid_of
+    from ebbench.calibration.measure import parse_grid
     from ebbench.render.documents import Console
 
-    grid = replace(grid_of(engine, sizes), repeats=repeats)
+    grid = replace(parse_grid(engine, sizes), repeats=repeats)
     refuse_existing(output_dir / "profile.toml")
     if steps is not None:
         done = of_steps(steps, model, device)

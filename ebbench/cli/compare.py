@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from ebbench.config.options import Format, check_format
+from ebbench.runs.stored import RUNS, runs_meant
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
+    runs: Annotated[list[Path], typer.Argument(help=RUNS)],
     baseline: Annotated[
         str | None, typer.Option("--baseline", help="Policy to compare with. Default: v1, else the first.")
     ] = None,
@@ -35,17 +36,18 @@ def compare(
 
     check_format(style, as_json=as_json)
     allowed = check_allowed(allow or ())
-    found = compare_paired.compare_cases(compare_paired.load_groups(runs), baseline, allowed)
+    groups = compare_paired.load_groups([(given, runs_meant([given])) for given in runs])
+    compared = compare_paired.compare_cases(groups, baseline, allowed)
     if as_json:
-        sys.stdout.write(json.dumps(comparison.to_json(found), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(comparison.to_json(compared), indent=2, allow_nan=False) + "\n")
         return
     if style != "table":
         from ebbench.render.documents import rendered
 
-        found_as = comparison.plain if style == "csv" else comparison.document
-        sys.stdout.write(rendered(found_as(found), style))
+        shown_as = comparison.plain if style == "csv" else comparison.document
+        sys.stdout.write(rendered(shown_as(compared), style))
         return
     from ebbench.render.documents import Console
 
     console = Console(highlight=False)
-    console.print(comparison.console(found, console.width))
+    console.print(comparison.console(compared, console.width))

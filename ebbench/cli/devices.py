@@ -78,7 +78,7 @@ def show(
     from ebbench.devices.loader import load_device
     from ebbench.devices.profiles import as_decoder
     from ebbench.engines.checks import check_counts, check_tp
-    from ebbench.spec.server import speculative_of
+    from ebbench.spec.server import parse_speculative
 
     check_tp(tp, link)
     check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
@@ -96,7 +96,7 @@ def show(
         gpu_memory_utilization=gpu_memory_utilization,
         vllm_version=vllm_version,
         assume_kernels=assume_kernels,
-        speculative=None if speculative is None else speculative_of(speculative),
+        speculative=None if speculative is None else parse_speculative(speculative),
     )
     _print(describe(device, context), plot, as_json=as_json)
 

@@ -59,17 +59,18 @@ def fidelity(
     kept = read_cells(against) if keep else []
     cells = merged_cells(kept, collect(_chosen(only), seed, repeats, runs, workers, tell))
     files = write_report(cells, out, repeats, before)
-    found = all_scores(cells)
+    scores_by_group = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
         typer.echo(f"worse than in {against}: {text}", err=True)
     if as_json:
         typer.echo(
             json.dumps(
-                {name: [vars(score) for score in group] for name, group in found.items()} | {"report": str(files[0])}
+                {name: [vars(score) for score in group] for name, group in scores_by_group.items()}
+                | {"report": str(files[0])}
             )
         )
         return
-    for name, group in found.items():
+    for name, group in scores_by_group.items():
         for score in group:
             mark = "met " if score.met else "MISS"
             typer.echo(f"{mark}  {name}: {score.name} {score.reached:.1%} ({score.target}, {score.count} cells)")

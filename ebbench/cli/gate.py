@@ -11,6 +11,7 @@ import typer
 
 from ebbench.config.options import under
 from ebbench.errors import DataError, RunError, UsageError
+from ebbench.runs.stored import runs_meant
 
 if TYPE_CHECKING:
     from ebbench.analysis.verdict import Rules, Verdict
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 judging, measuring, output, other = map(under, ("Judging", "Measuring interleaved", "Output", "Other uses"))
 _METRICS = (
-    "Figure to gate: throughput, requests, tokens, goodput, or ttft, tpot, itl, e2el (medians), or one of these with "
-    "-mean, -p90, -p95, -p99. Repeatable. Default throughput, ttft and tpot."
+    "Figure to gate: throughput, requests, tokens, goodput, tokens-per-step, or ttft, tpot, itl, e2el (medians), or "
+    "one of these with -mean, -p90, -p95, -p99. Repeatable. Default throughput, ttft and tpot."
 )
 _MAX_PAIRS = (
     "Measure pairs until the answer is known, so many at most; default 40. Without commands: judge the runs there by "
@@ -57,7 +58,7 @@ def gate(
         list[Path] | None,
         typer.Argument(
             metavar="BASELINE CANDIDATE",
-            help="Directories of runs; the baseline may be a Parquet file of --save-baseline.",
+            help="Directories, or --name, of runs; the baseline may be a Parquet file of --save-baseline.",
         ),
     ] = None,
 ) -> None:
@@ -81,11 +82,12 @@ def gate(
         _test_itself(rules, trials, workers, report, messages)
         return
     if save_baseline is not None:
-        messages.say(baselines.save_runs(given, save_baseline))
+        messages.say(baselines.save_runs(runs_meant(given), save_baseline))
         return
     if len(given) != 2:
         raise UsageError(f"gate needs two arguments, BASELINE and CANDIDATE, not {len(given)}")
-    sides = interleave.GateSides(given[0], given[1], rules, tuple(allow or ()), interleave.policies_of(policy or ()))
+    policies = interleave.policies_of_sides(policy or ())
+    sides = interleave.GateSides(given[0], given[1], rules, tuple(allow or ()), policies, messages.say)
     verdict = _judged(sides, wanted, verdicts.VerdictFiles(junit, summary), messages, as_json=as_json)
     raise typer.Exit(verdicts.EXIT_CODES[verdict.outcome])
 

@@ -63,22 +63,22 @@ def hazard(
     refuse_unused(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
         raise UsageError("give a workload, log:FILE, a run directory, or --experiment ifr")
-    from ebbench.hazard import analyse_lengths, as_dict, print_hazard, read_lengths, thresholds_of
+    from ebbench.hazard import analyse_lengths, as_dict, fitted_thresholds, print_hazard, read_lengths
     from ebbench.render.documents import Console
 
     lengths = read_lengths(
         what, source=source, num_prompts=num_prompts, seed=seed, output_len=output_len,
         length_distribution=length_distribution,
     )  # fmt: skip
-    found = analyse_lengths(lengths.output_tokens)
-    thresholds = thresholds_of(found, device, model, max_num_seqs)
+    analysed = analyse_lengths(lengths.output_tokens)
+    thresholds = fitted_thresholds(analysed, device, model, max_num_seqs)
     if plot is not None:
-        _plot(found, lengths.name, plot)
+        _plot(analysed, lengths.name, plot)
     if as_json:
-        sys.stdout.write(json.dumps(as_dict(lengths, found, thresholds), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(as_dict(lengths, analysed, thresholds), indent=2, allow_nan=False) + "\n")
         return
     where = f"{model} on {device}, N = {max_num_seqs}"
-    print_hazard(lengths, found, thresholds, where, Console(highlight=False))
+    print_hazard(lengths, analysed, thresholds, where, Console(highlight=False))
     if plot is not None:
         typer.echo(f"drawn to {plot}")
 
@@ -104,12 +104,12 @@ def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: 
     sys.stdout.write(rendered(table.document(options, store), "rich"))
 
 
-def _plot(found: Hazard, name: str, path: Path) -> None:
+def _plot(analysed: Hazard, name: str, path: Path) -> None:
     from ebbench.errors import UsageError
     from ebbench.papers.eb.lengths import hazard_panels
     from ebbench.render.figures import FORMATS, save
 
     suffix = path.suffix.removeprefix(".")
     if suffix not in FORMATS:
-        raise UsageError(f"--plot {path} must end in one of {', '.join('.' + one for one in FORMATS)}")
-    save(hazard_panels(found, name), path.with_suffix(""), [suffix])
+        raise UsageError(f"--plot {path} must end in one of {', '.join('.' + known for known in FORMATS)}")
+    save(hazard_panels(analysed, name), path.with_suffix(""), [suffix])

@@ -41,16 +41,16 @@ def plan(
     if plot is not None:
         chart.check_suffix(plot)
     messages = Console(stderr=True, highlight=False)
-    found = find_plan({**settings, "workload": workload}, messages, workers=workers, quiet=quiet)
-    if plot is not None and found.deployments.found:
-        chart.save_frontier(found.deployments, bool(found.prices), plot)
+    sized = find_plan({**settings, "workload": workload}, messages, workers=workers, quiet=quiet)
+    if plot is not None and sized.deployments.carrying:
+        chart.save_frontier(sized.deployments, bool(sized.prices), plot)
     if as_json:
-        sys.stdout.write(json.dumps(plan_sentences.as_dict(*found.shown), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plan_sentences.as_dict(*sized.shown), indent=2, allow_nan=False) + "\n")
     else:
         console = Console(highlight=False)
-        for part in plan_sentences.parts(*found.shown):
+        for part in plan_sentences.parts(*sized.shown):
             console.print(part, markup=False, soft_wrap=isinstance(part, str))
-    if not found.deployments.found:
+    if not sized.deployments.carrying:
         sys.exit(UsageError.exit_code)
 
 

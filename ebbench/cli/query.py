@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ebbench.errors import UnknownNameError, UsageError
+from ebbench.runs.stored import RunRoots
 
 FORMATS = ("table", "csv", "json", "parquet")
 
@@ -16,9 +17,7 @@ def query(
     sql: Annotated[
         str, typer.Argument(help="One select over runs, summary, classes, requests, sessions, steps, decisions, plan.")
     ],
-    runs: Annotated[
-        list[Path] | None, typer.Option("--runs", "-r", help="Directories of runs. Repeatable. Default: runs.")
-    ] = None,
+    runs: RunRoots = None,
     form: Annotated[str, typer.Option("--format", "-f", help="table, csv, json or parquet (with --output).")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.")] = None,
 ) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ebbench.runs.stored import RunPaths
+
 
 def recover(
-    runs: Annotated[list[Path], typer.Argument(help="Unfinished run directories, or directories of runs.")],
+    runs: RunPaths,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave out damaged shards instead of stopping.")
     ] = False,
@@ -21,10 +22,10 @@ def recover(
     from ebbench.analysis.rebuild import cut_off_runs, rebuild
     from ebbench.records.run import is_being_written
 
-    found = cut_off_runs(runs)
-    if not found:
+    directories = cut_off_runs(runs)
+    if not directories:
         typer.echo("nothing to recover: no unfinished run here")
-    for directory in found:
+    for directory in directories:
         if is_being_written(directory):
             typer.echo(f"{directory}: is being measured now, left alone")
             continue

@@ -11,6 +11,7 @@ import typer
 from ebbench.config.options import AllPercentiles
 from ebbench.errors import DataError, UsageError
 from ebbench.process.command_line import GoodputCommand
+from ebbench.runs.stored import RunPaths
 
 if TYPE_CHECKING:
     from ebbench.analysis.metrics import Slo
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
+    runs: RunPaths,
     html: Annotated[bool, typer.Option("--html", help="Write one self-contained HTML file (the default).")] = False,
     export: Annotated[
         list[str] | None, typer.Option("--export", help="Write llm-d, vllm or otava files instead. Repeatable.")
@@ -44,7 +45,7 @@ def report(
     from ebbench.analysis.metrics import parse_slo
     from ebbench.export import export as written
     from ebbench.records.run import Run, find_runs
-    from ebbench.report.page_tables import searches_of, shown_runs
+    from ebbench.report.page_tables import search_sections, shown_runs
 
     slo = parse_slo(goodput) if goodput else None
     if watch:
@@ -52,7 +53,7 @@ def report(
             raise UsageError("--watch writes nothing: give it without --html, --export and --output")
         _watch(runs, port, title, slo, all_percentiles=all_percentiles)
         return
-    found = searches_of(runs)
+    searches = search_sections(runs)
     loaded = [Run.load(path) for given in runs for path in shown_runs(given) or find_runs([given])]
     if not loaded:
         raise DataError("no run to report on")
@@ -65,18 +66,18 @@ def report(
     target = output or Path("report.html")
     if target.is_dir():
         raise UsageError(f"{target} is a directory; give a file, e.g. --output {target / 'report.html'}")
-    _page(loaded, target, title, slo, all_percentiles=all_percentiles, searches=found)
+    _page(loaded, target, title, slo, all_percentiles=all_percentiles, searches=searches)
 
 
 def _watch(runs: Sequence[Path], port: int, title: str, slo: Slo | None, *, all_percentiles: bool) -> None:
     from ebbench.report import page
-    from ebbench.report.page_data import page_of
+    from ebbench.report.page_data import report_page
     from ebbench.report.watch import Watched, Watcher
 
     def rendered(now: Watched) -> str:
         notes = [now.note] if now.going_on else []
-        found = page_of(now.runs, title=title, slo=slo, notes=notes, all_percentiles=all_percentiles)
-        return page.render(found)
+        shown_page = report_page(now.runs, title=title, slo=slo, notes=notes, all_percentiles=all_percentiles)
+        return page.render(shown_page)
 
     shown = " ".join(map(str, runs))
     try:
@@ -93,12 +94,12 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all
           searches: Sequence[SearchSection] = ()) -> None:  # fmt: skip
     from ebbench.report import page
     from ebbench.report.comparison import paired_tables
-    from ebbench.report.page_data import page_of
+    from ebbench.report.page_data import report_page
 
     extra, notes = paired_tables(runs)
-    found = page_of(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
+    shown_page = report_page(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
                     searches=searches)  # fmt: skip
-    page.write(found, target)
+    page.write(shown_page, target)
     typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
 
 

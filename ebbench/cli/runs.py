@@ -19,7 +19,6 @@ app = typer.Typer(
     help="Stored runs: list, show, remove, move, export. `ebbench runs` alone lists those below runs/.",
 )  # fmt: skip
 
-DEFAULT = (Path("runs"),)
 Roots = Annotated[
     list[Path] | None, typer.Option("--runs", "-r", help="Directories of runs. Repeatable. Default: runs.")
 ]
@@ -56,11 +55,11 @@ def list_all(
     check_format(style, as_json=as_json)
     if sort not in stored.SORTS:
         raise UnknownNameError("order", sort, stored.SORTS)
-    shown = stored.listed(runs or DEFAULT).only(filters).sorted(sort, last, reverse=reverse)
+    shown = stored.listed(runs or stored.DEFAULT_ROOTS).only(filters).sorted(sort, last, reverse=reverse)
     if as_json:
         sys.stdout.write(json.dumps(listing.as_json(shown), indent=2) + "\n")
     else:
-        listing.print_list(shown, runs or DEFAULT, style)
+        listing.print_list(shown, runs or stored.DEFAULT_ROOTS, style)
 
 
 @app.command("show", cls=Command)
@@ -71,7 +70,7 @@ def show(references: References, runs: Roots = None) -> None:
     """
     from ebbench.report.listing import print_described
 
-    print_described(stored.meant(references, runs or DEFAULT))
+    print_described(stored.meant(references, runs or stored.DEFAULT_ROOTS).runs)
 
 
 @app.command("rm", cls=Command)
@@ -79,7 +78,7 @@ def remove(references: References, runs: Roots = None, yes: Yes = False) -> None
     """Remove runs. One that is being made is refused, and files that ebbench did not write stay where they are."""
     from ebbench.report.listing import remove_asked
 
-    remove_asked(stored.meant(references, runs or DEFAULT), runs or DEFAULT, yes=yes)
+    remove_asked(stored.meant(references, runs or stored.DEFAULT_ROOTS).runs, runs or stored.DEFAULT_ROOTS, yes=yes)
 
 
 @app.command("prune", cls=Command)
@@ -97,10 +96,10 @@ def prune(
     from ebbench.report.listing import remove_asked
     from ebbench.sizing.command import prune_probes
 
-    found = [run for run in stored.listed(runs or DEFAULT).only(filters).runs if run.kind != "unfinished"]
+    found = [run for run in stored.listed(runs or stored.DEFAULT_ROOTS).only(filters).runs if run.kind != "unfinished"]
     if not probes:
         chosen = stored.prunable(found, filters, keep_last, older_than)
-        remove_asked(chosen, runs or DEFAULT, yes=yes, dry_run=dry_run)
+        remove_asked(chosen, runs or stored.DEFAULT_ROOTS, yes=yes, dry_run=dry_run)
         return
     searches = [run for run in found if run.kind == "search"]
     saved = sum(prune_probes(run.path) for run in searches if not dry_run)
@@ -114,7 +113,7 @@ def move(
     runs: Roots = None,
 ) -> None:
     """Move runs into a directory, also on another disk. One that is being made is refused."""
-    for place in stored.move(stored.meant(references, runs or DEFAULT), to):
+    for place in stored.move(stored.meant(references, runs or stored.DEFAULT_ROOTS).runs, to):
         typer.echo(str(place))
 
 
@@ -131,7 +130,7 @@ def export(
     from ebbench import export
     from ebbench.records.run import Run, find_runs
 
-    chosen, written = stored.meant(references, runs or DEFAULT), [output]
+    chosen, written = stored.meant(references, runs or stored.DEFAULT_ROOTS).runs, [output]
     if kind is None:
         stored.pack(chosen, output)
     else:

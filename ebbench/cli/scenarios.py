@@ -67,7 +67,7 @@ def show(
     if given != Load() or num_prompts is not None:
         spec, arrivals = laid_out(name, spec, given, num_prompts, seed)
     if as_json:
-        found: dict[str, Any] = msgspec.to_builtins(spec)
-        typer.echo(json.dumps(found | ({"arrivals": arrivals} if arrivals else {})))
+        described: dict[str, Any] = msgspec.to_builtins(spec)
+        typer.echo(json.dumps(described | ({"arrivals": arrivals} if arrivals else {})))
         return
     print_scenario(spec, arrivals, Console(highlight=False))

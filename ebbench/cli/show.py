@@ -11,6 +11,7 @@ import typer
 
 from ebbench.config.options import AllPercentiles, Format, check_format
 from ebbench.process.command_line import GoodputCommand
+from ebbench.runs.stored import RunPaths
 from ebbench.untrusted import visible
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def show(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
+    runs: RunPaths,
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
     ] = None,
@@ -78,7 +79,7 @@ def _show_as(paths: list[Path], tools: str, slo: Slo | None, style: str, *, as_j
     loaded, damaged = load_shown(paths)
     compared = [read_as(run, chosen, slo) for run in loaded]
     if as_json:
-        sys.stdout.write(json.dumps([one.to_dict() for one in compared], indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps([reading.to_dict() for reading in compared], indent=2, allow_nan=False) + "\n")
     else:
         sys.stdout.write(rendered(other_tools.document(compared), style))
     return damaged

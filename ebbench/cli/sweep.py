@@ -65,7 +65,7 @@ def sweep(
     from ebbench.records.run import slug
     from ebbench.render.documents import Console
     from ebbench.sweep import show
-    from ebbench.sweep.drive import SweepStore, missing, pool_of, require_finished, run_sweep
+    from ebbench.sweep.drive import SweepStore, missing, require_finished, run_sweep, sweep_pool
     from ebbench.sweep.spec import load_sweep, trace_notes
 
     grid = load_sweep(spec).labelled(labels)
@@ -79,7 +79,7 @@ def sweep(
     if dry_run:
         _show_cells(grid, missing(grid, store), as_json=as_json)
         return
-    chosen = pool_of(grid, workers, executor, ray_address, gpus_per_cell)
+    chosen = sweep_pool(grid, workers, executor, ray_address, gpus_per_cell)
     if fresh and (kept := store.set_aside()) is not None:
         typer.echo(f"earlier results: {kept}", err=True)
     with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
@@ -103,8 +103,8 @@ def _show_result(result: Result, grid: Sweep, metric: str, *, as_json: bool) -> 
     from ebbench.render.documents import Console
     from ebbench.sweep import show
 
-    found = show.findings(result.finished, grid.axes, metric)
+    findings = show.findings(result.finished, grid.axes, metric)
     if as_json:
-        sys.stdout.write(json.dumps(show.to_json(result, found, metric), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(show.to_json(result, findings, metric), indent=2, allow_nan=False) + "\n")
     else:
-        Console(highlight=False).print(show.console_report(result, found, metric))
+        Console(highlight=False).print(show.console_report(result, findings, metric))

@@ -10,7 +10,7 @@ import typer
 from ebbench.config.options import Format, check_format, grouped, under
 from ebbench.errors import DataError, UsageError
 from ebbench.process.command_line import Command
-from ebbench.runs.stored import Wanted, listed
+from ebbench.runs.stored import DEFAULT_ROOTS, Wanted, listed, meant
 from ebbench.untrusted import visible
 
 judging, output = under("Judging"), under("Output")
@@ -35,7 +35,7 @@ def trend(
     ] = None,
     last: Annotated[int | None, output(help="Rows of the table. Default 30; 0: all.")] = 30,
     as_json: Annotated[bool, output("--json", help="One JSON object on stdout.")] = False,
-    runs: Annotated[list[Path] | None, typer.Argument(help="Directories of runs. Default: runs.")] = None,
+    runs: Annotated[list[str] | None, typer.Argument(help="Directories, or --name, of runs. Default: runs.")] = None,
     style: Format = "table",
 ) -> None:
     """Show figures over commits, the changes in them, and whether the newest point is worse.
@@ -48,7 +48,7 @@ def trend(
     from ebbench.analysis.units import parse_figures, parse_margins
     from ebbench.analysis.verdict import GATED, Rules
     from ebbench.records.run import Run
-    from ebbench.report.trend import EXIT_CODES, alert_of, write
+    from ebbench.report.trend import EXIT_CODES, worst_alert, write
     from ebbench.sizing.chart import check_suffix
 
     check_format(style, as_json=as_json)
@@ -58,17 +58,17 @@ def trend(
     figures = parse_figures(metric or ()) or GATED
     if unused := [name for name in single if name not in figures]:
         raise UsageError(f"--margin names {unused[0]}, which is not among the figures; add --metric for it")
-    found = listed(runs or [Path("runs")])
-    chosen = [run for run in found.only(filters).runs if run.kind == "run"]
+    listing = meant(runs) if runs else listed(DEFAULT_ROOTS)
+    chosen = [run for run in listing.only(filters).runs if run.kind == "run"]
     if not chosen:
         raise DataError("no run matches; `ebbench runs` with the same filters lists what there is")
     judged = Rules(default_margin=default, margin=single, alpha=alpha, gated=figures)
     series = trends_of([Run.load(run.path) for run in chosen], figures, judged)
     write(series, "json" if as_json else style, plot=plot, html=html, summary=summary, last=last)
-    for path, why in found.problems.items():
+    for path, why in listing.problems.items():
         typer.echo(visible(f"left out: {path}: {why}"), err=True)
     if alert:
-        raise typer.Exit(EXIT_CODES[alert_of(series)])
+        raise typer.Exit(EXIT_CODES[worst_alert(series)])
 
 
 trend.command_class = Command  # type: ignore[attr-defined]

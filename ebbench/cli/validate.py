@@ -60,11 +60,11 @@ def validate(
     Exit code 0 with a verdict, whatever it is; 5 if noise or lack of time leaves it undecided; 4 if vLLM cannot run.
     """
     from ebbench.validation.command import run_validation
-    from ebbench.validation.question import question_of
+    from ebbench.validation.question import validation_question
 
     asked = {**what, **how, **labels, "vllm_options": vllm_options}
     max_time_s = how.get("max_time", ValidationCommand.max_time)
-    word = run_validation(question_of(asked), folder, max_time_s, as_json=as_json, quiet=quiet)
+    word = run_validation(validation_question(asked), folder, max_time_s, as_json=as_json, quiet=quiet)
     sys.exit(5 if word == "undecided" else 0)
 
 

@@ -82,13 +82,13 @@ def show(
         length_distribution=length_distribution, tokenizer=tokenizer,
         time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
-    found = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
+    described = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
     if logged is not None:
-        found["log"] = logged
+        described["log"] = logged
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(described))
         return
-    print_workload(name, found, Console(highlight=False))
+    print_workload(name, described, Console(highlight=False))
 
 
 @app.command("fit", cls=Command)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -28,8 +28,20 @@ LARGEST_COUNT = 2**31 - 1
 _KEPT = 64 << 10  # characters of an odd value that are kept until secrets are taken out
 
 
+class DraftCounts(NamedTuple):
+    """Speculative decoding of one answer; None where the server does not say.
+
+    ``steps``: decode steps that verified drafts. ``by_accepted``: of these, how many accepted 0, 1, ... drafts.
+    """
+
+    steps: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    by_accepted: tuple[int, ...] | None = None
+
+
 class TokenCounts(NamedTuple):
-    """The counts in ``usage``, None where the server reported none.
+    """The counts in ``usage``, None where the server reported none. ``drafts``: see :func:`draft_counts`.
 
     ``odd``: what the server reported where no count can be, by the name of the field.
     """
@@ -39,6 +51,7 @@ class TokenCounts(NamedTuple):
     cached: int | None = None
     reasoning: int | None = None
     odd: Mapping[str, str] = {}
+    drafts: DraftCounts | None = None
 
 
 class OddNumber(NamedTuple):
@@ -133,6 +146,100 @@ def _count(
         odd[name] = f"{count} of {whole}"
         return None
     return count
+
+
+# What servers say of the drafts of an answer, in the messages that end it.
+
+
+class _DraftFields(NamedTuple):
+    """Names of a server's counts, of each the ones that its versions have had."""
+
+    steps: tuple[str, ...] = ()
+    drafted: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+    by_accepted: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+
+
+_DRAFT_FIELDS = (
+    _DraftFields(  # vLLM 0.32 with --per-request-spec-decode-metrics
+        ("num_spec_steps",), ("num_draft_tokens",), ("num_accepted_draft_tokens",), ("acceptance_histogram",)
+    ),
+    _DraftFields(  # SGLang
+        ("spec_verify_ct",),
+        ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"),
+        ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"),
+        ("spec_correct_drafts_histogram", "spec_accept_histogram"),
+    ),
+    _DraftFields(drafted=("draft_n",), accepted=("draft_n_accepted",)),  # llama.cpp
+    _DraftFields(accepted=("accepted_prediction_tokens",), rejected=("rejected_prediction_tokens",)),  # OpenAI
+)
+_TOKENS_PER_STEP = "avg_decoded_tokens_per_iter"
+"""TensorRT-LLM's: output tokens per step."""
+_DEEPEST = 5  # below a list of messages: `choices`, one of them, its `meta_info`
+MOST_DRAFTS = 256
+"""Longer histograms are no counts of accepted drafts."""
+
+
+def draft_counts(messages: Sequence[Any], completion: int | None, odd: dict[str, str]) -> DraftCounts | None:
+    """What a server says in its ``messages`` of the drafts of an answer of ``completion`` tokens; None if nothing.
+
+    Odd values are added to ``odd``.
+    """
+    for counts in _objects(messages):
+        for names in _DRAFT_FIELDS:
+            if (drafts := _drafts(counts, names, completion, odd)) is not None:
+                return drafts
+        per_step = finite_number(counts.get(_TOKENS_PER_STEP))
+        if per_step is not None and per_step >= 1.0 and completion:
+            steps = round(completion / per_step)
+            return DraftCounts(steps, None, completion - steps)
+    return None
+
+
+def _objects(document: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """All objects in a document: where servers put these counts differs by server, endpoint and version."""
+    if isinstance(document, Mapping):
+        yield document
+    if depth < _DEEPEST:
+        parts = document.values() if isinstance(document, Mapping) else document if isinstance(document, list) else ()
+        for part in parts:
+            yield from _objects(part, depth + 1)
+
+
+def _drafts(
+    counts: Mapping[str, Any], names: _DraftFields, completion: int | None, odd: dict[str, str]
+) -> DraftCounts | None:
+    def count(field: tuple[str, ...]) -> int | None:
+        name = next((name for name in field if counts.get(name) is not None), None)
+        return None if name is None else _count(counts, name, odd)
+
+    steps, drafted, accepted, rejected = map(count, (names.steps, names.drafted, names.accepted, names.rejected))
+    by_accepted = _histogram(counts, names.by_accepted, odd)
+    if by_accepted is not None:
+        steps, accepted = sum(by_accepted), sum(place * steps for place, steps in enumerate(by_accepted))
+    elif accepted is None and steps and completion:  # a first token, and one per step beside the accepted ones
+        accepted = max(completion - 1 - steps, 0)
+    if drafted is None and rejected is not None and accepted is not None:
+        drafted = rejected + accepted
+    if accepted is None:
+        return None
+    if drafted is not None and accepted > drafted:
+        odd[names.accepted[0]] = f"{accepted} of {drafted}"
+        return None
+    return DraftCounts(steps, drafted, accepted, by_accepted)
+
+
+def _histogram(counts: Mapping[str, Any], field: tuple[str, ...], odd: dict[str, str]) -> tuple[int, ...] | None:
+    name = next((name for name in field if counts.get(name) is not None), "")
+    if not name:
+        return None
+    values = counts[name]
+    numbers = tuple(map(whole_number, values)) if isinstance(values, list) and len(values) <= MOST_DRAFTS else (None,)
+    if None in numbers or sum(filter(None, numbers)) > LARGEST_COUNT:
+        odd[name] = shown(values)
+        return None
+    return tuple(filter(lambda number: number is not None, numbers)) or None  # type: ignore[arg-type]
 
 
 # Messages and bodies of each API.
@@ -343,9 +450,9 @@ def _whole(document: Mapping[str, Any]) -> Translated | None:
     """The answer of embeddings or rerank: a list of vectors or scores."""
     results = next((document[name] for name in ("data", "results", "embeddings") if document.get(name)), None)
     usage = document.get("usage") or _inner(document.get("meta")).get("tokens")
-    found = isinstance(results, list)
+    complete = isinstance(results, list)
     return Translated(
-        [], text_of(document.get("model")), usage, document.get("error"), "stop" if found else None, done=found
+        [], text_of(document.get("model")), usage, document.get("error"), "stop" if complete else None, done=complete
     )
 
 

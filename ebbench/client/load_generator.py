@@ -93,13 +93,13 @@ async def _sent(
     gate, target = asyncio.Semaphore(_AT_ONCE), url.target(options.endpoint, model)
     async with RequestSender(target, request_head(target, options, environ), options, environ) as sender:
 
-        async def one(number: int) -> StreamedResponse:
+        async def send(number: int) -> StreamedResponse:
             streamed = response_to(DIALECTS[options.endpoint], keep_text=False)
             async with gate:
                 await sender.send(f"warmup-{number}", bodies.build(turns[number]), streamed)
             return streamed
 
-        return await asyncio.gather(*(one(number) for number in range(len(turns))))
+        return await asyncio.gather(*(send(number) for number in range(len(turns))))
 
 
 def _turn(plan: Plan, number: int) -> Turn:
@@ -122,7 +122,7 @@ _TIMES_AS_OFTEN = 3.0
 def connection_totals(workers: Iterable[WorkerDone | None]) -> dict[str, int]:
     """Sums over the workers: connections opened, and the most that each held and used at a time."""
     counts = [done.connections for done in workers if done is not None]
-    return {name: sum(getattr(one, name) for one in counts) for name in ("opened", "most_held", "most_used")}
+    return {name: sum(getattr(count, name) for count in counts) for name in ("opened", "most_held", "most_used")}
 
 
 def slow_first_uses(requests: pa.Table, first_rows: Sequence[int]) -> tuple[str, ...]:
@@ -165,12 +165,12 @@ def _overtaken(
     """Rows of ``which`` that _OVERTAKEN_BY of ``others`` overtook: sent later, answered _SLOWER_NS or more before."""
     order = np.flatnonzero(others)[np.argsort(sent_ns[others], kind="stable")]
     sent, answered = sent_ns[order], answered_ns[order]
-    found = []
+    rows = []
     for row in np.flatnonzero(which & (answered_ns - sent_ns > _SLOWER_NS)):
         begin, end = np.searchsorted(sent, (sent_ns[row] + 1, answered_ns[row]))
         if np.count_nonzero(answered[begin:end] < answered_ns[row] - _SLOWER_NS) >= _OVERTAKEN_BY:
-            found.append(row)
-    return np.array(found, np.int64)
+            rows.append(row)
+    return np.array(rows, np.int64)
 
 
 class DriveResult(NamedTuple):
@@ -336,7 +336,7 @@ def _server_facts(
         "prefix_cache_reset": ready.cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": source,
-        **drafts(server_metrics),
+        **drafts(requests, server_metrics),
         "server_reports": _reported(server_metrics),
         **({"server_version": ready.version} if ready.version else {}),
         **({"other_models": dict(other_models)} if other_models else {}),
@@ -354,13 +354,13 @@ def _about_server(
     cache = facts["server_reports"].get("enable_prefix_caching") is not False
     kept = completed and cache and not (made_up or facts["prefix_cache_reset"])
     met = note_prompts(facts["server"], facts["served_model"], plan, environ) if kept else None
-    found = (
+    warnings = (
         unplanned_hits(rate, plan),
         met_before(met, rate, plan),
         other_models_warning(facts.get("other_models", {}), facts["served_model"], completed),
         warning(ESTIMATED_TOKENS, completed=completed, **facts[ESTIMATED]) if ESTIMATED in facts else None,
     )
-    return tuple(filter(None, found))
+    return tuple(filter(None, warnings))
 
 
 def _counter(options: ClientOptions, server: ServerQueries) -> TokenizerCount | None:

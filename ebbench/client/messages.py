@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from ebbench.client.dialects import DraftCounts
 from ebbench.config.server_url import ServerUrl
 from ebbench.network.connections import RequestHead
 from ebbench.records.plan import ClosedPhase
@@ -47,6 +48,7 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     first_on_connection: bool = False
     other_model: str | None = None
     estimated: bool = False
+    drafts: DraftCounts | None = None
 
 
 class Batch(msgspec.Struct, tag="batch"):

@@ -73,9 +73,11 @@ async def client_nodes(
         raise UsageError(f"{_OPTION} needs the address of a Ray cluster: give --ray-address auto or HOST:PORT")
     ray = ray_for(_OPTION)
     with joined(ray, address):
-        actors = [(one["NodeManagerAddress"], _actor(ray, one["NodeID"])) for one in _chosen(ray, options.client_nodes)]
+        actors = [
+            (node["NodeManagerAddress"], _actor(ray, node["NodeID"])) for node in _chosen(ray, options.client_nodes)
+        ]
         try:
-            nodes = await asyncio.gather(*(_started(ray, *one) for one in actors))
+            nodes = await asyncio.gather(*(_started(ray, *node) for node in actors))
             check_reachable(url, nodes)
             yield nodes
         finally:
@@ -83,7 +85,7 @@ async def client_nodes(
                 ray.kill(actor, no_restart=True)
 
 
-async def result_of(call: Any, timeout_s: float) -> Any:
+async def await_result(call: Any, timeout_s: float) -> Any:
     """The result of a remote call. Raises CallFailedError if its node is lost or does not answer in time."""
     future = asyncio.wrap_future(call.future())
     done, _ = await asyncio.wait([future], timeout=timeout_s)
@@ -105,8 +107,8 @@ def _line_of(error: Exception) -> str:
 
 def _chosen(ray: Any, asked: int | None) -> list[dict[str, Any]]:
     """The nodes that send: those with a CPU for a client, by address. Raises UsageError for too few."""
-    able = [one for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
-    able.sort(key=lambda one: (one["NodeManagerAddress"], one["NodeID"]))
+    able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    able.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
     count = len(able) if asked is None else asked
     if count > len(able) or not able:
         raise UsageError(
@@ -125,7 +127,7 @@ def _actor(ray: Any, node_id: str) -> Any:
 
 async def _started(ray: Any, address: str, actor: Any) -> ClientNode:
     try:
-        place = _PLACE.decode(await result_of(actor.place.remote(), START_S))
+        place = _PLACE.decode(await await_result(actor.place.remote(), START_S))
     except CallFailedError as error:
         raise RunError(
             f"client node {address} did not start ({error}); it needs a free CPU and the same ebbench as this machine"
@@ -141,7 +143,7 @@ def check_reachable(url: str, nodes: Sequence[ClientNode]) -> None:
     if not _is_loopback(host):
         return
     here = this_place()
-    away = [one.address for one in nodes if (one.place.machine, one.place.network) != (here.machine, here.network)]
+    away = [node.address for node in nodes if (node.place.machine, node.place.network) != (here.machine, here.network)]
     if away:
         raise UsageError(
             f"{url} is an address of this machine only, which client node {away[0]} cannot reach; let the server "
@@ -178,19 +180,19 @@ class ClockOffset:
         return -(-self.round_trip_ns // 2)
 
 
-def offset_of(sent_ns: int, other_ns: int, received_ns: int) -> ClockOffset:
+def clock_offset(sent_ns: int, other_ns: int, received_ns: int) -> ClockOffset:
     """The offset by one exchange: read here at ``sent_ns`` and ``received_ns``, there at ``other_ns``."""
     return ClockOffset(other_ns - (sent_ns + received_ns) // 2, received_ns - sent_ns)
 
 
 async def measured_offset(read_other: Callable[[], Awaitable[int]], exchanges: int = EXCHANGES) -> ClockOffset:
     """The offset of the clock that ``read_other`` reads (ns), by the exchange with the shortest round trip."""
-    found = []
+    offsets = []
     for _ in range(exchanges):
         sent_ns = time.monotonic_ns()
         other_ns = await read_other()
-        found.append(offset_of(sent_ns, other_ns, time.monotonic_ns()))
-    return min(found, key=lambda one: one.round_trip_ns)
+        offsets.append(clock_offset(sent_ns, other_ns, time.monotonic_ns()))
+    return min(offsets, key=lambda offset: offset.round_trip_ns)
 
 
 def alignment_error_ns(before: ClockOffset, after: ClockOffset) -> int:
@@ -273,38 +275,38 @@ class NodeSenders:
 
     async def ready(self) -> None:
         """See Senders. Raises RunError for a node that cannot send."""
-        await asyncio.gather(*(self._prepare(one) for one in self.sending))
+        await asyncio.gather(*(self._prepare(sender) for sender in self.sending))
         first = 0
-        for one in self.sending:
-            one.first_worker, first = first, first + one.workers
-            one.before = await self._offset(one)
+        for sender in self.sending:
+            sender.first_worker, first = first, first + sender.workers
+            sender.before = await self._offset(sender)
 
     async def begin(self, start_ns: int) -> None:
         """See Senders."""
         self.start_ns = start_ns
         calls = []
-        for one in self.sending:
-            assert one.before is not None, "ready comes first"
-            offset_ns = one.before.offset_ns
-            begun = one.node.actor.begin.remote(start_ns + offset_ns, offset_ns, one.first_worker)
-            calls.append(self._unless_lost(one, result_of(begun, SILENT_S)))
+        for sender in self.sending:
+            assert sender.before is not None, "ready comes first"
+            offset_ns = sender.before.offset_ns
+            begun = sender.node.actor.begin.remote(start_ns + offset_ns, offset_ns, sender.first_worker)
+            calls.append(self._unless_lost(sender, await_result(begun, SILENT_S)))
         await asyncio.gather(*calls)
 
     def send_all(self, message: FromParent) -> None:
         """See Senders."""
         encoded = msgspec.msgpack.encode(message)
-        for one in self.sending:
-            if one.running:
-                one.node.actor.tell.remote(encoded)
+        for sender in self.sending:
+            if sender.running:
+                sender.node.actor.tell.remote(encoded)
 
     async def listen(self, on_batch: OnBatch) -> None:
         """See Senders. Then measure the clocks again and end the workers."""
-        await asyncio.gather(*(self._listen(one, on_batch) for one in self.sending))
-        for one in self.sending:
-            if not one.lost_ns:
+        await asyncio.gather(*(self._listen(sender, on_batch) for sender in self.sending))
+        for sender in self.sending:
+            if not sender.lost_ns:
                 with contextlib.suppress(CallFailedError):
-                    one.after = await self._clock(one)
-                    await result_of(one.node.actor.end.remote(), SILENT_S)
+                    sender.after = await self._clock(sender)
+                    await await_result(sender.node.actor.end.remote(), SILENT_S)
 
     def missing(self, seen: Seen) -> list[RequestRecord]:
         """See Senders. Requests of a lost node have the error class NODE_LOST.
@@ -312,60 +314,65 @@ class NodeSenders:
         They failed if their session had been released, as far as the node reported it or, in an open loop, by the plan.
         """
         records = []
-        for one in self.sending:
-            found = missing_records(
-                one.part.sessions, self._released(one), one.part.dropped, seen[one.part.rows], NODE_LOST, NODE_LOST
+        for sender in self.sending:
+            lacking = missing_records(
+                sender.part.sessions,
+                self._released(sender),
+                sender.part.dropped,
+                seen[sender.part.rows],
+                NODE_LOST,
+                NODE_LOST,
             )
-            for record in found:
-                record.row = int(one.part.rows[record.row])
-            records += found
+            for record in lacking:
+                record.row = int(sender.part.rows[record.row])
+            records += lacking
         return records
 
     def workers(self) -> Mapping[int, WorkerDone | None]:
         """See Senders. Without the workers of lost nodes."""
-        return {one.first_worker + i: done for one in self.sending for i, done in enumerate(one.done or ())}
+        return {sender.first_worker + i: done for sender in self.sending for i, done in enumerate(sender.done or ())}
 
     def findings(self, limit_ms: float) -> Findings:
         """See Senders."""
-        errors_ms = [error / 1e6 for one in self.sending if (error := one.alignment_error_ns()) is not None]
+        errors_ms = [error / 1e6 for sender in self.sending if (error := sender.alignment_error_ns()) is not None]
         worst_ms = max(errors_ms, default=0.0)
         invalid = [
-            f"client node {one.node.address} was lost ({one.lost_why}); its unfinished requests are {NODE_LOST}"
-            for one in self.sending
-            if one.lost_ns
+            f"client node {sender.node.address} was lost ({sender.lost_why}); its unfinished requests are {NODE_LOST}"
+            for sender in self.sending
+            if sender.lost_ns
         ]
         if worst_ms > limit_ms:
             invalid.append(
                 f"the clocks of the client nodes agree to {worst_ms:.1f} ms only, limit {limit_ms:.4g} ms; "
                 "synchronise them (NTP, PTP), or allow more with --lag-limit-ms"
             )
-        facts = {"client_nodes": [one.fact() for one in self.sending], "clock_alignment_error_ms": worst_ms}
+        facts = {"client_nodes": [sender.fact() for sender in self.sending], "clock_alignment_error_ms": worst_ms}
         return Findings(facts, tuple(self._warnings()), tuple(invalid))
 
     def _warnings(self) -> list[str]:
-        machines = {one.node.place.machine for one in self.sending}
-        found = []
+        machines = {sender.node.place.machine for sender in self.sending}
+        warnings = []
         if len(machines) < len(self.sending):
-            found.append(
+            warnings.append(
                 f"the {len(self.sending)} client nodes are on {len(machines)} machine(s): nodes of one machine share "
                 "its processors"
             )
         if len(self.sending[0].part.phases) > 1 and len(self.sending) > 1:
-            found.append(
+            warnings.append(
                 "each client node begins a phase when it has released its own sessions of the phase before, so phases "
                 "do not change at one time on all nodes"
             )
-        return found
+        return warnings
 
-    def _released(self, one: Sending) -> int:
+    def _released(self, sender: Sending) -> int:
         """How many of a node's sessions have been released, or may have been before it was lost."""
-        arrivals = one.part.sessions.arrivals
-        if not one.lost_ns or arrivals is None or one.part.max_concurrency is not None:
-            return one.released
-        return max(one.released, bisect_right(arrivals.arrival_ns, one.lost_ns - self.start_ns))
+        arrivals = sender.part.sessions.arrivals
+        if not sender.lost_ns or arrivals is None or sender.part.max_concurrency is not None:
+            return sender.released
+        return max(sender.released, bisect_right(arrivals.arrival_ns, sender.lost_ns - self.start_ns))
 
-    async def _prepare(self, one: Sending) -> None:
-        part = one.part
+    async def _prepare(self, sender: Sending) -> None:
+        part = sender.part
         own = replace(
             self.options, slot_spacing_s=part.spacing_ns / 1e9, client_nodes=None, ray_address=None, id_prefix=None
         )
@@ -373,44 +380,44 @@ class NodeSenders:
             url=self.url, model=self.model, options=own, id_prefix=self.id_prefix, rows=part.rows.tolist(),
             phases=part.phases, max_concurrency=part.max_concurrency, dropped=part.dropped,
         )  # fmt: skip
-        prepared = one.node.actor.prepare.remote(msgspec.msgpack.encode(task), _stream(part.table), self.keys)
+        prepared = sender.node.actor.prepare.remote(msgspec.msgpack.encode(task), _stream(part.table), self.keys)
         try:
-            one.workers, problem = await result_of(prepared, PREPARE_S)
+            sender.workers, problem = await await_result(prepared, PREPARE_S)
         except CallFailedError as error:
-            raise RunError(f"client node {one.node.address} was lost before the start ({error})") from None
+            raise RunError(f"client node {sender.node.address} was lost before the start ({error})") from None
         if problem is not None:
-            raise RunError(f"client node {one.node.address}: {problem}")
+            raise RunError(f"client node {sender.node.address}: {problem}")
 
-    async def _offset(self, one: Sending) -> ClockOffset:
+    async def _offset(self, sender: Sending) -> ClockOffset:
         try:
-            return await self._clock(one)
+            return await self._clock(sender)
         except CallFailedError as error:
-            raise RunError(f"client node {one.node.address} was lost before the start ({error})") from None
+            raise RunError(f"client node {sender.node.address} was lost before the start ({error})") from None
 
-    async def _clock(self, one: Sending) -> ClockOffset:
-        return await measured_offset(lambda: result_of(one.node.actor.clock.remote(), SILENT_S))
+    async def _clock(self, sender: Sending) -> ClockOffset:
+        return await measured_offset(lambda: await_result(sender.node.actor.clock.remote(), SILENT_S))
 
-    async def _listen(self, one: Sending, on_batch: OnBatch) -> None:
-        while one.running:
-            await self._unless_lost(one, self._next_report(one, on_batch))
+    async def _listen(self, sender: Sending, on_batch: OnBatch) -> None:
+        while sender.running:
+            await self._unless_lost(sender, self._next_report(sender, on_batch))
 
-    async def _next_report(self, one: Sending, on_batch: OnBatch) -> None:
-        report = _REPORT.decode(await result_of(one.node.actor.report.remote(), SILENT_S))
-        one.released = report.released
+    async def _next_report(self, sender: Sending, on_batch: OnBatch) -> None:
+        report = _REPORT.decode(await await_result(sender.node.actor.report.remote(), SILENT_S))
+        sender.released = report.released
         for worker, batch in report.batches:
             on_batch(worker, batch)
         if report.done is not None:
-            one.done = report.done
+            sender.done = report.done
             if any(done is None or done.error is not None for done in report.done):
                 self.send_all(Stop(abort=True))
 
-    async def _unless_lost(self, one: Sending, call: Awaitable[None]) -> None:
+    async def _unless_lost(self, sender: Sending, call: Awaitable[None]) -> None:
         """Wait for a call. If the node is lost, stop the others: the run has not the load that was planned."""
         try:
             await call
         except CallFailedError as error:
-            one.lost_ns, one.lost_why = time.monotonic_ns(), str(error)
-            one.node.end()
+            sender.lost_ns, sender.lost_why = time.monotonic_ns(), str(error)
+            sender.node.end()
             self.send_all(Stop(abort=True))
 
 

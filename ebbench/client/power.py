@@ -157,23 +157,23 @@ class PowerSampler:
 
     def facts(self, start_ns: int, end_ns: int) -> dict[str, Any]:
         """Power and energy between two monotonic times, for the manifest."""
-        found: dict[str, Any] = {"gpus": list(self.gpus.names)}
+        facts: dict[str, Any] = {"gpus": list(self.gpus.names)}
         if self.failure:
-            return found | {"absent": f"reading the power failed during the run: {self.failure}"}
-        return found | between(self.readings, start_ns, end_ns)
+            return facts | {"absent": f"reading the power failed during the run: {self.failure}"}
+        return facts | between(self.readings, start_ns, end_ns)
 
 
 def between(readings: Sequence[PowerReading], start_ns: int, end_ns: int) -> dict[str, Any]:
     """``mean_w``, ``peak_w``, ``energy_j`` between two monotonic times; ``readings`` in order of time."""
-    times = np.array([one.time_ns for one in readings], float)
-    watts = np.array([one.power_w for one in readings])
+    times = np.array([reading.time_ns for reading in readings], float)
+    watts = np.array([reading.power_w for reading in readings])
     inside = (times >= start_ns) & (times <= end_ns)
     seconds = (end_ns - start_ns) / 1e9
     if seconds <= 0 or not inside.any():
         return {"absent": "the run was too short for a reading"}
-    counted = all(one.energy_j is not None for one in readings)
+    counted = all(reading.energy_j is not None for reading in readings)
     if counted:
-        energy = np.array([one.energy_j for one in readings], float)
+        energy = np.array([reading.energy_j for reading in readings], float)
         first, last = np.interp([start_ns, end_ns], times, energy)
         energy_j = float(last - first)
     else:

@@ -1,4 +1,5 @@
-"""Share of prompt tokens that a server found in its prefix cache, and whether this or an earlier plan explains it."""
+"""What a server reports of a run: its drafts, and the share of prompt tokens that its prefix cache held, with whether
+this or an earlier plan explains that."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class MetBefore(NamedTuple):
     unix_s: int
 
 
-def prompts_of(plan: pa.Table) -> tuple[str, int]:
+def prompts_key(plan: pa.Table) -> tuple[str, int]:
     """What the prompts of a plan come from, and how many there are.
 
     Synthetic prompts of one seed are the same whatever the load, the first n of any number of them; so their seed's
@@ -66,7 +67,7 @@ def note_prompts(server: str, model: str, plan: pa.Table, environ: Mapping[str, 
 
     Without a writable folder nothing is known, and nothing noted.
     """
-    key, count = prompts_of(plan)
+    key, count = prompts_key(plan)
     now = SentPrompts(server, model, key, count, int(time.time()))
     path = record_path(environ)
     try:
@@ -82,10 +83,12 @@ def note_prompts(server: str, model: str, plan: pa.Table, environ: Mapping[str, 
             file.write(msgspec.json.encode(now) + b"\n")
     except OSError:
         return None
-    before = [one for one in map(_decoded, lines) if one and (one.server, one.model, one.key) == (server, model, key)]
+    before = [
+        sent for sent in map(_decoded, lines) if sent and (sent.server, sent.model, sent.key) == (server, model, key)
+    ]
     if not before:
         return None
-    return MetBefore(min(1.0, max(one.count for one in before) / count), max(one.unix_s for one in before))
+    return MetBefore(min(1.0, max(sent.count for sent in before) / count), max(sent.unix_s for sent in before))
 
 
 def record_path(environ: Mapping[str, str]) -> Path:
@@ -126,9 +129,40 @@ def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None
     return (hits / queries, "metrics") if queries > 0 and 0 <= hits <= queries else (None, "")
 
 
-def drafts(server_metrics: pa.Table) -> dict[str, Any]:
-    """The tokens that a server drafted and accepted during a run, by its own counters, as facts of the run
-    (:mod:`ebbench.analysis.summary`); empty if it reports none."""
+def drafts(requests: pa.Table, server_metrics: pa.Table) -> dict[str, Any]:
+    """The tokens that a server drafted and accepted during a run, as facts of the run
+    (:mod:`ebbench.analysis.summary`); empty if it reports none.
+
+    By its answers if all that completed tell it, else by its own counters, which include other clients' requests, else
+    by the answers that do.
+    """
+    done = requests.filter(pc.equal(requests["status"], "ok"))
+    told = done.filter(pc.is_valid(done["accepted_tokens"])) if "accepted_tokens" in done.column_names else done[:0]
+    counted = _counted_drafts(server_metrics)
+    if told.num_rows and (told.num_rows == done.num_rows or not counted):
+        return {"speculative": _told_drafts(told) | {"source": "answers", "answers": told.num_rows}}
+    return {"speculative": counted | {"source": "metrics"}} if counted else {}
+
+
+def _told_drafts(told: pa.Table) -> dict[str, Any]:
+    """Sums over answers. Those of a field that one of them lacks are unknown."""
+    steps, drafted, accepted = (
+        None if told[name].null_count else int(pc.sum(told[name]).as_py())
+        for name in ("draft_steps", "drafted_tokens", "accepted_tokens")
+    )
+    histograms = told["acceptance_histogram"]
+    by_count: list[int] = []
+    for row in histograms.to_pylist() if not histograms.null_count else ():
+        by_count += [0] * (len(row) - len(by_count))
+        for place, count in enumerate(row):
+            by_count[place] += count
+    at_least = [sum(by_count[place:]) for place in range(1, len(by_count))]
+    drafted_counts = [] if drafted is None else [drafted]
+    return {"steps": steps, "drafted": drafted_counts, "accepted": at_least, "accepted_tokens": accepted}
+
+
+def _counted_drafts(server_metrics: pa.Table) -> dict[str, Any]:
+    """The growth of the server's counters during the run; empty if it has none."""
     steps, drafted = (sum(_growths(server_metrics, name).values()) for name in (_DRAFTS, _DRAFTED))
     accepted: dict[int, float] = {}
     for labels, growth in _growths(server_metrics, _ACCEPTED).items():
@@ -137,7 +171,7 @@ def drafts(server_metrics: pa.Table) -> dict[str, Any]:
     counts = [accepted[position] for position in sorted(accepted)]
     if steps <= 0 or not counts or min(counts) < 0:  # a server that restarted counts from zero again
         return {}
-    return {"speculative": {"steps": int(steps), "drafted": [int(drafted)], "accepted": [int(one) for one in counts]}}
+    return {"steps": int(steps), "drafted": [int(drafted)], "accepted": [int(count) for count in counts]}
 
 
 def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:
@@ -151,10 +185,10 @@ def _growths(metrics: pa.Table, name: re.Pattern[str]) -> dict[str, float]:
     for row in metrics.to_pylist():
         if name.search(row["name"]):
             series.setdefault((row["name"], row["labels"]), []).append(row["value"])
-    found: dict[str, float] = {}
+    growth_by_labels: dict[str, float] = {}
     for (_, labels), values in series.items():
-        found[labels] = found.get(labels, 0.0) + values[-1] - values[0]
-    return found
+        growth_by_labels[labels] = growth_by_labels.get(labels, 0.0) + values[-1] - values[0]
+    return growth_by_labels
 
 
 def repeated_share(plan: pa.Table) -> float:

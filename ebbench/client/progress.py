@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.client.dialects import OddNumber
+from ebbench.client.dialects import DraftCounts, OddNumber
 from ebbench.client.messages import Batch, RequestRecord
 from ebbench.client.senders import Senders
-from ebbench.records.schema import REQUESTS, REQUESTS_EXTRAS, SAME_TIME_NS, tokens_after_first_of
+from ebbench.records.schema import DRAFT_COLUMNS, REQUESTS, REQUESTS_EXTRAS, SAME_TIME_NS, tokens_after_first_of
 
 # Converts the workers' records to the requests table.
 
@@ -29,10 +29,11 @@ def requests_table(
     texts: bool = False,
     thinking: bool = False,
     estimates: bool = False,
+    drafts: bool = False,
 ) -> pa.Table:
     """Records in the REQUESTS schema, times relative to ``start_ns``.
 
-    ``texts`` adds the column ``text``, ``thinking`` and ``estimates`` those of REQUESTS_EXTRAS.
+    ``texts`` adds the column ``text``, ``thinking``, ``estimates`` and ``drafts`` those of REQUESTS_EXTRAS.
     """
     rows = pa.array([r.row for r in records], pa.int64())
     planned = plan.select([*_PLAN_COLUMNS, "input_tokens", "output_tokens"]).take(rows)
@@ -64,6 +65,10 @@ def requests_table(
     if estimates:
         values = pa.array([r.estimated for r in records], pa.bool_())
         table = table.append_column(REQUESTS_EXTRAS.field("estimated_tokens"), values)
+    if drafts:
+        counts = [r.drafts or DraftCounts() for r in records]
+        for field, values in zip(DRAFT_COLUMNS, zip(*counts, strict=True), strict=True):
+            table = table.append_column(field, pa.array(values, field.type))
     if texts:
         table = table.append_column("text", pa.array([r.text for r in records], pa.string()))
     return table
@@ -151,6 +156,7 @@ class Tally:
     ) -> None:
         self._plan, self._observer, self._on_batch = plan, observer, on_batch
         self._keep_text, self._thinking, self._estimates = keep_text, thinking, estimates
+        self._drafts = False  # whether an answer told of its drafts
         self._tables: list[pa.Table] = []
         self._rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         self._seen = np.zeros(plan.num_rows, dtype=np.bool_)
@@ -184,14 +190,17 @@ class Tally:
         """All requests in plan order; ``senders`` knows what became of those without a record."""
         missing = senders.missing(self._seen)
         self._keep(missing)
-        table = pa.concat_tables(self._tables)
+        table = pa.concat_tables(self._tables, promote_options="default")
         rows = pa.array(np.argsort(np.concatenate(self._rows), kind="stable"))
         return table.take(rows).combine_chunks()
 
     def _keep(self, records: list[RequestRecord]) -> None:
         if not records:
             return
-        table = requests_table(records, self._plan, self.start_ns, self._keep_text, self._thinking, self._estimates)
+        self._drafts = self._drafts or any(record.drafts for record in records)
+        table = requests_table(
+            records, self._plan, self.start_ns, self._keep_text, self._thinking, self._estimates, self._drafts
+        )
         self._tables.append(table)
         self._rows.append(np.array([r.row for r in records], np.int64))
         for record, later in zip(records, tokens_after_first_of(table).tolist(), strict=True):

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 # httpx's own transport and httpx-aiohttp wake a task per read and pass the bytes through several asynchronous
 # generators, which costs more per token than everything else in a load generator; building and sending an httpx
 # request costs 0.2 ms (reports/client.md). Here httptools parses in the event loop's read callback, and the
-# receiver gets the body of an event stream in the same call. A request is a constant head, built once by httpx in
-# the parent process, plus an id and a length.
+# receiver gets the body of an event stream in the same call. A request is a constant head, built once in the parent
+# process, plus an id and a length.
 
 _CONNECTS_AT_ONCE = 64
 _OVERHEAD_BYTES = 256 << 10  # of headers, or of framing between two pieces of a body; servers send a few kB
@@ -127,11 +127,11 @@ class ConnectionPool:
         self.connections.reserve = _RESERVE if reserve else 0
         gate = asyncio.Semaphore(_CONNECTS_AT_ONCE)
 
-        async def one() -> None:
+        async def connect() -> None:
             async with gate:
                 self.connections.give(await self.connections.connect())
 
-        await asyncio.gather(*(one() for _ in range(connections)), return_exceptions=True)
+        await asyncio.gather(*(connect() for _ in range(connections)), return_exceptions=True)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -329,11 +329,8 @@ class _OpenRequest:
 
 
 def request_head(target: str, options: ClientOptions, environ: Mapping[str, str]) -> RequestHead:
-    """The head of every request to the URL ``target``. A process that calls this imports httpx."""
-    import httpx
-
-    with httpx.Client(headers=_headers(options, environ), trust_env=False, verify=False) as client:
-        return RequestHead.of(client.build_request("POST", target))
+    """The head of every request to the URL ``target``. Raises UsageError for the URL."""
+    return RequestHead.of("POST", target, _headers(options, environ))
 
 
 class RequestSender:
@@ -405,7 +402,7 @@ class RequestSender:
             if self._pool is not None:
                 await self._direct(self._pool, request_id, body, streamed)
             elif self._client is not None:
-                with _errors_of_httpx():
+                with errors_of_httpx():
                     await self._httpx(self._client, request_id, body, streamed)
             streamed.ended()
         except asyncio.CancelledError:
@@ -492,7 +489,7 @@ def _httpx_client(options: ClientOptions, tls: ssl.SSLContext | None, environ: M
 
 
 @contextlib.contextmanager
-def _errors_of_httpx() -> Iterator[None]:
+def errors_of_httpx() -> Iterator[None]:
     """Inside, an error of httpx becomes a TransportError."""
     import httpx
 
@@ -539,14 +536,14 @@ def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapp
     streamed.fail(error_class, (f"({'; '.join(advice)}) " if advice else "") + text)
 
 
-def _headers(options: ClientOptions, environ: Mapping[str, str]) -> httpx.Headers:
-    import httpx
-
+def _headers(options: ClientOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """The headers of every request, by names in lower case."""
     key, dialect = api_key(environ), DIALECTS[options.endpoint]
     accepted = ", ".join(sorted(dialect.content_types, reverse=True))
-    headers = httpx.Headers({"content-type": "application/json", "accept": accepted, **dialect.headers})
+    headers = {"content-type": "application/json", "accept": accepted, **dialect.headers}
     headers["accept-encoding"] = "identity"  # a compressed stream is buffered, which changes its times
-    headers.update(options.headers)
+    headers |= options.headers
+    headers = {name.lower(): value for name, value in headers.items()}
     if options.connections == "per-request":
         headers["connection"] = "close"
     if key is not None:

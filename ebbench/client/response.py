@@ -15,13 +15,23 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ebbench.client import stream_messages
-from ebbench.client.dialects import DIALECTS, Dialect, TokenCounts, Translated, token_counts, whole_number
+from ebbench.client.dialects import (
+    DIALECTS,
+    Dialect,
+    TokenCounts,
+    Translated,
+    draft_counts,
+    token_counts,
+    whole_number,
+)
 from ebbench.client.stream_messages import ERROR, ChatChoice, Delta, Event, SseSplitter
 from ebbench.network.connections import TransportError
 from ebbench.records.schema import ABANDONED
 
 _EVENT_LIMIT = 64 << 20  # bytes of one event that are held; log probabilities of a token can take megabytes
 _STRAY_LIMIT = 64 << 10  # bytes kept of what is no message, to explain a stream that broke off
+_SAYS_DRAFTS = re.compile(rb"acce|draft_n|spec_|tokens_per_iter")
+"""In the names of all fields that say something of drafts; reading a message again is spared without."""
 MOST_MODELS, LONGEST_MODEL = 4, 200
 """Names of models that are kept of one response, and characters of each."""
 
@@ -48,6 +58,7 @@ class StreamedResponse:
         "_counts",
         "_decode",
         "_dialect",
+        "_last",
         "_named",
         "_read",
         "_splitter",
@@ -100,6 +111,7 @@ class StreamedResponse:
         self._named: Any = None
         self.finish_reason: str | None = None
         self.usage: Any = None
+        self._last: tuple[bytes, ...] = ()  # messages with the end and the counts, which may tell more
         self.error_class: str | None = None
         self.error_body = ""
         self.status: int | None = None
@@ -124,7 +136,12 @@ class StreamedResponse:
     def counts(self) -> TokenCounts:
         """The token counts that the server reported last, checked."""
         if self._counts is None:
-            self._counts = token_counts(self.usage, self._dialect.counts)
+            counts = token_counts(self.usage, self._dialect.counts)
+            last = [stream_messages.parse_document(data) for data in reversed(self._last) if _SAYS_DRAFTS.search(data)]
+            if last:
+                odd = dict(counts.odd)
+                counts = counts._replace(drafts=draft_counts(last, counts.completion, odd), odd=odd)
+            self._counts = counts
         return self._counts
 
     @property
@@ -200,7 +217,7 @@ class StreamedResponse:
         if kind is None:
             self._keep_stray(data)
         elif kind == ERROR:
-            self.fail("error_frame", stream_messages.reason_in(stream_messages.document_of(data) or _text(data)))
+            self.fail("error_frame", stream_messages.reason_in(stream_messages.parse_document(data) or _text(data)))
         elif not stream_messages.is_keep_alive(data, kind):
             self._message(data, now_ns)
 
@@ -235,6 +252,8 @@ class StreamedResponse:
                 self.fail("error_frame", stream_messages.reason_in(choice.error))
         if message.usage:
             self._count(message.usage)
+        if message.usage or self.finish_reason:
+            self._last = (*self._last[-1:], data)
         if message.error:
             self._failed(message.error, data)
         elif isinstance(message, Translated):
@@ -299,7 +318,7 @@ class StreamedResponse:
         """A message that is not of the usual form; None if it is none and what it says has been recorded."""
         if data.strip() == stream_messages.DONE:
             self._done()
-        elif (document := stream_messages.document_of(data)) is not None:
+        elif (document := stream_messages.parse_document(data)) is not None:
             return self._read(document)
         elif b"\n" in data or (joined := stream_messages.joined_messages(data)):
             # several messages without the blank line, or even the line end, between them
@@ -315,7 +334,7 @@ class StreamedResponse:
 
     def _without_choices(self, data: bytes) -> None:
         """Record the failure that a message without choices may report; keep it as an explanation otherwise."""
-        document = stream_messages.document_of(data) or {}
+        document = stream_messages.parse_document(data) or {}
         if stream_messages.failure_in(document):
             self.fail("error_frame", stream_messages.reason_in(document))
         elif document and not document.get("usage"):
@@ -323,7 +342,7 @@ class StreamedResponse:
 
     def _failed(self, error: Any, data: bytes) -> None:
         """Record an error; where it is a mere number or true, the message beside it says more."""
-        said = error if isinstance(error, str | dict | list) else stream_messages.document_of(data)
+        said = error if isinstance(error, str | dict | list) else stream_messages.parse_document(data)
         self.fail("error_frame", stream_messages.reason_in(said))
 
     def _keep_stray(self, data: bytes) -> None:
@@ -540,7 +559,7 @@ def _first_tokens(messages: int, spare: int, leading: int, first: FirstMessage) 
 
 def transport_failure(error: TransportError) -> str:
     """The error class of an exchange that failed below HTTP."""
-    if any(isinstance(one, OSError) and _OWN_LIMITS & _numbers(one) for one in _causes(error)):
+    if any(isinstance(cause, OSError) and _OWN_LIMITS & _numbers(cause) for cause in _causes(error)):
         return "client_limit"
     return error.error_class
 

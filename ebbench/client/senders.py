@@ -348,13 +348,13 @@ def _allow_connections(part: PlanPart, workers: int) -> None:
 
     Without a limit on open sessions that is as many as there are, or as the system lets.
     """
-    each = -(-part.most_open // workers)
-    allowed = allow_open_files(2 * (each or part.sessions.sessions) + OTHER_FILES)
-    if each and allowed < each + OTHER_FILES:
+    most = -(-part.most_open // workers)
+    allowed = allow_open_files(2 * (most or part.sessions.sessions) + OTHER_FILES)
+    if most and allowed < most + OTHER_FILES:
         enough = -(-part.most_open // (allowed - OTHER_FILES)) if allowed > OTHER_FILES else 0
         remedy = f", or give --workers {enough}" if enough else ""
         raise UsageError(
-            f"{part.most_open:,} requests open at a time need {each + OTHER_FILES:,} open files in a client process, "
+            f"{part.most_open:,} requests open at a time need {most + OTHER_FILES:,} open files in a client process, "
             f"and the hard limit is {allowed:,}: raise it (ulimit -Hn, as root){remedy}"
         )
 

@@ -13,20 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 import pyarrow as pa
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.dialects import finite_number, whole_number
-from ebbench.client.stream_messages import document_of
+from ebbench.client.request_sender import BODY_BYTES, ConnectionPool, errors_of_httpx
+from ebbench.client.stream_messages import parse_document
 from ebbench.config.server_url import ServerUrl
 from ebbench.errors import RunError, UsageError
-from ebbench.network.connections import tls_context
+from ebbench.network.connections import IdleTimeoutError, RequestHead, TransportError, tls_context
 from ebbench.network.credentials import KEY_VARIABLES, api_key, redacted
-from ebbench.network.questions import Answer, AnswerTooLargeError, ask, one_off_limits
+from ebbench.network.questions import Answer, AnswerTooLargeError, ask, decoded, one_off_limits
 from ebbench.process.termination import signals_here, stoppable_from
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.spec.client import ClientOptions, secrets
@@ -59,7 +58,7 @@ def unused_proxy(server: ServerUrl, environ: Mapping[str, str]) -> str | None:
     if any(name in ("*", host) or host.endswith(f".{name}") for name in direct):
         return None
     names = ("https_proxy" if server.secure else "http_proxy", "all_proxy")
-    named = next((one for name in names for one in (name, name.upper()) if environ.get(one)), None)
+    named = next((variable for name in names for variable in (name, name.upper()) if environ.get(variable)), None)
     if named is None:
         return None
     return f"{named} names a proxy, and ebbench uses none: give an address that this machine reaches without it"
@@ -131,6 +130,97 @@ def _in_thread(run: Callable[[], T]) -> T:
     return outcome[0]
 
 
+# Single questions, each on a connection of its own: an idle one would occupy a thread of a server that has few of them.
+
+
+class _Page:
+    """Receives the body of an answer; see AnswerReceiver."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.first_on_connection, self.body = True, bytearray()
+        self._limit_bytes = limit_bytes
+
+    @property
+    def too_large(self) -> bool:
+        """Whether more came than was asked for."""
+        return len(self.body) > self._limit_bytes
+
+    def sent(self, now_ns: int) -> None:
+        """See AnswerReceiver."""
+
+    def head(self, status: int, now_ns: int) -> None:
+        """See AnswerReceiver."""
+
+    def takes(self, content_type: str) -> bool:
+        """See AnswerReceiver: of any type."""
+        return True
+
+    def feed(self, data: bytes, now_ns: int) -> None:
+        """Keep bytes of the body; end the exchange at the limit, by an exception in the parser."""
+        self.body += data
+        if self.too_large:
+            raise AnswerTooLargeError
+
+
+class _Direct:
+    """Asks over the load generator's own connections, without httpx, whose import takes 0.1 s of CPU."""
+
+    def __init__(self, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
+        self._headers, self._tls = headers, tls
+
+    async def ask(self, method: str, url: str, timeout_s: float, limit_bytes: int | None, json: bytes | None) -> Answer:
+        """See :func:`ebbench.network.questions.ask`. Raises TransportError, UsageError for the URL."""
+        kind = {} if json is None else {"content-type": "application/json"}
+        head = RequestHead.of(method, url, {**self._headers, **kind, "connection": "close"})
+        page = _Page(limit_bytes or 0)
+        pool = ConnectionPool(head, self._tls, 2 * timeout_s, "per-request")
+        try:
+            async with asyncio.timeout(timeout_s):
+                exchange = await pool.send("", json or b"", page)
+                try:
+                    rest = b"" if limit_bytes is None else await exchange.body()
+                finally:
+                    exchange.close()
+        except TimeoutError:
+            raise IdleTimeoutError(f"no complete answer within {timeout_s:.3g} s") from None
+        except TransportError:
+            if not page.too_large:
+                raise
+            rest = b""
+        finally:
+            pool.close()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
+        if limit_bytes is None:
+            return Answer(exchange.status, headers, b"")
+        coding = headers.get("content-encoding", "identity")
+        if page.too_large or (len(rest) >= BODY_BYTES and coding != "identity"):
+            raise AnswerTooLargeError(f"larger than {limit_bytes:,} bytes")
+        return Answer(exchange.status, headers, decoded(bytes(page.body) or rest, coding, limit_bytes))
+
+    async def close(self) -> None:
+        """Nothing is kept open."""
+
+
+class _Httpx:
+    """Asks with httpx, which honours proxies from the environment."""
+
+    def __init__(self, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
+        import httpx
+
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=_ASK_TIMEOUT_S, limits=one_off_limits(), verify=False if tls is None else tls
+        )
+
+    async def ask(self, method: str, url: str, timeout_s: float, limit_bytes: int | None, json: bytes | None) -> Answer:
+        """See :func:`ebbench.network.questions.ask`. Raises TransportError."""
+        with errors_of_httpx():
+            return await ask(self._client, method, url, timeout_s=timeout_s, limit_bytes=limit_bytes, json=json)
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self._client.aclose()
+
+
 _ASK_TIMEOUT_S = 10.0
 _SHORTEST_ASK_S = 1.0  # for a server that is asked when the time to be ready is nearly over
 _MODELS_BYTES, _METRICS_BYTES, _OTHER_BYTES = 4 << 20, 16 << 20, 64 << 10
@@ -193,17 +283,14 @@ class ServerQueries:
         headers, self._key = dict(options.headers), api_key(environ)
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
-        self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S, limits=one_off_limits(),
-            verify=tls_context(options.verify_tls, options.ca_file, environ) if server.secure else False,
-            trust_env=options.transport != "direct",
-        )  # fmt: skip
+        tls = tls_context(options.verify_tls, options.ca_file, environ) if server.secure else None
+        self._asking = (_Direct if options.transport == "direct" else _Httpx)(headers, tls)
 
     async def __aenter__(self) -> ServerQueries:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        await self._asking.close()
 
     async def ready(self) -> None:
         """Wait until the server is ready: /health says so, or it lists its models and has no /health for us.
@@ -249,7 +336,7 @@ class ServerQueries:
         for path in RESET_PATHS:
             try:
                 answer = await self._ask("POST", self._server.page(path), _OTHER_BYTES)
-            except httpx.HTTPError:
+            except TransportError:
                 return False
             if answer.status == 200:
                 return True
@@ -259,10 +346,10 @@ class ServerQueries:
         """The version that the server names at /version, as vLLM does; None if it names none."""
         try:
             answer = await self._ask("GET", self._server.page("version"), _OTHER_BYTES)
-            found = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
+            version = msgspec.json.decode(answer.body)["version"] if answer.status == 200 else None
+        except (TransportError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return self._redacted(found)[:LONGEST_VERSION] if isinstance(found, str) and found else None
+        return self._redacted(version)[:LONGEST_VERSION] if isinstance(version, str) and version else None
 
     async def metrics(self) -> str | None:
         """The text of /metrics, or None if the server has none that can be read."""
@@ -271,7 +358,7 @@ class ServerQueries:
         except AnswerTooLargeError as error:
             self._note(f"The server's /metrics is {error} and was not read.")
             return None
-        except httpx.HTTPError:
+        except TransportError:
             return None
         return answer.text if answer.status == 200 else None
 
@@ -287,13 +374,13 @@ class ServerQueries:
         timeout_s: float = _ASK_TIMEOUT_S,
         body: bytes | None = None,
     ) -> Answer:
-        return await ask(self._client, method, url, timeout_s=timeout_s, limit_bytes=limit_bytes, json=body)
+        return await self._asking.ask(method, url, timeout_s, limit_bytes, body)
 
     async def _models(self, timeout_s: float) -> Answer:
         """The answer of /v1/models. Raises _NoModelsError, with the reason, if there is none."""
         try:
             return await self._ask("GET", self._server.endpoint("models"), _MODELS_BYTES, timeout_s)
-        except httpx.HTTPError as error:
+        except TransportError as error:
             raise _NoModelsError(f"gives no answer ({_reason(error)})") from None
 
     async def _state(self, timeout_s: float) -> _Ready:
@@ -301,32 +388,30 @@ class ServerQueries:
         slow = False
         try:
             status = (await self._ask("GET", self._server.page("health"), None, timeout_s)).status
-        except httpx.InvalidURL as error:
-            raise UsageError(f"{self._server}: {error}") from None
-        except httpx.HTTPError as error:
+        except TransportError as error:
             if remedy := certificate_remedy(str(error)):
                 raise RunError(f"{self._server}: {error}; {remedy}") from None
-            slow, status = isinstance(error, httpx.ReadTimeout), 0
+            slow, status = isinstance(error, IdleTimeoutError), 0
             if not slow:
                 return _Ready(self._redacted(_reason(error)))
         if 200 <= status < 300:
             return _Ready()
-        found = f"/health gives no answer within {timeout_s:.3g} s" if slow else f"/health answers {status}"
+        problem = f"/health gives no answer within {timeout_s:.3g} s" if slow else f"/health answers {status}"
         passing = slow or status >= 500 or status in (408, 429)
-        return await self._state_without_health(found, passing and status != 501, timeout_s)
+        return await self._state_without_health(problem, passing and status != 501, timeout_s)
 
-    async def _state_without_health(self, found: str, passing: bool, timeout_s: float) -> _Ready:
+    async def _state_without_health(self, problem: str, passing: bool, timeout_s: float) -> _Ready:
         """Judge by /v1/models. ``passing``: /health may still become good."""
         try:
             status = (await self._models(timeout_s)).status
         except _NoModelsError as error:
-            return _Ready(f"{found}, and /v1/models {error}")
+            return _Ready(f"{problem}, and /v1/models {error}")
         if passing:
-            return _Ready(found, f"The server's {found}" if status == 200 else None)
+            return _Ready(problem, f"The server's {problem}" if status == 200 else None)
         if status in _FORBIDDEN and self._options.model is None:
-            raise RunError(f"{self._server}: {found}, /v1/models {status}; {self._key_remedy()}")
+            raise RunError(f"{self._server}: {problem}, /v1/models {status}; {self._key_remedy()}")
         if status >= 500 or status in (408, 429):
-            return _Ready(f"{found}, /v1/models {status}")
+            return _Ready(f"{problem}, /v1/models {status}")
         return _Ready()
 
     async def _completes(self) -> bool:
@@ -335,7 +420,7 @@ class ServerQueries:
             model = self._options.model or next(iter(_models_in(await self._models(_ASK_TIMEOUT_S))))
             target = self._server.target(self._options.endpoint, model)
             answer = await self._ask("POST", target, None, body=_smallest_body(model, self._options))
-        except (httpx.HTTPError, _NoModelsError):
+        except (TransportError, _NoModelsError):
             return False
         return answer.status == 200
 
@@ -373,7 +458,7 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
     """The models by id, each with those of its fields that have the right type. Raises _NoModelsError."""
     if answer.status != 200:
         raise _NoModelsError(_refusal(answer))
-    document = document_of(answer.body)
+    document = parse_document(answer.body)
     if document is None:
         kind = answer.headers.get("content-type", "no content type")
         if "json" in kind or answer.body.lstrip()[:1] in (b"[", b"{"):
@@ -393,11 +478,11 @@ def _models_in(answer: Answer) -> dict[str, dict[str, Any]]:
 
 def _typed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are used, without those of another type than the OpenAI API and vLLM give them."""
-    found: dict[str, Any] = {
+    typed: dict[str, Any] = {
         name: entry[name] for name in ("root", "parent", "owned_by") if isinstance(entry.get(name), str)
     }
     limit = whole_number(entry.get("max_model_len"), at_least=1)
-    return found if limit is None else found | {"max_model_len": limit}
+    return typed if limit is None else typed | {"max_model_len": limit}
 
 
 def _refusal(answer: Answer) -> str:
@@ -416,7 +501,9 @@ def _refusal(answer: Answer) -> str:
 def _cut(text: str) -> str:
     """The beginning of a server's words, without characters that a terminal would obey."""
     shown = text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}…"
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in shown
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -474,6 +561,10 @@ def parse(text: str) -> dict[_Key, float]:
 
     NaN and infinity say that there is no value yet. A page that cannot be read has no samples.
     """
+    if not text:
+        return {}
+    from prometheus_client.parser import text_string_to_metric_families  # not before a server has such a page
+
     try:
         return {
             (sample.name, msgspec.json.encode(sample.labels, order="sorted").decode()): value
@@ -515,14 +606,14 @@ def reported_settings(samples: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
     A setting in which the engines of a server differ is left out.
     """
-    found: dict[str, set[Any]] = {}
+    values_by_name: dict[str, set[Any]] = {}
     for name, labels in samples:
         if name == _POLICY_INFO:
-            found.setdefault(POLICY, set()).add(msgspec.json.decode(labels).get("policy"))
+            values_by_name.setdefault(POLICY, set()).add(msgspec.json.decode(labels).get("policy"))
         elif name == _CACHE_INFO:
             for ours, value in _cache_settings(msgspec.json.decode(labels)):
-                found.setdefault(ours, set()).add(value)
-    return {name: values.pop() for name, values in found.items() if len(values) == 1 and values != {None}}
+                values_by_name.setdefault(ours, set()).add(value)
+    return {name: values.pop() for name, values in values_by_name.items() if len(values) == 1 and values != {None}}
 
 
 def _cache_settings(labels: Mapping[str, str]) -> Iterable[tuple[str, Any]]:

@@ -253,15 +253,15 @@ def split(plan: PlanPart, machines: int) -> list[PlanPart]:
 
 def shares(limit: int, machines: int) -> list[int]:
     """``limit`` divided into ``machines`` whole numbers that differ by 1 at most, larger ones first."""
-    each, more = divmod(limit, machines)
-    return [each + (number < more) for number in range(machines)]
+    least, more = divmod(limit, machines)
+    return [least + (number < more) for number in range(machines)]
 
 
 def _dealt(plan: PlanPart, machines: int) -> Ints:
     """The machine of each session, by session in release order."""
     if not plan.phases:
         return np.arange(plan.sessions.sessions) % machines
-    dealt = [np.resize(_turn_order(shares(one.max_concurrency, machines)), one.sessions) for one in plan.phases]
+    dealt = [np.resize(_turn_order(shares(phase.max_concurrency, machines)), phase.sessions) for phase in plan.phases]
     order: Ints = np.concatenate(dealt)
     last = _turn_order(shares(plan.phases[-1].max_concurrency, machines))
     # Sessions after the last phase belong to it.
@@ -341,10 +341,10 @@ class BodiesAhead:
     def take(self, row: int) -> bytes | None:
         """The body of a row if it is there; the thread may then build another."""
         with self._changed:
-            found = self._built.pop(row, None)
-            if found is None:
+            built = self._built.pop(row, None)
+            if built is None:
                 return None
-            session, body = found
+            session, body = built
             self._bytes -= len(body)
             self._released = max(self._released, session)
             self._changed.notify_all()

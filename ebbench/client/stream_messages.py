@@ -203,7 +203,7 @@ def is_message(line: bytes) -> bool:
         try:
             _RAW.decode(line)
         except (msgspec.DecodeError, RecursionError):
-            return document_of(line) is not None or bool(joined_messages(line))
+            return parse_document(line) is not None or bool(joined_messages(line))
         return True
     return line.strip() == DONE
 
@@ -213,16 +213,18 @@ def joined_messages(data: bytes) -> list[bytes]:
 
     The last entry is what follows the last JSON object.
     """
-    text, place, found = data.decode("utf-8", "replace"), 0, []
+    text, place, messages = data.decode("utf-8", "replace"), 0, []
     while text.startswith("{", place):
         try:
             _, end = _JSON.raw_decode(text, place)
         except (ValueError, RecursionError):
             break
-        found.append(text[place:end].encode())
+        messages.append(text[place:end].encode())
         between = _BETWEEN.match(text, end)
         place = between.end() if between else end
-    return [*found, text[place:].encode()] if found and place < len(text) else found if len(found) > 1 else []
+    return (
+        [*messages, text[place:].encode()] if messages and place < len(text) else messages if len(messages) > 1 else []
+    )
 
 
 def is_keep_alive(data: bytes, kind: bytes = b"") -> bool:
@@ -230,7 +232,7 @@ def is_keep_alive(data: bytes, kind: bytes = b"") -> bool:
     return kind.lower() in _KEEP_ALIVE_KINDS or _KEEP_ALIVE.fullmatch(data.strip()) is not None
 
 
-def document_of(data: bytes) -> Mapping[str, Any] | None:
+def parse_document(data: bytes) -> Mapping[str, Any] | None:
     """The JSON object in ``data``, with NaN and bytes that are no UTF-8 accepted; None if it is none."""
     try:
         document = json.loads(data.decode("utf-8", "replace"), parse_int=_integer)
@@ -247,11 +249,13 @@ def _integer(digits: str) -> int | float:
 def tolerant(document: Mapping[str, Any], chat: bool) -> Completion | Chat:
     """A message from a JSON object of an unusual form; fields of other types than expected are left out."""
     given = document.get("choices")
-    choices = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+    choices = [choice for choice in given if isinstance(choice, Mapping)] if isinstance(given, list) else []
     rest = (text_of(document.get("model")), document.get("usage"), document.get("error"))
     if chat:
-        return Chat([ChatChoice(_delta(each), _finish(each), each.get("error")) for each in choices], *rest)
-    return Completion([Choice(text_of(each.get("text")), _finish(each), each.get("error")) for each in choices], *rest)
+        return Chat([ChatChoice(_delta(choice), _finish(choice), choice.get("error")) for choice in choices], *rest)
+    return Completion(
+        [Choice(text_of(choice.get("text")), _finish(choice), choice.get("error")) for choice in choices], *rest
+    )
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:
@@ -276,7 +280,7 @@ def _parts(content: Any, kind: str) -> str | None:
     if not isinstance(content, list):
         return None
     inner = [part.get(kind) for part in content if isinstance(part, Mapping)]
-    return "".join(_parts(each, "text") or text_of(each) or "" for each in inner) or None
+    return "".join(_parts(part_text, "text") or text_of(part_text) or "" for part_text in inner) or None
 
 
 def _finish(choice: Mapping[str, Any]) -> str | None:

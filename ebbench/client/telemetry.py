@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from ebbench.client.dialects import DIALECTS
 from ebbench.errors import RunError, UsageError
@@ -34,6 +33,8 @@ class LiveMetrics:
 
     def __init__(self, port: int, open_requests: Callable[[], int]) -> None:
         """Serve ``http://127.0.0.1:PORT/metrics``; 0 takes a free port. Raises RunError if the port is taken."""
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
         self.registry = registry = CollectorRegistry()
         self._requests = Counter("ebbench_requests", "Requests that ended, by status", ["status"], registry=registry)
         self._tokens = Counter("ebbench_output_tokens", "Output tokens of complete responses", registry=registry)
@@ -132,7 +133,7 @@ class RequestSpans:
         self._made += 1
 
     def _attributes(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        found = {
+        attributes = {
             "gen_ai.operation.name": self._operation,
             "gen_ai.request.model": self._model,
             "gen_ai.request.max_tokens": row["output_tokens_planned"],
@@ -146,7 +147,7 @@ class RequestSpans:
             "ebbench.phase": row["phase"],
             "ebbench.status": row["status"],
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in attributes.items() if value is not None}
 
     def close(self) -> tuple[str, ...]:
         """Send what is left; returns a warning if the endpoint did not accept every span."""
@@ -200,21 +201,21 @@ def telemetry(
     options: ClientOptions, model: str, planned: int, open_requests: Callable[[], int]
 ) -> Iterator[Telemetry]:
     """Open what the options ask for; close it at the end, also after an error."""
-    found = Telemetry()
+    collected = Telemetry()
     page: LiveMetrics | None = None
     if options.otlp_endpoint is not None:
-        found.spans = RequestSpans(options.otlp_endpoint, model, _operation(options), planned)
-        found.sinks.append(found.spans.add)
+        collected.spans = RequestSpans(options.otlp_endpoint, model, _operation(options), planned)
+        collected.sinks.append(collected.spans.add)
     try:
         if options.metrics_port is not None:
             page = LiveMetrics(options.metrics_port, open_requests)
-            found.sinks.append(page.add)
-        yield found
+            collected.sinks.append(page.add)
+        yield collected
     finally:
         if page is not None:
             page.close()
-        if found.spans is not None:
-            found.warnings = found.spans.close()
+        if collected.spans is not None:
+            collected.warnings = collected.spans.close()
 
 
 def _operation(options: ClientOptions) -> str:

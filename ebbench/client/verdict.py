@@ -55,13 +55,13 @@ def client_warnings(
     odd_numbers: Mapping[str, OddNumber] = MappingProxyType({}),
 ) -> tuple[str, ...]:
     """Warnings about the measurement, one sentence each. ``odd_numbers``: by field of ``usage``."""
-    found = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
-    found += [_odd_warning(name, odd) for name, odd in odd_numbers.items()]
+    texts = [_tokenizer_warning(requests, plan), token_time_warning(requests)]
+    texts += [_odd_warning(name, odd) for name, odd in odd_numbers.items()]
     if renamed:
-        found.append(f"{renamed} request ids occurred more than once and were made unique")
+        texts.append(f"{renamed} request ids occurred more than once and were made unique")
     if dropped:
-        found.append(f"{dropped} request(s) exceed the server's max_model_len and were left out")
-    return tuple(text for text in found if text)
+        texts.append(f"{dropped} request(s) exceed the server's max_model_len and were left out")
+    return tuple(text for text in texts if text)
 
 
 def other_models_warning(other_models: Mapping[str, int], asked: str, completed: int) -> RunWarning | None:

@@ -142,14 +142,14 @@ class OpenSession:
         following = self._graph.followers(row)
         if not self._waits:
             return following
-        for one in following:
-            self._waits[one] -= 1
-            self._ready_ns[one] = max(ended_ns, self._ready_ns.get(one, 0))
-        return [one for one in following if not self._waits[one]]
+        for follower in following:
+            self._waits[follower] -= 1
+            self._ready_ns[follower] = max(ended_ns, self._ready_ns.get(follower, 0))
+        return [follower for follower in following if not self._waits[follower]]
 
     def _give_up(self, row: int, reason: str, *, itself: bool = False) -> None:
         """Record the requests that wait for ``row`` as never sent."""
-        lost = [one for one in self._graph.descendants(row) if one not in self._given_up]
+        lost = [descendant for descendant in self._graph.descendants(row) if descendant not in self._given_up]
         self._given_up.update(lost)
         self._reports.never_sent(sorted([row, *lost] if itself else lost), reason)
 
@@ -468,6 +468,7 @@ class Worker:
             first_on_connection=streamed.first_on_connection,
             other_model=self._redacted(_other_model(streamed, turn.lora or self._assignment.model)),
             estimated=streamed.estimated,
+            drafts=counts.drafts,
         )
 
     def _redacted(self, text: str | None) -> str | None:

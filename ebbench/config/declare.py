@@ -32,12 +32,12 @@ __all__ = [
     "named_settings",
     "option_name",
     "pairs_of",
+    "parse_values",
     "setting",
     "settings_of",
     "split_kind",
     "split_pairs",
     "value_of",
-    "values_of",
 ]
 
 
@@ -61,7 +61,7 @@ value_of = _usage_errors()(read_value)
 """:func:`vllm_eb.settings.read_value`, but raises UsageError."""
 
 
-def values_of(option: str, text: str, about: Setting) -> tuple[Any, ...]:
+def parse_values(option: str, text: str, about: Setting) -> tuple[Any, ...]:
     """The values of an option that takes several, separated by commas or white space. Raises UsageError."""
     with _usage_errors():
         return tuple(read_value("", part, about, option, equals="") for part in split_pairs(text))
@@ -141,7 +141,7 @@ class Declared:
     def option_names(self) -> tuple[str, ...]:
         """How the option is written, as :class:`Option`'s ``names``."""
         if self.option is not None and self.option.names:
-            return tuple(one for names in self.option.names for one in names.split("/"))
+            return tuple(name for names in self.option.names for name in names.split("/"))
         return (option_name(self.name),)
 
 
@@ -173,27 +173,29 @@ def declared_in(kind: type, part: str = "") -> Mapping[str, Declared]:
     """The settings of a dataclass by name; fields that are not declared are left out."""
     if kind not in _declared:
         _declared[kind] = _declared_in(kind)
-    return {name: replace(one, part=part) for name, one in _declared[kind].items()} if part else _declared[kind]
+    return (
+        {name: replace(declared, part=part) for name, declared in _declared[kind].items()} if part else _declared[kind]
+    )
 
 
 def _declared_in(kind: type) -> Mapping[str, Declared]:
     hints = get_type_hints(kind)
     return {
-        one.name: Declared(one.name, "", hints[one.name], _default(one), *one.metadata["declared"])
-        for one in fields(kind)
-        if "declared" in one.metadata
+        member.name: Declared(member.name, "", hints[member.name], _default(member), *member.metadata["declared"])
+        for member in fields(kind)
+        if "declared" in member.metadata
     }
 
 
 def check_ranges(owner: Any) -> None:
     """Raise UsageError, naming the option, for a declared number of ``owner`` that is out of its range."""
-    for one in declared_in(type(owner)).values():
-        value = getattr(owner, one.name)
+    for declared in declared_in(type(owner)).values():
+        value = getattr(owner, declared.name)
         if isinstance(value, int | float):
-            check_range(next(name for name in one.option_names if name.startswith("--")), value, one.about)
+            check_range(next(name for name in declared.option_names if name.startswith("--")), value, declared.about)
 
 
-def _default(one: Field[Any]) -> Any:
-    if one.default is not MISSING:
-        return one.default
-    return one.default_factory() if one.default_factory is not MISSING else MISSING
+def _default(member: Field[Any]) -> Any:
+    if member.default is not MISSING:
+        return member.default
+    return member.default_factory() if member.default_factory is not MISSING else MISSING

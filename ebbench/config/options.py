@@ -6,7 +6,6 @@ Nothing heavy is imported here: `ebbench --help` and every key press of shell co
 from __future__ import annotations
 
 import inspect
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass, replace
 from functools import partial
@@ -33,6 +32,12 @@ def _api_servers() -> list[str]:
     return [*_stems(_DEVICES / "api_servers"), "off"]
 
 
+def _models() -> list[str]:
+    import tomllib
+
+    return sorted(tomllib.loads((_DEVICES / "models.toml").read_text(encoding="utf-8")))
+
+
 COMPLETIONS: Mapping[str, Callable[[], Iterable[Any]]] = {
     "workloads": lambda: [*_stems(bundled_dir("workloads")), "log:", "trace:"],
     "scenarios": lambda: _stems(bundled_dir("scenarios")),
@@ -42,7 +47,7 @@ COMPLETIONS: Mapping[str, Callable[[], Iterable[Any]]] = {
     "devices": lambda: _stems(_DEVICES / "profiles"),
     "api_servers": _api_servers,
     "api_servers_or_auto": lambda: [*_api_servers(), "auto"],
-    "models": lambda: sorted(tomllib.loads((_DEVICES / "models.toml").read_text(encoding="utf-8"))),
+    "models": _models,
 }
 """Names by what they are of; policies with their descriptions."""
 
@@ -135,7 +140,7 @@ class OptionsOf:
             value = given.pop(one.name)
             if is_given(context, one.name):
                 settings |= _settings_of(one, value)
-        return settings if kind is dict or not is_dataclass(kind) else kind(**{**self.defaults, **settings})
+        return settings if kind is dict or not isinstance(kind, type) else kind(**{**self.defaults, **settings})
 
 
 def _settings_of(one: Declared, value: Any) -> Mapping[str, Any]:

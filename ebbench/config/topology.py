@@ -29,6 +29,9 @@ PIPELINE = (
 )
 EXAMPLES = "dp=4, 1p3d, 2p2d, 3p1d or tp=4,dp=8,ep=32"
 
+DEFAULT_DISPATCH = "least-outstanding"
+"""How requests are spread over the instances, unless asked otherwise."""
+
 # vLLM's example of P2P NCCL transfer uses 0.9 of the GPU's memory on prefill servers and 0.7 on decode servers; the
 # rest receives KV (vLLM's docs/design/p2p_nccl_connector.md).
 PREFILL_UTILIZATION, DECODE_UTILIZATION = 0.9, 0.7

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from ebbench.config.declare import DEFAULT_VLLM
 from ebbench.devices.geometry import KV_DTYPES, WEIGHT_BITS, Mixer, ModelGeometry
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import HostCosts, Speculative, release_of
+from ebbench.spec.server import HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
-    from ebbench.devices.geometry import ModelGeometry
-    from ebbench.devices.kv_layout import KvLayout
+    from ebbench.devices.geometry import KvLayout
     from ebbench.devices.profiles import DeviceProfile
 
 
@@ -75,11 +74,11 @@ class Parallel:
         whole = self.tp == 1 or (model.experts and self.ep > 1)
         if whole or model.dtype_of_experts != "fp8_block" or width % (self.tp * BLOCK) == 0:
             return
-        other = ", ep over the same GPUs" if model.experts else ""
+        remedy = ", ep over the same GPUs" if model.experts else ""
         raise UsageError(
             f"{what} of {model.name} has a width of {width:,}, of which {self.tp} GPUs would have {width / self.tp:g} "
             f"each: no multiple of the {BLOCK} that share a scale in FP8, so vLLM does not start; use a smaller "
-            f"tp{other} or weights with one scale per tensor"
+            f"tp{remedy} or weights with one scale per tensor"
         )
 
 
@@ -155,11 +154,11 @@ def start_up(version: str = DEFAULT_VLLM) -> StartUp:
     """
     if version == EB_VLLM:
         return _OF_EB_VLLM
-    release = release_of(version)
+    release = parse_release(version)
     if release is None:
         raise UsageError(f"--vllm-version must be like {DEFAULT_VLLM} or 0.25.1, not {version!r}")
     if not STARTS[0].since <= release <= NEWEST:
-        oldest, newest = (".".join(map(str, one)) for one in (STARTS[0].since, NEWEST))
+        oldest, newest = (".".join(map(str, release_numbers)) for release_numbers in (STARTS[0].since, NEWEST))
         raise UsageError(
             f"how vLLM {version} sizes its KV cache is not known here, {oldest} to {newest} are; take the nearest of "
             "them, or give the size with --num-kv-blocks"

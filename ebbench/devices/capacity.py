@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ebbench.devices.base import SINGLE, Device, DeviceRequest, Parallel, StartUp, start_up
-from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.kv_layout import BLOCK_TOKENS, KvLayout, layout_of
+from ebbench.devices.geometry import BLOCK_TOKENS, KvLayout, ModelGeometry, kv_layout
 from ebbench.devices.profiles import DeviceProfile
 from ebbench.errors import UsageError
-from ebbench.spec.server import release_of
+from ebbench.spec.server import parse_release
 
 _REPORTED = "; where vLLM starts all the same, give the size of its KV cache with --num-kv-blocks"
 COLLECTIVE_BYTES = 450_000_000
@@ -50,7 +49,7 @@ def kv_capacity_tokens(
     reserve = profile.context_bytes + trial
     part = model.sliced(parallel.tp)
     room = budget - weights - reserve
-    layout = layout_of(part, in_flight_tokens(max_num_batched_tokens, async_scheduling=async_scheduling))
+    layout = kv_layout(part, in_flight_tokens(max_num_batched_tokens, async_scheduling=async_scheduling))
     if layout is None:
         tokens = int(room // part.kv_bytes_per_token) // BLOCK_TOKENS * BLOCK_TOKENS
     else:
@@ -124,7 +123,7 @@ def batch_limits(profile: DeviceProfile, vllm_version: str) -> BatchLimits:
 
     By the GPU's memory, and smaller ones for an A100 of any (vllm/engine/arg_utils.py, ``get_batch_defaults``).
     """
-    gib, release = profile.memory_bytes / GIB, release_of(vllm_version)
+    gib, release = profile.memory_bytes / GIB, parse_release(vllm_version)
     chosen = BatchLimits(1024, 8192) if gib >= 70 and "A100" not in profile.gpu else BatchLimits(256, 2048)
     if gib >= 160 and release is not None and release >= LARGEST_SINCE:
         chosen = BatchLimits(1024, 16_384)
@@ -163,7 +162,7 @@ def requested_layout(profile: DeviceProfile, model: ModelGeometry, request: Devi
     """How the model's KV cache lies on each GPU with the settings of ``request``; None if every layer keeps all."""
     step_tokens = request.max_num_batched_tokens or batch_limits(profile, request.vllm).max_num_batched_tokens
     in_flight = in_flight_tokens(step_tokens, async_scheduling=request.async_scheduling)
-    return layout_of(model.sliced(request.parallel.tp), in_flight)
+    return kv_layout(model.sliced(request.parallel.tp), in_flight)
 
 
 def in_flight_tokens(max_num_batched_tokens: int, *, async_scheduling: bool) -> int:

@@ -44,7 +44,7 @@ class Module(NamedTuple):
     params: int
 
 
-def modules_of(
+def read_modules(
     model: ModelGeometry, names: ModuleNames, mixers: Sequence[Sequence[Mixer]], mlps: Sequence[str], dense: str
 ) -> Iterator[Module]:
     """The weights of all layers; ``mixers`` and ``mlps``: of every layer, of which ``dense`` is a dense MLP's name."""
@@ -84,7 +84,7 @@ def _of_mixer(mixer: Mixer) -> Iterator[tuple[tuple[str, ...], int]]:
 
 def _as_many(products: Sequence[Product], count: int) -> list[int]:
     """Sizes of the products, the middle ones together if there are more than ``count``."""
-    sizes = [one.params for one in products]
+    sizes = [product.params for product in products]
     return [*sizes[: count - 1], sum(sizes[count - 1 :])] if sizes else [0] * count
 
 
@@ -147,7 +147,7 @@ class _Scheme(NamedTuple):
     dtype: str
 
 
-def types_of(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
+def read_types(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> CheckpointTypes:
     """The types of a checkpoint whose config.json is ``raw`` (with its text part merged in).
 
     ``modules``: its weights. Raises InputFileError, by the right name, for what vLLM does not read or what has no size
@@ -160,8 +160,8 @@ def types_of(path: Path, raw: Mapping[str, Any], modules: Iterable[Module]) -> C
     if method in _GONE:
         raise InputFileError(path, f"{place}: vLLM 0.32 does not read weights by {method}")
     schemes, left_out = _schemes(path, place, method, config)
-    found = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
-    return replace(found, kv=_kv(path, method, config), notes=(*found.notes, *_of_activations(config, found)))
+    types = _assigned(_Typed.of(path, schemes, left_out, only_experts=method in _EXPERT_METHODS), modules)
+    return replace(types, kv=_kv(path, method, config), notes=(*types.notes, *_of_activations(config, types)))
 
 
 def _configuration(path: Path, raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -220,15 +220,15 @@ def _schemes(path: Path, place: str, method: str, config: Mapping[str, Any]) -> 
 
 def _left_out(config: Mapping[str, Any]) -> tuple[str, ...]:
     lists: Iterable[object] = (config.get(key) for key in _LEFT_OUT)
-    listed = next((one for one in lists if isinstance(one, list)), [])
+    listed = next((names for names in lists if isinstance(names, list)), [])
     return tuple(str(name) for name in listed)
 
 
 def _of_bits(path: Path, place: str, method: str, bits: object) -> str:
-    found = {4: "int4", 8: "int8"}.get(bits) if isinstance(bits, int) else None
-    if found is None:
+    dtype = {4: "int4", 8: "int8"}.get(bits) if isinstance(bits, int) else None
+    if dtype is None:
         raise InputFileError(path, f"{place} {method!r} has bits {bits!r}; vLLM's kernels have 4 and 8")
-    return found
+    return dtype
 
 
 def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
@@ -236,9 +236,9 @@ def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Sch
     named = config.get("quantized_layers")
     if algorithm == "MIXED_PRECISION" and isinstance(named, dict):
         return [
-            _Scheme((str(name),), _algorithm(path, place, str(one.get("quant_algo")).upper()))
-            for name, one in named.items()
-            if isinstance(one, dict)
+            _Scheme((str(name),), _algorithm(path, place, str(layer.get("quant_algo")).upper()))
+            for name, layer in named.items()
+            if isinstance(layer, dict)
         ]
     if not algorithm and isinstance(config.get("config_groups"), dict):
         return _of_groups(path, place, config)
@@ -246,10 +246,10 @@ def _of_modelopt(path: Path, place: str, config: Mapping[str, Any]) -> list[_Sch
 
 
 def _algorithm(path: Path, place: str, algorithm: str) -> str:
-    found = _MODELOPT.get(algorithm)
-    if found is None:
+    dtype = _MODELOPT.get(algorithm)
+    if dtype is None:
         raise InputFileError(path, f"{place} has quant_algo {algorithm!r}; read are {', '.join(_MODELOPT)}")
-    return found
+    return dtype
 
 
 def _of_groups(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
@@ -257,15 +257,15 @@ def _of_groups(path: Path, place: str, config: Mapping[str, Any]) -> list[_Schem
     if isinstance(sparsity, dict) and str(sparsity.get("format") or "dense") != "dense":
         raise InputFileError(path, f"{place} has a sparsity_config {sparsity.get('format')!r}, which is not read here")
     groups = config.get("config_groups")
-    found = []
+    schemes = []
     for name, group in groups.items() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             continue
         targets = group.get("targets")
-        listed = tuple(str(one) for one in targets) if isinstance(targets, list) else ()
-        found.append(_Scheme(listed, _of_weights(path, f"{place} {name}", weights)))
-    return found
+        listed = tuple(str(target) for target in targets) if isinstance(targets, list) else ()
+        schemes.append(_Scheme(listed, _of_weights(path, f"{place} {name}", weights)))
+    return schemes
 
 
 def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> str:
@@ -282,15 +282,18 @@ def _of_weights(path: Path, place: str, weights: Mapping[str, Any]) -> str:
 
 
 def _of_quark(path: Path, place: str, config: Mapping[str, Any]) -> list[_Scheme]:
-    found = []
+    schemes = []
     named = config.get("layer_quant_config")
     entries = list(named.items()) if isinstance(named, dict) else []
-    for targets, one in [*(((str(name),), one) for name, one in entries), ((), config.get("global_quant_config"))]:
-        weights = one.get("weight") if isinstance(one, dict) else None
+    for targets, entry in [
+        *(((str(name),), entry) for name, entry in entries),
+        ((), config.get("global_quant_config")),
+    ]:
+        weights = entry.get("weight") if isinstance(entry, dict) else None
         weights = weights[0] if isinstance(weights, list) and weights else weights
         if isinstance(weights, dict):
-            found.append(_Scheme(targets, _of_name(path, place, str(weights.get("dtype")))))
-    return found
+            schemes.append(_Scheme(targets, _of_name(path, place, str(weights.get("dtype")))))
+    return schemes
 
 
 def _of_name(path: Path, place: str, name: str) -> str:
@@ -316,8 +319,8 @@ class _Typed:
     def of(path: Path, schemes: Sequence[_Scheme], left_out: Iterable[str], *, only_experts: bool) -> _Typed:
         targets: dict[str, list[str]] = {}
         for scheme in schemes:
-            targets.setdefault(scheme.dtype, []).extend(one for one in scheme.targets if one != "Linear")
-        for_all = (one.dtype for one in schemes if not one.targets or "Linear" in one.targets)
+            targets.setdefault(scheme.dtype, []).extend(target for target in scheme.targets if target != "Linear")
+        for_all = (target.dtype for target in schemes if not target.targets or "Linear" in target.targets)
         named = tuple((_Names.of(path, listed), dtype) for dtype, listed in targets.items() if listed)
         return _Typed(named, next(for_all, PLAIN), _Names.of(path, left_out), only_experts)
 
@@ -342,15 +345,15 @@ def _assigned(typed: _Typed, modules: Iterable[Module]) -> CheckpointTypes:
         most[MLP] = most[ATTENTION]
     if not params[EXPERTS]:
         most[EXPERTS] = most[MLP]
-    other, said = 0.0, []
+    other_bytes, said = 0.0, []
     for kind, types in params.items():
         for dtype, count in types.items():
-            other += count * (WEIGHT_BITS[dtype] - WEIGHT_BITS[most[kind]]) / 8
+            other_bytes += count * (WEIGHT_BITS[dtype] - WEIGHT_BITS[most[kind]]) / 8
             share = count / sum(types.values())
             if dtype != most[kind] and share > _WORTH_SAYING:
                 said.append(f"{share:.0%} of its {_WORDS[kind]} are in {dtype}, not in {most[kind]}")
     notes = (f"{' and '.join(said)}: their size is counted, their time is as with the others",) if said else ()
-    return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other), notes=notes)
+    return CheckpointTypes(most[ATTENTION], most[MLP], most[EXPERTS], other_bytes=round(other_bytes), notes=notes)
 
 
 @dataclass(frozen=True)
@@ -367,13 +370,13 @@ class _Names:
         paths: set[str] = set()
         parts: set[str] = set()
         patterns: list[re.Pattern[str]] = []
-        for one in listed:
-            if one.startswith("re:"):
-                patterns.append(_compiled(path, one[3:]))
-            elif "*" in one:
-                patterns.append(re.compile(".*".join(map(re.escape, one[:_LONGEST].split("*")[: _MOST_STARS + 1]))))
+        for name in listed:
+            if name.startswith("re:"):
+                patterns.append(_compiled(path, name[3:]))
+            elif "*" in name:
+                patterns.append(re.compile(".*".join(map(re.escape, name[:_LONGEST].split("*")[: _MOST_STARS + 1]))))
             else:
-                (paths if "layers." in one else parts).add(one)
+                (paths if "layers." in name else parts).add(name)
         return _Names(frozenset(paths), frozenset(parts), tuple(patterns))
 
     def hold(self, name: str) -> bool:

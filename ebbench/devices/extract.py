@@ -153,8 +153,8 @@ def _fastest(rows: Iterable[tuple[object, ...]]) -> Iterator[tuple[object, ...]]
     best: dict[tuple[object, ...], float] = {}
     for *key, time_us in rows:
         best[tuple(key)] = min(best.get(tuple(key), float("inf")), float(str(time_us)))
-    for found, fastest_us in best.items():
-        yield (*found, fastest_us)
+    for columns, fastest_us in best.items():
+        yield (*columns, fastest_us)
 
 
 def _decode(systems: Path) -> Iterator[tuple[object, ...]]:
@@ -191,12 +191,12 @@ def _collectives(systems: Path) -> Iterator[tuple[object, ...]]:
                 mode = str(row["backend"]).removeprefix("vllm_")
                 yield (device, link, "all_reduce", mode, *_message(row))
         link, version = NCCL[device]
-        found: dict[tuple[object, ...], list[float]] = {}
+        times_by_size: dict[tuple[object, ...], list[float]] = {}
         for row in _all(root / "nccl" / version / "nccl_perf.parquet"):
             gpus, size, time_us = _message(row)
             if row["nccl_dtype"] == "half" and row["op_name"] in ("all_gather", "reduce_scatter"):
-                found.setdefault((row["op_name"], "eager", gpus, size), []).append(time_us)
-        for key, times in found.items():
+                times_by_size.setdefault((row["op_name"], "eager", gpus, size), []).append(time_us)
+        for key, times in times_by_size.items():
             if key[2] in GROUP_SIZES:
                 yield device, link, *key, round(sum(times) / len(times), 3)
 

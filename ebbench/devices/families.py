@@ -117,12 +117,12 @@ def _chunks(v: ConfigValues, layers: int) -> Kinds:
     return [CHUNK if rope else FULL for rope in listed]
 
 
-def _flags(key: str, one: str, other: str = FULL) -> Pattern:
+def _flags(key: str, flagged: str, unflagged: str = FULL) -> Pattern:
     """A list of 0 and 1."""
 
     def pattern(v: ConfigValues, layers: int) -> Kinds:
         listed = v.per_layer(key, layers)
-        return [one if flag else other for flag in listed] if listed else [other] * layers
+        return [flagged if flag else unflagged for flag in listed] if listed else [unflagged] * layers
 
     return pattern
 
@@ -213,10 +213,10 @@ def _learned_positions(v: ConfigValues) -> int:
 
 def _per_layer_inputs(v: ConfigValues) -> int:
     """Gemma 3n and 4: an embedding for every layer, and its way into the layers."""
-    each = v.number("hidden_size_per_layer_input", default=0)
+    width = v.number("hidden_size_per_layer_input", default=0)
     hidden, layers = v.number("hidden_size"), v.number("num_hidden_layers")
     words = v.number("vocab_size_per_layer_input", default=0)
-    return layers * each * (words + 3 * hidden)
+    return layers * width * (words + 3 * hidden)
 
 
 def _gemma3n(v: ConfigValues) -> int:
@@ -321,8 +321,8 @@ def _mimo_window(v: ConfigValues, layers: int) -> Any:
 
 def _step_window(v: ConfigValues, layers: int) -> Any:
     """Step 3.5: ``attention_other_setting`` has the heads of layers with a window."""
-    other = v.objects("attention_other_setting")
-    own = {key: other[key] for key in ("num_attention_heads", "num_attention_groups", "head_dim") if key in other}
+    sizes = v.objects("attention_other_setting")
+    own = {key: sizes[key] for key in ("num_attention_heads", "num_attention_groups", "head_dim") if key in sizes}
     gate = "head" if v.flag("use_head_wise_attn_gate") else ""
     return softmax("window", gate=gate)(v.overlaid(own), layers)
 

@@ -1,8 +1,13 @@
-"""Shape of a decoder-only transformer: bytes of its weights, KV bytes per token, parameters used per token."""
+"""Shape of a decoder-only transformer: bytes of its weights, parameters used per token, and layout of its KV cache."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 # Layers that mix tokens: attention of several kinds, and what stands in its place, with weights, cache and slices.
 
@@ -67,7 +72,7 @@ class Mixer:
     @property
     def params(self) -> int:
         """Parameters of the products of one layer."""
-        return sum(one.params for one in self.products)
+        return sum(product.params for product in self.products)
 
     @property
     def measured_alike(self) -> bool:
@@ -89,7 +94,7 @@ class Mixer:
         indices are stored by every GPU."""
         if tp == 1:
             return self
-        products = tuple(one.sliced(tp) for one in self.products)
+        products = tuple(product.sliced(tp) for product in self.products)
         if self.kind == "index":
             return replace(self, products=products)
         sizes = tuple((name, max(size // tp, 1) if name.startswith("n") else size) for name, size in self.sizes)
@@ -99,7 +104,7 @@ class Mixer:
         if not self.kv_heads:
             return part
         kept = max(self.kv_heads // tp, 1)
-        cached, reads = (each * kept // self.kv_heads for each in (self.cached, self.reads))
+        cached, reads = (values_per_token * kept // self.kv_heads for values_per_token in (self.cached, self.reads))
         return replace(part, kv_heads=kept, cached=cached, reads=reads)
 
 
@@ -242,8 +247,8 @@ class ModelGeometry:
     @property
     def weight_dtypes(self) -> tuple[str, ...]:
         """Data types of all weights in the layers, without repetition."""
-        found = [self.weight_dtype, self.dtype_of_attention, *([self.dtype_of_experts] if self.experts else [])]
-        return tuple(dict.fromkeys(found))
+        dtypes = [self.weight_dtype, self.dtype_of_attention, *([self.dtype_of_experts] if self.experts else [])]
+        return tuple(dict.fromkeys(dtypes))
 
     @property
     def plain(self) -> bool:
@@ -389,3 +394,140 @@ class ModelGeometry:
             length = min(tokens, mixer.window) if mixer.kind == "window" else tokens
             kept += mixer.layers * length * mixer.bytes_per_token(self.kv_dtype_bytes)
         return kept
+
+
+Ints = npt.NDArray[np.int64]
+
+
+BLOCK_TOKENS = 16
+
+
+STATE_BLOCKS = 2
+"""Per group and sequence with prefix caching (``mamba_cache_mode`` align): the running state and the one before."""
+
+
+FEW_MORE = 1.5
+"""If the largest kind has less than so many times the layers of the smallest, groups have the size of the largest."""
+
+
+UNSTATED_POSITIONS = 32_768
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """``tables`` block tables alike. ``block_tokens``: tokens per block; ``window``: tokens kept, 0 is all;
+    ``per_sequence``: blocks of a sequence of any length, 0 is by tokens."""
+
+    tables: int
+    block_tokens: int
+    window: int = 0
+    per_sequence: int = 0
+
+    def held(self, tokens: Ints, processed: Ints) -> Ints:
+        """Blocks of sequences with room for ``tokens``, of which ``processed`` are computed for good."""
+        if self.per_sequence:
+            return np.full(len(tokens), self.tables * self.per_sequence, np.int64)
+        blocks = -(-tokens // self.block_tokens)
+        if self.window:
+            blocks = blocks - np.maximum(processed - self.window + 1, 0) // self.block_tokens
+        return np.asarray(self.tables * blocks, np.int64)
+
+    def most(self, tokens: int, in_flight: int) -> int:
+        """Blocks that a sequence of ``tokens`` needs at most, with ``in_flight`` tokens scheduled at once."""
+        if self.per_sequence:
+            return self.tables * self.per_sequence
+        blocks = -(-tokens // self.block_tokens)
+        if self.window:
+            blocks = min(blocks, -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1)
+        return self.tables * blocks
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """The groups of a model, the bytes of one block of the pool on one GPU, and what its server is ready for:
+    sequences of up to ``longest`` tokens, ``in_flight`` of them scheduled at once."""
+
+    groups: tuple[KvGroup, ...]
+    block_bytes: int
+    longest: int
+    in_flight: int
+
+    @property
+    def scheduler_block_tokens(self) -> int:
+        """Tokens per block as vLLM's scheduler has it: of which the blocks of every group are a part."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    def held(self, tokens: Ints, processed: Ints) -> Ints:
+        """Blocks of the pool that sequences hold; see :meth:`KvGroup.held`."""
+        held: Ints = np.add.reduce([group.held(tokens, processed) for group in self.groups])
+        return held
+
+    def most(self, tokens: int) -> int:
+        """Blocks of the pool that a sequence of ``tokens`` needs at most, which vLLM wants free to admit it."""
+        return sum(group.most(tokens, self.in_flight) for group in self.groups)
+
+    def tokens_of(self, blocks: int) -> int:
+        """What vLLM logs as the size of its KV cache: as many of the longest sequences as fit, times their length."""
+        return int(blocks / self.most(self.longest) * self.longest)
+
+    def blocks_of(self, tokens: int) -> int:
+        """The blocks of a server that logs a KV cache of ``tokens`` tokens."""
+        return round(tokens / self.longest * self.most(self.longest))
+
+    def effective_tokens(self, blocks: int, mean: float) -> int:
+        """Tokens that ``blocks`` blocks hold of sequences whose length is ``mean`` tokens."""
+        length = np.array([max(round(mean), 1)], np.int64)
+        return int(blocks / self.held(length, length)[0] * length[0])
+
+    def longest_within(self, blocks: int, tokens: int) -> int:
+        """The longest sequence of at most ``tokens`` tokens that ``blocks`` blocks hold."""
+        low, high = 0, tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.most(middle) <= blocks else (low, middle - 1)
+        return low
+
+
+def kv_layout(model: ModelGeometry, in_flight: int) -> KvLayout | None:
+    """The groups of a model as it lies on one GPU; None for one group that keeps all tokens."""
+    element = model.kv_dtype_bytes
+    kept = [mixer for mixer in model.mixers if mixer.cached or mixer.cached_bytes]
+    states = [mixer for mixer in model.mixers if mixer.state_bytes]
+    if not states and not any(mixer.kind == "window" for mixer in kept):
+        return None
+    tokens = _tokens_beside_states(kept, states, element)
+    buckets = [(mixer, tokens * mixer.bytes_per_token(element)) for mixer in _merged(kept)]
+    page = max((bytes_ for _, bytes_ in buckets), default=0.0)
+    page = max(page, *(mixer.state_bytes for mixer in states)) if states else page
+    counts = [mixer.layers for mixer, _ in buckets] + [mixer.layers for mixer in states]
+    most = max(counts)
+    size = most if most < FEW_MORE * min(counts) else min(counts)
+    groups = [
+        KvGroup(-(-mixer.layers // size), tokens * (int(page // own) if page % own == 0 else 1), _window(mixer))
+        for mixer, own in buckets
+    ]
+    groups += [KvGroup(-(-mixer.layers // size), tokens, per_sequence=STATE_BLOCKS) for mixer in states]
+    return KvLayout(tuple(groups), int(size * page), model.positions or UNSTATED_POSITIONS, in_flight)
+
+
+def _window(mixer: Mixer) -> int:
+    return mixer.window if mixer.kind == "window" else 0
+
+
+def _merged(kept: Iterable[Mixer]) -> list[Mixer]:
+    """Layers that keep as much as each other, in one way, as one kind."""
+    by_layout: dict[tuple[int, int, int], Mixer] = {}
+    for mixer in kept:
+        key = (_window(mixer), mixer.cached, mixer.cached_bytes)
+        before = by_layout.get(key)
+        by_layout[key] = mixer if before is None else replace(before, layers=before.layers + mixer.layers)
+    return list(by_layout.values())
+
+
+def _tokens_beside_states(kept: Iterable[Mixer], states: Iterable[Mixer], element: float) -> int:
+    """Tokens per block: the smallest multiple of 16 with which a block of attention is no smaller than a state."""
+    largest = max((mixer.state_bytes for mixer in states), default=0)
+    narrowest = max((mixer.bytes_per_token(element) for mixer in kept), default=0.0)
+    if not largest or not narrowest:
+        return BLOCK_TOKENS
+    return BLOCK_TOKENS * max(-(-largest // int(BLOCK_TOKENS * narrowest)), 1)

@@ -72,11 +72,11 @@ class Collectives:
         """Measured collectives that cannot be slower: of fewer GPUs over this link, of as many over a faster one."""
         faster = [name for name, link in self.profile.links.items() if link.bytes_per_s > self._link.bytes_per_s]
         others = [replace(self, gpus=count) for count in (2, 4) if count < self.gpus]
-        return [one for one in (*others, *(replace(self, link=name) for name in faster)) if one.measured]
+        return [group for group in (*others, *(replace(self, link=name) for name in faster)) if group.measured]
 
     @property
     def _bounds(self) -> str:
-        named = [f"on {one.gpus} GPUs" if one.link == self.link else f"over {one.link}" for one in self._lower]
+        named = [f"on {group.gpus} GPUs" if group.link == self.link else f"over {group.link}" for group in self._lower]
         return f", and at least that measured {' and '.join(named)}" if named else ""
 
     def all_reduce_s(self, tokens: Array, token_bytes: float, *, eager: bool = False) -> Array:
@@ -103,15 +103,15 @@ class Collectives:
         points = self._points(operation, mode)
         if points is not None:
             sizes, times = points
-            found = np.interp(size, sizes, times) * np.maximum(size / sizes[-1], 1.0)
+            seconds = np.interp(size, sizes, times) * np.maximum(size / sizes[-1], 1.0)
         elif operation != "all_reduce":
-            found = self._seconds("all_reduce", size / 2, mode)  # half the data of an all-reduce
+            seconds = self._seconds("all_reduce", size / 2, mode)  # half the data of an all-reduce
         else:
             share = 2 * (self.gpus - 1) / self.gpus
-            found = self._link.latency_s + share * size / self._link.bytes_per_s
-        for one in () if self.measured else self._lower:
-            found = np.maximum(found, one._seconds(operation, size, mode))
-        return np.where(size > 0, found, 0.0)
+            seconds = self._link.latency_s + share * size / self._link.bytes_per_s
+        for group in () if self.measured else self._lower:
+            seconds = np.maximum(seconds, group._seconds(operation, size, mode))
+        return np.where(size > 0, seconds, 0.0)
 
     def _points(self, operation: str, mode: str) -> tuple[Array, Array] | None:
         table = select(
@@ -127,8 +127,8 @@ class Collectives:
         """Sizes and times by the library, which knows one link of each GPU, of a GPU that no packaged table has."""
         if self.link != next(iter(self.profile.links)) or select("collective", device=self._device).num_rows:
             return None
-        found = library.collective(self.profile, operation, self.gpus, SIZES)
-        return None if found is None or not found.origin.exact else (found.points, np.maximum.accumulate(found.times))
+        curve = library.collective(self.profile, operation, self.gpus, SIZES)
+        return None if curve is None or not curve.origin.exact else (curve.points, np.maximum.accumulate(curve.times))
 
 
 def choose_link(profile: DeviceProfile, wanted: str = "") -> str:
@@ -170,7 +170,7 @@ class Shape(NamedTuple):
     def distance(self, other: Shape) -> float:
         """How far the shapes are apart: the sum of the logarithms of their ratios."""
         pairs = ((self.params, other.params), (self.experts, other.experts), (self.per_token, other.per_token))
-        return float(sum(abs(np.log(one / two)) for one, two in pairs))
+        return float(sum(abs(np.log(ours / theirs)) for ours, theirs in pairs))
 
     def __str__(self) -> str:
         return f"{self.per_token} of {self.experts} experts of {self.hidden} x {self.intermediate}"
@@ -193,8 +193,8 @@ def expert_times(
     said: tuple[str, ...] = ()
     if dtype == MXFP4 and profile.mxfp4_experts:
         dtype, said = profile.mxfp4_experts, (caveat("mxfp8-activations", device=profile.name),)
-    if found := _measured(profile.name, wanted, dtype, tp, ep):
-        return found, said, ()
+    if points := _measured(profile.name, wanted, dtype, tp, ep):
+        return points, said, ()
     known = bool(shapes_measured(profile.name, dtype, 1, 1))
     if curve := library.experts(profile, model, dtype, tp, ep, derived=not known):
         return (curve.points, curve.times), said, ((f"experts of {model.name}", curve.origin),)
@@ -204,11 +204,11 @@ def expert_times(
     bits = WEIGHT_BITS[model.dtype_of_experts]
     for division in dict.fromkeys(((tp, ep), (1, 1))):
         if near := _nearest(profile.name, wanted, dtype, *division):
-            other, kind = near
-            tokens, times = scaled_times(profile, wanted, bits, other, kind, division)
+            similar, kind = near
+            tokens, times = scaled_times(profile, wanted, bits, similar, kind, division)
             of = {"model": model.name, "experts": str(wanted), "device": profile.name}
-            found = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
-            return found, (caveat("experts-scaled", **of, measured=str(other)), *said), ()
+            points = (tokens, times) if division == (tp, ep) else _divided(tokens, times, parts)
+            return points, (caveat("experts-scaled", **of, measured=str(similar)), *said), ()
     estimated = caveat("experts-roofline", model=model.name, device=profile.name)
     return (_TOKENS, roofline_s(profile, wanted, bits, _TOKENS) / parts), (estimated, *library.hint(profile)), ()
 
@@ -217,18 +217,18 @@ MXFP4 = "w4a16_mxfp4"
 
 
 def scaled_times(
-    profile: DeviceProfile, wanted: Shape, bits: float, other: Shape, dtype: str, division: tuple[int, int]
+    profile: DeviceProfile, wanted: Shape, bits: float, similar: Shape, dtype: str, division: tuple[int, int]
 ) -> tuple[Array, Array]:
     """Times of a measured shape, all but their fixed part in the ratio of both shapes' rooflines.
 
     The fixed part is what the measured times exceed their roofline by at least: launches, sorting tokens by expert.
     """
-    found = _measured(profile.name, other, dtype, *division)
-    assert found is not None  # a shape of the table
-    tokens, times = found
+    curve = _measured(profile.name, similar, dtype, *division)
+    assert curve is not None  # a shape of the table
+    tokens, times = curve
     parts = division[0] * division[1]
     ours = roofline_s(profile, wanted, bits, tokens) / parts
-    theirs = roofline_s(profile, other, _TABLE_BITS.get(dtype, 8.0), tokens) / parts
+    theirs = roofline_s(profile, similar, _TABLE_BITS.get(dtype, 8.0), tokens) / parts
     fixed = float(np.clip((times - theirs).min(), 0.0, times.min()))
     return tokens, fixed + (times - fixed) * ours / theirs
 
@@ -330,10 +330,12 @@ def step_arrays(
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     experts = None
     if model.experts:
-        (points, times), unmeasured, found = expert_times(profile, model, shape)
-        notes += found
-        each = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
-        experts = _sustained(profile, _continued(tokens, points, times), tokens * each, model.dtype_of_experts)
+        (points, times), unmeasured, origins = expert_times(profile, model, shape)
+        notes += origins
+        flops_per_token = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
+        experts = _sustained(
+            profile, _continued(tokens, points, times), tokens * flops_per_token, model.dtype_of_experts
+        )
         warnings += unmeasured
     joined = _joined(profile, model, shape, tokens, eager)
     work = _Work(profile, part, products, tokens, whole)
@@ -380,9 +382,9 @@ class _Work(NamedTuple):
 
     def _products_s(self, products: Sequence[Product], dtype: str) -> Array:
         total = np.zeros(MAX_TOKENS + 1)
-        for one in products:
-            points, times = self.products[dtype](one.columns, one.rows)
-            work = self.tokens * (2.0 * one.params)
+        for product in products:
+            points, times = self.products[dtype](product.columns, product.rows)
+            work = self.tokens * (2.0 * product.params)
             # FP8 kernels are chosen by the number of tokens: on Hopper 32 take longer than 64, on servers too.
             time = _continued(self.tokens, points, times, rising=not dtype.startswith("fp8"))
             total += _sustained(self.profile, time, work, dtype)
@@ -443,7 +445,7 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
         used.append(across)
         exchange = across.all_gather_s(tokens, token_bytes) + across.reduce_scatter_s(tokens, token_bytes)
         group = model.expert_layers * exchange
-    warnings = tuple(text for each in used for text in each.warnings)
+    warnings = tuple(text for group_of_gpus in used for text in group_of_gpus.warnings)
     return _Joined(unit, group, head, warnings, used[-1].provenance if used else "")
 
 
@@ -451,17 +453,17 @@ def _all_products(
     profile: DeviceProfile, model: ModelGeometry
 ) -> tuple[dict[str, Gemm], tuple[str, ...], tuple[library.Note, ...]] | None:
     """Matrix products by the types of a model's weights, and in 16 bits, with warnings; None without any tables."""
-    found: dict[str, Gemm] = {}
+    tables_by_dtype: dict[str, Gemm] = {}
     warnings: tuple[str, ...] = ()
     for dtype in dict.fromkeys((model.dtype_of_attention, model.weight_dtype)):
         tables = _products(profile, dtype)
         if tables is None:
             return None
-        found[dtype], found["bfloat16"], said = tables
+        tables_by_dtype[dtype], tables_by_dtype["bfloat16"], said = tables
         warnings += said
-    taken = {dtype: _taken(profile, dtype)[1] for dtype in found}
+    taken = {dtype: _taken(profile, dtype)[1] for dtype in tables_by_dtype}
     notes = tuple((f"products in {dtype}", origin) for dtype, origin in taken.items() if origin is not None)
-    return found, warnings, notes
+    return tables_by_dtype, warnings, notes
 
 
 def _taken(profile: DeviceProfile, dtype: str) -> tuple[Gemm | None, library.Origin | None]:
@@ -478,20 +480,20 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
         return None
     if dtype == "bfloat16":
         return plain, plain, ()
-    found, tensor = _taken(profile, dtype)[0], _taken(profile, "fp8")[0]
-    if found is None and WEIGHT_BITS[dtype] < 8:
+    gemm, tensor = _taken(profile, dtype)[0], _taken(profile, "fp8")[0]
+    if gemm is None and WEIGHT_BITS[dtype] < 8:
         return _of_fewer_bits(profile, plain, dtype), plain, (caveat("fewer-bits", dtype=dtype, device=profile.name),)
-    if found is not None and tensor is not None and dtype == "fp8_block":
-        return _without_launch(found, tensor), plain, (caveat("fp8-block-launch", device=profile.name),)
-    if found is not None:
-        return found, plain, ()
-    found = tensor
-    if found is None:
+    if gemm is not None and tensor is not None and dtype == "fp8_block":
+        return _without_launch(gemm, tensor), plain, (caveat("fp8-block-launch", device=profile.name),)
+    if gemm is not None:
+        return gemm, plain, ()
+    gemm = tensor
+    if gemm is None:
         raise UsageError(
             f"no kernels with {dtype} weights were measured on {profile.name}; use the model in 16 bits, or a device "
             "with FP8 tables (h100, h200, b200, b300, l40s, rtx-pro-6000)"
         )
-    return found, plain, (caveat("fp8-by-tensor", dtype=dtype, device=profile.name),)
+    return gemm, plain, (caveat("fp8-by-tensor", dtype=dtype, device=profile.name),)
 
 
 def _of_fewer_bits(profile: DeviceProfile, plain: Gemm, dtype: str) -> Gemm:
@@ -587,7 +589,7 @@ def _gemm_from_layers(device: str) -> Gemm | None:
         return None
     reference = find_model(table["model"][0])
     products = [*reference.mixers[0].products, *reference.mlp_products(reference.intermediate)]
-    widths = [(one.columns, one.rows) for one in products]
+    widths = [(product.columns, product.rows) for product in products]
     shapes = dict(zip(_ROLES, widths, strict=True)) | {"lm_head": (reference.vocab, reference.hidden)}
     curves = {role: _curve(device, reference.name, role) for role in shapes}
 

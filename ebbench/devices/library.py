@@ -124,8 +124,8 @@ class Kernel:
 
     def seconds(self, batch: int, length: int = 1, before: int = 0) -> float:
         """Time of ``batch`` sequences of ``length`` tokens each (of a decode: its context) after ``before`` cached."""
-        found = self.engine.evaluate_ops_json(self.described, self.is_prompt, batch, length, before, 1.0, None)
-        return float(sum(one[1] for one in found)) * 1e-3
+        rows = self.engine.evaluate_ops_json(self.described, self.is_prompt, batch, length, before, 1.0, None)
+        return float(sum(row[1] for row in rows)) * 1e-3
 
 
 def installed() -> bool:
@@ -146,8 +146,8 @@ def products(profile: DeviceProfile, dtype: str) -> tuple[Product | None, Origin
         return None, None
 
     def product(columns: int, rows: int) -> tuple[Array, Array]:
-        found = kernel(columns, rows) or sample
-        return np.array(TOKENS, dtype=float), np.array([found.seconds(count) for count in TOKENS])
+        measured = kernel(columns, rows) or sample
+        return np.array(TOKENS, dtype=float), np.array([measured.seconds(count) for count in TOKENS])
 
     return product, sample.origin
 
@@ -238,7 +238,7 @@ _BLOCK_SPARSE = (6144, 64)
 def _module(model: ModelGeometry, mixer: Mixer, part: Mixer, dtype: str) -> dict[str, Any]:
     """The module of a layer's whole attention, with projections in ``dtype``."""
     types = {"kv_cache_dtype": model.kv_dtype, "fmha_quant_mode": "bfloat16", "gemm_quant_mode": dtype}
-    index = next((one for one in model.mixers if one.kind == "index"), mixer)
+    index = next((candidate for candidate in model.mixers if candidate.kind == "index"), mixer)
     if mixer.kind == "sparse":
         return types | {
             "num_heads": part.heads, "num_kv_heads": part.kv_heads, "hidden_size": model.hidden,
@@ -319,11 +319,11 @@ def _kernel(
         if engine is None:
             continue
         try:
-            found = engine.evaluate_ops_json(described, prompt, 1, 64, 0, 1.0, None)
+            evaluated = engine.evaluate_ops_json(described, prompt, 1, 64, 0, 1.0, None)
         except (RuntimeError, ValueError):  # the library's errors for what it has no rows of, or no arithmetic
             continue
         derived_from = engine.last_provenance()
-        if any(source == FORMULA for *_, source in found) or derived_from not in (None, OTHER_SHAPE):
+        if any(source == FORMULA for *_, source in evaluated) or derived_from not in (None, OTHER_SHAPE):
             continue
         return Kernel(engine, described, prompt, _origin(system, mode, shared, next(iter(ops[0]))))
     return None
@@ -392,6 +392,8 @@ def _others(system: str, kind: str) -> tuple[str, ...]:
         f"{_FILES.get(kind, kind)}_perf.parquet",
     )
     paths = [
-        Path(one["path"]) for one in json.loads(report)["records"] if one["exists"] and one["channel"] != "primary"
+        Path(record["path"])
+        for record in json.loads(report)["records"]
+        if record["exists"] and record["channel"] != "primary"
     ]
     return tuple(f"{path.parent.parent.name} {path.parent.name}" for path in paths)

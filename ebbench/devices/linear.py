@@ -79,10 +79,10 @@ def published_calibration(profile: DeviceProfile, model: ModelGeometry) -> Calib
     """The authors' coefficients for this device and model, or None if they published none."""
     key = model.hf_id.lower()
     for device in profile.calibration_names:
-        found = _calibrations().get((device, key))
-        if found is not None:
+        calibration = _calibrations().get((device, key))
+        if calibration is not None:
             mixed = next((_mixed()[d, key] for d in profile.calibration_names if (d, key) in _mixed()), None)
-            return replace(found, mixed=mixed, margin=profile.margin_s_per_token)
+            return replace(calibration, mixed=mixed, margin=profile.margin_s_per_token)
     return None
 
 
@@ -208,12 +208,12 @@ def fixed_and_each(counts: Sequence[float], times_s: Sequence[float]) -> tuple[f
     fixed cost of a decode step no threshold is defined.
     """
     x, y = np.asarray(counts, float), np.asarray(times_s, float)
-    each, fixed = (float(v) for v in np.polyfit(x, y, 1))
+    slope, fixed = (float(v) for v in np.polyfit(x, y, 1))
     if fixed < 0.0:
-        fixed, each = 0.0, float(x @ y / (x @ x))
-    elif each < 0.0:
-        fixed, each = float(y.mean()), 0.0
-    return max(fixed, LEAST_FIXED_S), each
+        fixed, slope = 0.0, float(x @ y / (x @ x))
+    elif slope < 0.0:
+        fixed, slope = float(y.mean()), 0.0
+    return max(fixed, LEAST_FIXED_S), slope
 
 
 def _fitted_mixed(a: float, b: float, c: float) -> MixedCost | None:

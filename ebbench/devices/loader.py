@@ -38,11 +38,11 @@ from ebbench.devices.linear import (
 )
 from ebbench.devices.profiles import (
     DeviceProfile,
+    device_identity,
     find_model,
     find_profile,
     has_bundled_shape,
     has_other_shape,
-    identity_of,
     measured_name,
 )
 from ebbench.devices.roofline import RooflineCost, roofline_cost
@@ -50,7 +50,7 @@ from ebbench.devices.surfaces import has_joint_tables
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.warnings import HOST_DOUBTED, HOST_UNFITTED, MIXING_UNMEASURED, Caveat, caveat
-from ebbench.spec.server import OPTION, HostCosts, Speculative, release_of
+from ebbench.spec.server import OPTION, HostCosts, Speculative, parse_release
 from vllm_eb.calibration import Calibration
 
 SLOWER = 1.02
@@ -73,28 +73,28 @@ def caveats(
 
     ``model``: in the types that are served. ``host``: the constants in ``cost``.
     """
-    found = (
+    said = (
         *_of_model(request, model),
         *_of_options(request, cost),
         *_unused_numbers(request, profile, model, cost),
     )
     if isinstance(cost, TableCost | RooflineCost):
-        found += unfitted_host(request, host)
+        said += unfitted_host(request, host)
     if isinstance(cost, TableCost):
-        found += (
+        said += (
             *unmeasured_mixing(profile),
             *doubtful_host(profile, cost),
             *_slower_than_16_bits(request, profile, model, cost),
             *_slower_than_half_the_gpus(request, profile, model, cost),
         )
-    return found
+    return said
 
 
 def _of_model(request: DeviceRequest, model: ModelGeometry) -> tuple[str, ...]:
-    found: tuple[str, ...] = (caveat("model-note", model=model.name, note=model.note),) if model.note else ()
+    said: tuple[str, ...] = (caveat("model-note", model=model.name, note=model.note),) if model.note else ()
     if has_other_shape(model):
-        found += (caveat("other-shape", given=request.model, model=model.name, params=model.params),)
-    return found
+        said += (caveat("other-shape", given=request.model, model=model.name, params=model.params),)
+    return said
 
 
 def _of_options(request: DeviceRequest, cost: CostModel) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ _TABLES_SINCE = (0, 19)
 
 def _other_kernels(request: DeviceRequest) -> tuple[str, ...]:
     """What of an older vLLM ``--vllm-version`` does not set."""
-    version = release_of(request.vllm_version or "")
+    version = parse_release(request.vllm_version or "")
     if version is None or version >= _TABLES_SINCE:
         return ()
     return (caveat("older-vllm", vllm_version=request.vllm_version),)
@@ -149,7 +149,7 @@ def _unused_numbers(
 
 def _stated(profile: DeviceProfile, names: Sequence[str]) -> list[str]:
     """The fields that differ from their defaults."""
-    defaults = {one.name: one for one in fields(DeviceProfile)}
+    defaults = {setting.name: setting for setting in fields(DeviceProfile)}
     return [name for name in names if getattr(profile, name) and getattr(profile, name) != defaults[name].default]
 
 
@@ -208,9 +208,9 @@ def _slower_steps(
     request: DeviceRequest, profile: DeviceProfile, model: ModelGeometry, cost: TableCost, on: Parallel
 ) -> dict[str, float]:
     """Steps that take longer with ``cost`` than with tables of ``model`` on GPUs of the shape ``on``, and how much."""
-    other = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
-    assert other is not None  # the device has tables
-    ratios = {what: cost.step_s(step) / other[0].step_s(step) for what, step in _STEPS.items()}
+    smaller = table_cost(profile, model, cost.host, shape=on, overlap=request.async_scheduling, eager=request.eager)
+    assert smaller is not None  # the device has tables
+    ratios = {what: cost.step_s(step) / smaller[0].step_s(step) for what, step in _STEPS.items()}
     return {what: ratio for what, ratio in ratios.items() if ratio > SLOWER}
 
 
@@ -326,7 +326,7 @@ def load(request: DeviceRequest) -> Device:
         profile=profile,
         geometry=geometry,
         request=request,
-        identity=(*identity_of(profile, named, cost=request.cost, host=request.host), *built.identity),
+        identity=(*device_identity(profile, named, cost=request.cost, host=request.host), *built.identity),
         kv_layout=requested_layout(profile, geometry, request),
     )
 
@@ -344,7 +344,7 @@ def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
     if request.assume_kernels or request.cost == _ROOFLINE:
         return
     codes = [code for code in _UNMEASURED if code != _ROOFLINE or not request.name.endswith(".toml")]
-    missing = [each for each in built.warnings if isinstance(each, Caveat) and each.code in codes]
+    missing = [warning for warning in built.warnings if isinstance(warning, Caveat) and warning.code in codes]
     if not missing:
         return
     what: str = missing[0]
@@ -352,7 +352,7 @@ def _refuse_unmeasured(request: DeviceRequest, built: Built) -> None:
         what = (
             f"kernels were not measured on {request.name}, and a roofline by its data sheet is right to a factor only"
         )
-    hint = [f"{each}, or" for each in built.warnings if each in library.hint(find_profile(request.name))]
+    hint = [f"{warning}, or" for warning in built.warnings if warning in library.hint(find_profile(request.name))]
     remedy = " ".join([*hint, "choose a GPU that has them (`ebbench devices list`), or accept the estimate"])
     raise UsageError(
         f"{what}; {remedy} with --assume-kernels (run, capacity, plan, advise, sweep, devices show, serve)"
@@ -557,7 +557,7 @@ def unit_device(
     return UnitDevice(unit, spare, speed, model.kv_bytes_per_token)
 
 
-def shape_of(topology: TopologySpec) -> Parallel:
+def parallel_shape(topology: TopologySpec) -> Parallel:
     """How the GPUs of one instance of the first pool share the model."""
     return _shape(topology.pools[0], topology.link)
 

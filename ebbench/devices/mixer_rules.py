@@ -90,7 +90,7 @@ class ConfigValues:
         self._read.update(keys)
         for key in keys:
             value = self._raw.get(key)
-            if isinstance(value, list) and value and all(each == value[0] for each in value):
+            if isinstance(value, list) and value and all(entry == value[0] for entry in value):
                 value = value[0]
             if value is None:
                 continue
@@ -118,8 +118,8 @@ class ConfigValues:
         value = self.listed(key)
         if value is not None and len(value) != layers:
             raise InputFileError(self.path, f"{key} has {len(value)} entries for {layers} layers; it needs one each")
-        for each in value or ():
-            self._check_plain(key, each)
+        for entry in value or ():
+            self._check_plain(key, entry)
         return value
 
     def objects(self, key: str) -> Mapping[str, Any]:
@@ -137,14 +137,14 @@ class ConfigValues:
 
     def by_layer(self, key: str) -> dict[int, dict[str, Any]]:
         """An object of objects by the number of a layer. Raises InputFileError for anything else."""
-        found = {}
+        own_values = {}
         for layer, own in self.objects(key).items():
             if not (layer.isascii() and layer.isdigit() and isinstance(own, dict)):
                 raise InputFileError(self.path, f"{key} must be an object of objects by the number of a layer")
             for value in own.values():
                 self._check_plain(key, value)
-            found[int(layer)] = own
-        return found
+            own_values[int(layer)] = own
+        return own_values
 
     def understood(self, keys: Iterable[str]) -> None:
         """Note that these are understood without being read."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbench.devices.checkpoint_types import CheckpointTypes, modules_of, types_of
+from ebbench.devices.checkpoint_types import CheckpointTypes, read_modules, read_types
 from ebbench.devices.families import (
     DENSE_MLP,
     EXPERTS,
@@ -233,7 +233,7 @@ def _geometry(
     by_layer = _mixers(path, v, family, plan)
     mlps = _mlps(v, family, kinds, layers)
     model = _with_mlps(v, family, _base(path, v, raw, family, by_layer), mlps, plan)
-    types = types_of(path, raw, modules_of(model, family.modules, by_layer, mlps, DENSE_MLP))
+    types = read_types(path, raw, read_modules(model, family.modules, by_layer, mlps, DENSE_MLP))
     model = _with_types(model, types)
     unknown = v.not_understood()
     if unknown and not assume_decoder:
@@ -270,12 +270,12 @@ def _kinds(v: ConfigValues, family: Family, layers: int) -> list[str]:
         raise InputFileError(v.path, f"{key} must be a list with a layer each")
     elif len(listed) != layers:
         raise InputFileError(v.path, f"{key} has {len(listed)} entries for {layers} layers; it needs one each")
-    found = [KIND_NAMES.get(str(kind), str(kind)) for kind in listed]
+    kinds = [KIND_NAMES.get(str(kind), str(kind)) for kind in listed]
     allowed = {*family.layers, *((DENSE_MLP, EXPERTS) if family.one_each else ())}
-    for kind, name in zip(found, listed, strict=True):
+    for kind, name in zip(kinds, listed, strict=True):
         if kind not in allowed:
             raise InputFileError(v.path, f"{key or 'the model'} has {name!r}, which has no cost model here")
-    return _windowed(v, found)
+    return _windowed(v, kinds)
 
 
 def _pattern(v: ConfigValues, family: Family, layers: int) -> Sequence[str]:
@@ -301,7 +301,7 @@ def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> l
     heads = v.per_layer("num_attention_heads_per_layer", layers)
     index = v.per_layer("indexer_types", layers)
     own = v.by_layer("per_layer_config")
-    found = []
+    described = []
     for layer, kind in enumerate(kinds):
         further: dict[str, Any] = dict(own.get(layer, {}))
         if heads is not None:
@@ -310,8 +310,8 @@ def _layers(v: ConfigValues, family: Family, kinds: list[str], layers: int) -> l
             further["indexer_types"] = index[layer]
         if layer >= layers - shared > 0:
             further[SHARES_CACHE] = True
-        found.append(_Layer(kind, tuple(sorted(further.items()))))
-    return found
+        described.append(_Layer(kind, tuple(sorted(further.items()))))
+    return described
 
 
 def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer]) -> list[tuple[Mixer, ...]]:
@@ -320,14 +320,14 @@ def _mixers(path: Path, v: ConfigValues, family: Family, plan: Sequence[_Layer])
     for layer in plan:
         if layer.kind not in (DENSE_MLP, EXPERTS):
             counts[layer] = counts.get(layer, 0) + 1
-    found: dict[_Layer, tuple[Mixer, ...]] = {}
+    by_layer: dict[_Layer, tuple[Mixer, ...]] = {}
     for layer, count in counts.items():
         own = [rule(v.overlaid(dict(layer.further)), count) for rule in family.layers[layer.kind]]
-        found[layer] = tuple(mixer for mixer in own if mixer is not None)
+        by_layer[layer] = tuple(mixer for mixer in own if mixer is not None)
     _read_absent_kinds(v, family, {layer.kind for layer in counts})
-    if not any(mixer.heads and mixer.kind not in ("state", "index") for own in found.values() for mixer in own):
+    if not any(mixer.heads and mixer.kind not in ("state", "index") for own in by_layer.values() for mixer in own):
         raise InputFileError(path, "has no layer with attention: a state-space model, which has no cost model here")
-    return [found.get(layer, ()) for layer in plan]
+    return [by_layer.get(layer, ()) for layer in plan]
 
 
 def _read_absent_kinds(v: ConfigValues, family: Family, present: set[str]) -> None:
@@ -374,9 +374,9 @@ def _with_experts(v: ConfigValues, layers: int) -> list[bool]:
     if isinstance(frequency, list):
         flags = v.per_layer("moe_layer_freq", layers) or []
     else:
-        each = v.number("moe_layer_freq", default=0) or 1
+        frequency_of_experts = v.number("moe_layer_freq", default=0) or 1
         flags = [
-            layer % each == 0 and (layer + 1) % every == 0 and layer % period == offset % period
+            layer % frequency_of_experts == 0 and (layer + 1) % every == 0 and layer % period == offset % period
             for layer in range(layers)
         ]
     return [bool(flag) and start <= layer <= last and layer not in named for layer, flag in enumerate(flags)]
@@ -409,7 +409,7 @@ def _base(
         sliding_layers=sum(mixer.layers for mixer in windows),
         other_params=family.others(v) if family.others else 0,
         dtype_bytes=_dtype(path, raw),
-        positions=positions_of(raw),
+        positions=max_positions(raw),
         mtp_layers=v.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
     )
     return model if set(model.mixers) == set(mixers) else replace(model, own_mixers=mixers)
@@ -474,7 +474,7 @@ def _shared(v: ConfigValues, family: Family, inner: int) -> int:
 
 
 def positions_of_values(v: ConfigValues) -> int:
-    """:func:`positions_of` for values that are already read."""
+    """:func:`max_positions` for values that are already read."""
     keys = (
         "max_position_embeddings",
         "rope_scaling",
@@ -484,10 +484,10 @@ def positions_of_values(v: ConfigValues) -> int:
         "n_positions",
         "seq_length",
     )
-    return positions_of({key: v.get(key) for key in keys})
+    return max_positions({key: v.get(key) for key in keys})
 
 
-def positions_of(raw: Mapping[str, Any]) -> int:
+def max_positions(raw: Mapping[str, Any]) -> int:
     """Longest sequence in tokens that a config.json allows, as vLLM derives it; 0: not stated.
 
     A scaling of rotary embeddings stretches the positions, unless those stated are stretched already (Gemma 3, and the

@@ -235,7 +235,9 @@ def find_model(name: str) -> ModelGeometry:
 def bundled_model(model: ModelGeometry) -> ModelGeometry | None:
     """The bundled model of the same short or Hugging Face name; None if there is none."""
     names = {model.name.lower(), model.hf_id.lower()}
-    return next((one for one in _models().values() if names & {one.name, one.hf_id.lower()}), None)
+    return next(
+        (candidate for candidate in _models().values() if names & {candidate.name, candidate.hf_id.lower()}), None
+    )
 
 
 def read_profile(path: Path) -> DeviceProfile:
@@ -335,7 +337,7 @@ _WORDS = frozenset(
 """Fields of a profile that no figure depends on."""
 
 
-def identity_of(
+def device_identity(
     profile: DeviceProfile, model: ModelGeometry, *, cost: str, host: HostCosts | None
 ) -> tuple[tuple[str, str], ...]:
     """Names and values for a manifest that tell own models and devices from others of their names; empty for bundled
@@ -344,13 +346,13 @@ def identity_of(
     ``model_shape`` and ``device_profile``: main numbers, and a digest of all that figures depend on. ``model``: in its
     own types, before ``--quantization`` and ``--kv-cache-dtype``, which a run records by themselves.
     """
-    found = []
+    identity = []
     bundled = bundled_model(model)
     if bundled is None or _content(bundled) != _content(model):
-        found.append(("model_shape", _shape(model)))
+        identity.append(("model_shape", _shape(model)))
     if own := _profile(profile, cost, host):
-        found.append(("device_profile", own))
-    return tuple(found)
+        identity.append(("device_profile", own))
+    return tuple(identity)
 
 
 def identity_given(cost: object, kv_tokens: int) -> tuple[tuple[str, str], ...]:
@@ -412,7 +414,7 @@ def _numbers(profile: DeviceProfile) -> Any:
 
 def _without_words(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_words(each) for name, each in value.items() if name not in _WORDS}
+        return {name: _without_words(entry) for name, entry in value.items() if name not in _WORDS}
     return value
 
 

@@ -297,8 +297,8 @@ class Surfaces:
         )
 
 
-def _ratio(one: Array, other: Array) -> Array:
-    return np.divide(one, other, out=np.ones_like(one), where=other > 0)
+def _ratio(dividend: Array, divisor: Array) -> Array:
+    return np.divide(dividend, divisor, out=np.ones_like(dividend), where=divisor > 0)
 
 
 def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfaces, tuple[str, ...]] | None:
@@ -308,17 +308,17 @@ def surfaces(profile: DeviceProfile, mixer: Mixer, kv_dtype: str) -> tuple[Surfa
     A device without joint tables may name another device whose ratio of mixed to pure decode cost it uses.
     """
     wanted = (mixer.heads, mixer.kv_heads, mixer.head_dim)
-    found = _own_surfaces(profile.name, wanted, kv_dtype, profile.bandwidth_bytes_per_s)
-    if found is not None and kv_dtype == "fp8" and profile.fp8_kv_as_16_bits:
+    measured = _own_surfaces(profile.name, wanted, kv_dtype, profile.bandwidth_bytes_per_s)
+    if measured is not None and kv_dtype == "fp8" and profile.fp8_kv_as_16_bits:
         plain = _own_surfaces(profile.name, wanted, "bfloat16", profile.bandwidth_bytes_per_s)
         assert plain is not None  # FP8 tables come with those in 16 bits
-        found = found[0].decoding_no_faster_than(plain[0]), found[1]
-    if found is None or not profile.mixed_from:
-        return found
-    own, warnings = found
+        measured = measured[0].decoding_no_faster_than(plain[0]), measured[1]
+    if measured is None or not profile.mixed_from:
+        return measured
+    own, warnings = measured
     lender = _own_surfaces(profile.mixed_from, wanted, "bfloat16", profile.bandwidth_bytes_per_s)
     if lender is None:
-        return found
+        return measured
     return replace(own, increment=own.decode * (lender[0].increment / lender[0].decode)), warnings
 
 
@@ -337,16 +337,16 @@ def _own_surfaces(
     above = [g for g in same_keys if g[0] > wanted[0]]
     warnings: tuple[str, ...] = ()
     if wanted in available:
-        found = _load(device, wanted, kv, bandwidth)
+        measured = _load(device, wanted, kv, bandwidth)
     elif below and above:
         low, high = below[-1], above[0]
         share = (wanted[0] - low[0]) / (high[0] - low[0])
-        found = _load(device, low, kv, bandwidth).blend(_load(device, high, kv, bandwidth), share)
+        measured = _load(device, low, kv, bandwidth).blend(_load(device, high, kv, bandwidth), share)
     else:
-        found, warnings = _from_nearest(device, wanted, available, kv, bandwidth)
+        measured, warnings = _from_nearest(device, wanted, available, kv, bandwidth)
     if kv != kv_dtype:
-        found = _with_kv_dtype(device, wanted, found, kv_dtype, bandwidth)
-    return found, warnings
+        measured = _with_kv_dtype(device, wanted, measured, kv_dtype, bandwidth)
+    return measured, warnings
 
 
 def _from_nearest(
@@ -366,7 +366,7 @@ def _from_nearest(
     )
 
 
-def _with_kv_dtype(device: str, wanted: Heads, found: Surfaces, kv_dtype: str, bandwidth: float) -> Surfaces:
+def _with_kv_dtype(device: str, wanted: Heads, measured: Surfaces, kv_dtype: str, bandwidth: float) -> Surfaces:
     """Joint tables have a 16-bit KV cache: scale them by the pure tables of the nearest geometry."""
     pure = [g for g in _geometries(device, kv_dtype, joint=False) if g in _geometries(device, "bfloat16", joint=False)]
     if not pure:
@@ -375,7 +375,7 @@ def _with_kv_dtype(device: str, wanted: Heads, found: Surfaces, kv_dtype: str, b
         )
     nearest = min(pure, key=lambda g: _distance(g, wanted))
     ours, theirs = (_load_pure(device, nearest, kv, bandwidth) for kv in (kv_dtype, "bfloat16"))
-    return found.like(ours, theirs)
+    return measured.like(ours, theirs)
 
 
 def has_joint_tables(device: str) -> bool:
@@ -389,8 +389,8 @@ def _distance(a: Heads, b: Heads) -> float:
 
 @cache
 def _geometries(device: str, kv_dtype: str, joint: bool) -> list[Heads]:
-    found = select("mixed", device=device) if joint else select("decode", device=device, kv_dtype=kv_dtype)
-    table = found.select(["heads", "kv_heads", "head_dim"]).to_pydict()
+    rows = select("mixed", device=device) if joint else select("decode", device=device, kv_dtype=kv_dtype)
+    table = rows.select(["heads", "kv_heads", "head_dim"]).to_pydict()
     return sorted(set(zip(table["heads"], table["kv_heads"], table["head_dim"], strict=True)))
 
 
@@ -564,7 +564,7 @@ def library_surfaces(rows: Rows, stream_s: float = 0.0) -> Surfaces:
     growth: dict[int, list[float]] = {}
     for (chunk, cached), time in rows.following.items():
         growth.setdefault(chunk, []).append(max(time - alone[chunk, 0], 0.0) / cached)
-    slopes = {chunk: float(np.mean(each)) for chunk, each in growth.items()}
+    slopes = {chunk: float(np.mean(times)) for chunk, times in growth.items()}
     per_pair = slopes[max(slopes)] / max(slopes)
     first = _by_length(alone, per_pair)
     following, next_context = _further_prompts(rows.prompt, first, per_pair)
@@ -623,11 +623,11 @@ def estimated_surfaces(profile: DeviceProfile, mixer: Mixer, element_bytes: floa
     seqs, contexts = np.array(SEQS, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)[None, :]
     lengths = np.arange(MAX_CHUNK + 1, dtype=float)
     if mixer.kind == "state":
-        each = 2.0 * mixer.state_bytes / bytes_per_s  # read and written
+        state_s = 2.0 * mixer.state_bytes / bytes_per_s  # read and written
         prompt = lengths * (4.0 * mixer.state_bytes / 2 / flops_per_s)
-        prompt[1:] += each
+        prompt[1:] += state_s
         context = np.zeros_like(lengths)
-        decode = np.broadcast_to(seqs * each, (len(SEQS), len(CONTEXTS)))
+        decode = np.broadcast_to(seqs * state_s, (len(SEQS), len(CONTEXTS)))
     else:
         read_s = mixer.reads * element_bytes / bytes_per_s
         pair_s = pair_flops(mixer) / flops_per_s

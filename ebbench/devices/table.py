@@ -191,7 +191,7 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
     warnings: list[str] = []
     notes: list[library.Note] = []
     whole: set[str] = set()
-    kinds = sorted(zip(model.mixers, part.mixers, strict=True), key=lambda each: each[1].kind == "index")
+    kinds = sorted(zip(model.mixers, part.mixers, strict=True), key=lambda pair: pair[1].kind == "index")
     for of_model, mixer in kinds:
         if mixer.kind == "index" and whole:
             continue

@@ -4,8 +4,9 @@ A policy reads neither clock nor socket. It receives events with their times (in
 returns orders. :mod:`ebbench.dispatch.base` has the interface, :mod:`ebbench.dispatch.policies` the names.
 """
 
+from ebbench.config.topology import DEFAULT_DISPATCH
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Fleet, Order, UnitReport, UnitState
-from ebbench.dispatch.policies import DEFAULT_DISPATCH, DESCRIPTIONS, DispatchSpec, make_dispatcher, parse_dispatch
+from ebbench.dispatch.policies import DESCRIPTIONS, DispatchSpec, make_dispatcher, parse_dispatch
 
 __all__ = [
     "DEFAULT_DISPATCH",

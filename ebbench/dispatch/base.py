@@ -251,10 +251,10 @@ class Fleet:
 
     def ended(self, key: int) -> UnitState | None:
         """Record that ``key`` has ended; returns its unit, or None if not open."""
-        found = self._open.pop(key, None)
-        if found is None:
+        assigned = self._open.pop(key, None)
+        if assigned is None:
             return None
-        unit, request, _ = found
+        unit, request, _ = assigned
         counted, waiting, instance = self._counted, unit.unacknowledged, unit.instance
         unit.in_flight_tokens -= counted.pop(key, 0)
         unit.open_requests -= 1

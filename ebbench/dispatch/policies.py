@@ -26,7 +26,6 @@ from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.dispatch.staggered_settings import OF_THE_CALLER, StaggeredSettings
 from ebbench.errors import UnknownNameError
 
-DEFAULT_DISPATCH = "least-outstanding"
 SLACK = Setting(
     "open requests by which a unit may exceed another before its cached prefix stops counting",
     unit="requests",

@@ -113,14 +113,14 @@ class CycleQueue:
 
     def overdue(self, limit: int | None) -> list[DispatchRequest]:
         """Remove and return requests left over in more than ``limit`` cycles."""
-        found: list[DispatchRequest] = []
+        requests: list[DispatchRequest] = []
         while limit is not None and self._joined:
             key, joined = next(iter(self._joined.items()))
             if self._cycle - joined <= limit:
                 break
-            found.append(self._remove(key).request)
+            requests.append(self._remove(key).request)
             self._drop_withdrawn()
-        return found
+        return requests
 
     def _oldest_aged(self) -> int | None:
         """The longest waiting request if it is aged and was not tried in this cycle."""
@@ -198,13 +198,13 @@ def candidates(
     patience: float | None,
 ) -> list[WaitingRequest]:
     """Candidates from (request, arrival time in ns), oldest first; the first may be urgent."""
-    found = []
+    waiting = []
     for order, (request, since_ns) in enumerate(held):
         waited = (now_ns - since_ns) / mean_pass_ns
         tokens = max(1, request.tokens)
         urgent = order == 0 and patience is not None and waited > patience
-        found.append(WaitingRequest(tokens, order, 1 + waited + token_worth * tokens, request, urgent))
-    return found
+        waiting.append(WaitingRequest(tokens, order, 1 + waited + token_worth * tokens, request, urgent))
+    return waiting
 
 
 def choose_pass(

@@ -52,14 +52,14 @@ class Readiness:
 
     def expired(self, mean_ns: float, now_ns: int) -> list[int]:
         """Instances silent for too long (safety path). They are reset: their batches count as done."""
-        found: list[int] = []
+        instances: list[int] = []
         while self._checks.watchdog and self._running:
             instance, since_ns = next(iter(self._running.items()))
             if now_ns < since_ns + round(WATCHDOG_FORWARDS * mean_ns):
                 break
             self.mark_free(instance)
-            found.append(instance)
-        return found
+            instances.append(instance)
+        return instances
 
     def next_expiry_ns(self, mean_ns: float) -> int | None:
         """When the next watchdog expires (ns)."""

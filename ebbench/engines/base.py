@@ -83,6 +83,12 @@ class EngineResult:
     step_parts: StepTableParts | None = None
     about_server: tuple[RunWarning, ...] = ()
 
+    def uninterrupted(self) -> EngineResult:
+        """This result, for callers that can do nothing with a part. Raises KeyboardInterrupt if it is one."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return self
+
     @property
     def last_mode(self) -> str:
         """The mode of the last step, eb or mb; "" if no modes are known."""

@@ -160,9 +160,9 @@ _STATED = ("max_num_seqs", "max_num_batched_tokens")
 def changed_settings(options: EngineOptions) -> list[str]:
     """The settings of a server among ``options`` that differ from their defaults, as options of the command line."""
     return [
-        option_name(one.name)
-        for one in fields(EngineOptions)
-        if one.name not in (*_OF_REQUESTS, *_STATED) and getattr(options, one.name) != one.default
+        option_name(option.name)
+        for option in fields(EngineOptions)
+        if option.name not in (*_OF_REQUESTS, *_STATED) and getattr(options, option.name) != option.default
     ]
 
 
@@ -195,7 +195,7 @@ def unverified_priorities(plan: Plan) -> list[RunWarning]:
     return [warning("priorities-unverified")] if _uses(plan, "priority") else []
 
 
-def notes_of(plan: Plan) -> tuple[str, ...]:
+def plan_notes(plan: Plan) -> tuple[str, ...]:
     """Warnings about what of a plan is not simulated."""
     return (IMAGES_AS_TOKENS,) if _uses(plan, "image_tokens") else ()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.devices.base import QUANTIZATIONS, Device
-from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parallel_of, types_of
+from ebbench.engines.vllm_command import Emulation, Serving, hub_name, parse_parallel, parse_types
 from ebbench.errors import InputFileError, UsageError
 from ebbench.foreign.documents import read_text
 from ebbench.records.warnings import caveat
@@ -41,9 +41,9 @@ def serving_of(
     """
     if emulate is None and slow_motion != 1.0:
         raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")
-    if emulate is not None and not parallel_of(vllm_options).single:
+    if emulate is not None and not parse_parallel(vllm_options).single:
         raise UsageError("--emulate emulates one GPU; leave out the options of several after --")
-    if emulate is not None and types_of(vllm_options):
+    if emulate is not None and parse_types(vllm_options):
         raise UsageError(
             "--emulate emulates a model in the types of its config.json; leave out --quantization and --kv-cache-dtype "
             "after --, or give them to `ebbench run --engine emulated`"
@@ -96,7 +96,7 @@ def serving_costs(
             "theta need no costs"
         )
     how = {"assume_kernels": assume_kernels} | _how(options, vllm_options)
-    return load_device(profile, model, parallel=parallel_of(vllm_options), **how).calibration
+    return load_device(profile, model, parallel=parse_parallel(vllm_options), **how).calibration
 
 
 def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _how(options: EngineOptions | None, vllm_options: Sequence[str]) -> dict[str
 
     Where both have one, vLLM takes the one of ``vllm_options``, which come last.
     """
-    types = types_of(vllm_options)
+    types = parse_types(vllm_options)
     if types.get("quantization", QUANTIZATIONS[0]) not in QUANTIZATIONS:
         raise UsageError(
             f"the step costs of {types['quantization']} weights are not known: measure them with `ebbench calibrate` "
@@ -166,7 +166,7 @@ def _profiled(profile: str, model: str, options: EngineOptions, vllm_options: Se
 
     try:
         how = _how(options, vllm_options) | {"assume_kernels": True}  # its step times are not used
-        found = load_device(profile, model, parallel=parallel_of(vllm_options), **how)
-        return replace(found, kv_capacity_tokens=0)
+        device = load_device(profile, model, parallel=parse_parallel(vllm_options), **how)
+        return replace(device, kv_capacity_tokens=0)
     except UsageError:
         return None

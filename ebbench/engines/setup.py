@@ -159,7 +159,7 @@ def make_engine(spec: RunSpec) -> tuple[Engine, str]:
         engine = _for_server(engine, spec)
     engine = _serving(engine, spec)
     engine, several = with_cluster(engine, spec.cluster, spec.plan.scenario)
-    if (given := spec.client.given()) and (client := client_of(engine, given)) is not None:
+    if (given := spec.client.given()) and (client := client_options(engine, given)) is not None:
         _check_tls(engine, given)
         engine = with_client(engine, replace(client, **given))
     return engine, f"{sentence}; {several}" if several else sentence
@@ -201,7 +201,7 @@ def _serving(engine: Engine, spec: RunSpec) -> Engine:
     return replace(engine, model=spec.model or engine.model, vllm_options=spec.vllm_options)
 
 
-def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:
+def client_options(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:
     """The load generator options of an engine; None if it sends no requests.
 
     ``given``: names of load generator options that were set. Raises UsageError if there are some and the engine sends
@@ -246,7 +246,7 @@ def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan
     from ebbench.client.release_schedule import ramped
     from ebbench.spec.client import ClientOptions
 
-    client = client_of(engine)
+    client = client_options(engine)
     if client is None and plan.closed_loop:
         raise UsageError(f"--ramp-up of a closed loop needs a server; engine {engine.name} fills its slots at once")
     plan, options = ramped(plan, client or ClientOptions(), ramp_up_s)
@@ -285,7 +285,7 @@ def with_cluster(engine: Engine, cluster: ClusterOptions, scenario: str | None) 
 
     A scenario file may contain a topology; a given one takes precedence. Raises UsageError.
     """
-    spec, replicas = topology_of(cluster.topology, scenario, cluster.link), cluster.replicas
+    spec, replicas = resolve_topology(cluster.topology, scenario, cluster.link), cluster.replicas
     if replicas is not None and replicas < 1:
         raise UsageError(f"--replicas must be at least 1, not {replicas}")
     if spec is None and replicas is None:
@@ -328,7 +328,7 @@ def _simulated(
         )
     decode = decode or parse_dispatch("iqr" if front.kind == "sbs" else DEFAULT_DISPATCH)
     words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
-    return SimEngine(spec, front, decode), words
+    return SimEngine(spec, front.name, decode.name), words
 
 
 def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:
@@ -346,7 +346,7 @@ def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, 
     return ReplicatedVllmEngine(**given, replicas=count, dispatch=dispatch.name), words
 
 
-def topology_of(wanted: TopologySpec | str | None, scenario: str | None, link: str | None) -> TopologySpec | None:
+def resolve_topology(wanted: TopologySpec | str | None, scenario: str | None, link: str | None) -> TopologySpec | None:
     """The given topology, else the scenario's, with the given link. Raises UsageError."""
     if wanted is None and scenario is not None:
         from ebbench.traffic.spec import load_scenario

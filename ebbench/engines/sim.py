@@ -14,17 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
+from ebbench.config.topology import DECODE_UTILIZATION, DEFAULT_DISPATCH, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.base import Device
 from ebbench.devices.layers import choose_link
 from ebbench.devices.loader import UnitDevice, saving_kv, unit_device
 from ebbench.devices.profiles import answering_costs
-from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import (
     check_fits,
-    notes_of,
     num_kv_blocks,
+    plan_notes,
     refuse_queue_limits,
     refuse_undecided,
     refuse_unsimulated,
@@ -50,9 +49,8 @@ from ebbench.simulation.releases import (
 )
 from ebbench.simulation.scheduler import cut_at_hang_ups, with_hang_ups, with_prefill_ends
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
-from ebbench.simulation.state import UNSET, RequestState
+from ebbench.simulation.state import UNSET, RequestState, requests_table, table_of_records, with_failures
 from ebbench.simulation.step import FigureLog, SchedulerLimits, StepLog
-from ebbench.simulation.tables import requests_table, table_of_records, with_failures
 from ebbench.spec.server import EngineOptions
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
@@ -173,9 +171,6 @@ def ticker(observer: Observer | None, show: Callable[[int], Progress]) -> Callab
     return tick
 
 
-LEAST_OUTSTANDING = DispatchSpec(DEFAULT_DISPATCH)
-
-
 @dataclass(frozen=True)
 class SimEngine:
     """Runs a plan in virtual time: seconds of wall time for minutes of traffic.
@@ -188,8 +183,8 @@ class SimEngine:
     """
 
     topology: TopologySpec | None = None
-    dispatch: DispatchSpec = LEAST_OUTSTANDING
-    decode_dispatch: DispatchSpec = LEAST_OUTSTANDING
+    dispatch: str = DEFAULT_DISPATCH
+    decode_dispatch: str = DEFAULT_DISPATCH
     figures_only: bool = False
     steps_in_parts: bool = False
     name: str = "sim"
@@ -272,7 +267,8 @@ class _Simulation:
         self._drafting: Drafting | None = None
         topology = engine.topology
         stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
-        self._queue_limits = QueueLimits.of(stages[0].state, options.max_num_queued_reqs, options.max_num_queued_tokens)
+        limits = options.max_num_queued_reqs, options.max_num_queued_tokens
+        self._queue_limits = None if limits == (None, None) else QueueLimits(stages[0].state, *limits)
         self._loop = EventLoop(
             plan,
             *stages,
@@ -374,7 +370,7 @@ class _Simulation:
         pool: PoolSpec,
         device: Device,
         state: RequestState,
-        dispatch: DispatchSpec | None,
+        dispatch: str | None,
         *,
         prefill_only: bool = False,
         generates: bool = True,
@@ -460,7 +456,7 @@ class _Simulation:
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts=({} if topology is None else self._facts(topology))
             | ({} if self._drafting is None else self._drafting.counts.facts),
-            warnings=tuple(dict.fromkeys([*said, *self._notes, *notes_of(self._plan)])),
+            warnings=tuple(dict.fromkeys([*said, *self._notes, *plan_notes(self._plan)])),
             device=self._units[0] if self._units else None,
         )
 
@@ -501,14 +497,14 @@ class _Simulation:
             "answering_units": topology.pools[-1].units,
             "answering_instances": topology.pools[-1].instances,
             **({"link": link} if (link := self._link(topology)) else {}),
-            "dispatch": self._engine.dispatch.name,
+            "dispatch": self._engine.dispatch,
             "dispatch_wait_ms": _mean_ms(dispatched_ns - loop.front.state.sent_ns[own], dispatched_ns),
             "device_wait_ms": _mean_ms(scheduled_ns - dispatched_ns, scheduled_ns),
         }
         if loop.handover is not None:
             fabric = loop.handover.fabric
             facts |= {
-                "decode_dispatch": self._engine.decode_dispatch.name,
+                "decode_dispatch": self._engine.decode_dispatch,
                 "transfers": fabric.transfers,
                 "transfer_gb": fabric.bytes / 1e9,
                 "receive_store_peak_gb": max(store.peak_bytes for store in fabric.stores) / 1e9,

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client import DriveResult
+from ebbench.config.topology import DEFAULT_DISPATCH
 from ebbench.devices.base import Device
-from ebbench.dispatch import DEFAULT_DISPATCH
 from ebbench.engines.base import EngineResult, Observer, Progress
 from ebbench.engines.checks import refuse_simulated
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
@@ -232,7 +232,9 @@ class StartedServers(SendingEngine):
             await_records(records)
         recordings = [recording_of(record, plan, done, since_ns) for record in records]
         facts = {**self.further_facts, **server_facts(first, self.vllm_options, self._keep_logs())}
-        return engine_result(done, merged([one for one in recordings if one is not None]), facts, died)
+        return engine_result(
+            done, merged([recording for recording in recordings if recording is not None]), facts, died
+        )
 
     def _keep_logs(self) -> Path:
         """Where the servers' output is: copied to ``log`` if that was asked for, several joined in one file."""

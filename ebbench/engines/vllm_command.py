@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbench.devices.base import Parallel
-from ebbench.devices.model_config import positions_of, read_model_file
+from ebbench.devices.model_config import max_positions, read_model_file
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.spec.server import EngineOptions
+from ebbench.spec.server import EngineOptions, served_drafts
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec, import_root
@@ -45,7 +45,7 @@ def model_config(folder: Path | None) -> Mapping[str, object]:
 
 def position_limit(folder: Path | None) -> int | None:
     """The longest sequence of a local model in tokens; None where it is not known."""
-    return positions_of(model_config(folder)) or None
+    return max_positions(model_config(folder)) or None
 
 
 def check_positions(model: str, needed_tokens: int) -> None:
@@ -171,7 +171,7 @@ def _name_of(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
 
 
-def parallel_of(options: Sequence[str]) -> Parallel:
+def parse_parallel(options: Sequence[str]) -> Parallel:
     """How ``vllm serve`` with these options divides a model among GPUs. Raises UsageError for a division without costs.
 
     Data-parallel ranks that do not share experts are one unit each.
@@ -189,12 +189,12 @@ def parallel_of(options: Sequence[str]) -> Parallel:
     return Parallel(sizes["tp"], sizes["dp"] if shared > 1 else 1, shared)
 
 
-def types_of(options: Sequence[str]) -> dict[str, str]:
+def parse_types(options: Sequence[str]) -> dict[str, str]:
     """``quantization`` and ``kv_cache_dtype`` that ``vllm serve`` with these options has; only those given."""
-    found = {_TYPES[name]: value for name, value in _values(options) if name in _TYPES}
-    if found.get("kv_cache_dtype", "").startswith("fp8"):  # fp8_e4m3 and others have the same size
-        found["kv_cache_dtype"] = "fp8"
-    return found
+    types = {_TYPES[name]: value for name, value in _values(options) if name in _TYPES}
+    if types.get("kv_cache_dtype", "").startswith("fp8"):  # fp8_e4m3 and others have the same size
+        types["kv_cache_dtype"] = "fp8"
+    return types
 
 
 def _values(options: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -211,7 +211,10 @@ _SIZES = {
 
 
 def serve_arguments(serving: Serving) -> list[str]:
-    """Arguments after ``vllm serve``. Raises UsageError if the policy needs a calibration and has none."""
+    """Arguments after ``vllm serve``.
+
+    Raises UsageError if the policy needs a calibration and has none, and for drafts of an emulated server.
+    """
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
     # v1 is vLLM unchanged, unless its steps are to be recorded.
@@ -219,6 +222,11 @@ def serve_arguments(serving: Serving) -> list[str]:
         config |= _plugin_config(serving)
         arguments += ["--scheduler-cls", plugin.SCHEDULER]
     if serving.emulation is not None:
+        if served_drafts(serving.extra):
+            raise UsageError(
+                "an emulated server drafts no tokens; leave out --speculative-config after --, or simulate drafts with "
+                "`ebbench run --engine emulated --speculative`"
+            )
         config[EMULATED_KEY] = _emulated_config(serving.emulation, serving.options)
         arguments += ["--distributed-executor-backend", EMULATED_EXECUTOR, "--load-format", "dummy"]
     if config:

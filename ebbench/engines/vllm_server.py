@@ -38,19 +38,19 @@ def memory_remedy(output: str) -> str | None:
 
     ``output``: what vLLM (0.32) printed, or the end of it.
     """
-    if found := _CACHE_TOO_SMALL.search(output):
-        most = f" of at most {found['most']}" if found["most"] else ""
-        more = _MORE.format(gib=max(math.ceil(float(found["needed"])), 1))
+    if said := _CACHE_TOO_SMALL.search(output):
+        most = f" of at most {said['most']}" if said["most"] else ""
+        more = _MORE.format(gib=max(math.ceil(float(said["needed"])), 1))
         return (
-            f"the KV cache has {found['given']} GiB, and one request of {found['tokens']} tokens needs "
-            f"{found['needed']} GiB: pass --max-model-len TOKENS{most} to vLLM, or give the cache more: {more}"
+            f"the KV cache has {said['given']} GiB, and one request of {said['tokens']} tokens needs "
+            f"{said['needed']} GiB: pass --max-model-len TOKENS{most} to vLLM, or give the cache more: {more}"
         )
     if _NO_CACHE in output:
         return f"no memory is left for the KV cache: give it some: {_MORE.format(gib='4')}"
-    if found := _NOT_FREE.search(output):
-        size = max(int(float(found["free"]) / 2), 1)
+    if said := _NOT_FREE.search(output):
+        size = max(int(float(said["free"]) / 2), 1)
         return (
-            f"vLLM asks for more memory than the {found['free']} GiB that are free: set the size of the KV cache with "
+            f"vLLM asks for more memory than the {said['free']} GiB that are free: set the size of the KV cache with "
             f"VLLM_CPU_KVCACHE_SPACE={size} (GiB, in the environment), or end other processes"
         )
     return None
@@ -78,7 +78,7 @@ def first_error(output: str) -> str:
     lines = [_plain(line) for line in output.splitlines()]
     texts = [text for _, text in lines]
     raised = [said for said in _exceptions(texts) if not any(later in said for later in _FOLLOWS)]
-    refused = [found["said"] for text in texts if (found := _OPTIONS.match(text))]
+    refused = [matched["said"] for text in texts if (matched := _OPTIONS.match(text))]
     logged = [text for level, text in lines if level in ("ERROR", "CRITICAL") and text.strip()]
     said = next(iter((*raised, *refused, *logged)), "")
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
@@ -92,7 +92,7 @@ def explain(output: str) -> str:
     return f"{said} (choose another --port, or end what listens there)" if _PORT_TAKEN.search(said) else said
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """An exception of vLLM in this process, as :func:`explain` would say it of a server's output."""
     return explain("".join(["Traceback (most recent call last):\n", *traceback.format_exception_only(error)]))
 
@@ -100,8 +100,8 @@ def reason_of(error: BaseException) -> str:
 def _plain(line: str) -> tuple[str, str]:
     """A line's level, empty without one, and its text without process, level, time and place in the source."""
     text = _SOURCE.sub("", line)
-    found = _LEVEL.match(text)
-    return (found["level"], text[found.end() :]) if found else ("", text)
+    matched = _LEVEL.match(text)
+    return (matched["level"], text[matched.end() :]) if matched else ("", text)
 
 
 def _exceptions(lines: list[str]) -> Iterator[str]:
@@ -110,18 +110,18 @@ def _exceptions(lines: list[str]) -> Iterator[str]:
     for place, text in enumerate(lines):
         if text.startswith("Traceback (most recent call last)"):
             inside = True
-        elif inside and text and not text[0].isspace() and (found := _EXCEPTION.match(text)):
+        elif inside and text and not text[0].isspace() and (matched := _EXCEPTION.match(text)):
             inside = False
-            yield _said(found, lines[place + 1 : place + 3])
+            yield _said(matched, lines[place + 1 : place + 3])
 
 
-def _said(found: re.Match[str], below: list[str]) -> str:
+def _said(matched: re.Match[str], below: list[str]) -> str:
     """An exception's name and reason. Pydantic writes the reason below the count of errors."""
-    said = (found["said"] or "").strip()
+    said = (matched["said"] or "").strip()
     if _PYDANTIC.match(said):
         said = next((_INPUT.sub("", line.strip()) for line in below if line.startswith("  ")), said)
         return said.removeprefix("Value error, ")
-    return f"{found['name']}: {said}" if said else found["name"]
+    return f"{matched['name']}: {said}" if said else matched["name"]
 
 
 POLL_S = 0.25

@@ -160,7 +160,7 @@ def not_text(path: Path, error: UnicodeDecodeError, line: int | None = None) -> 
     return InputFileError(path, problem, line and line + error.object.count(b"\n", 0, error.start))
 
 
-def lines_of(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their numbers, without a byte order mark. Raises InputFileError."""
     blank = 0
     try:
@@ -236,11 +236,11 @@ def _bounded(path: Path, text: IO[str]) -> Iterator[str]:
 
 
 def _wrong_width(row: Sequence[str], names: Sequence[str], separator: str) -> str:
-    found = f"has {len(row)} cells where the header names {len(names)} columns"
+    problem = f"has {len(row)} cells where the header names {len(names)} columns"
     if len(row) > len(names):
-        return f"{found}; a cell that holds {separator!r} needs quotes"
+        return f"{problem}; a cell that holds {separator!r} needs quotes"
     missing = ", ".join(repr(name) for name in names[len(row) :])
-    return f"{found}; if {missing} is empty, end the row with {separator * (len(names) - len(row))!r}"
+    return f"{problem}; if {missing} is empty, end the row with {separator * (len(names) - len(row))!r}"
 
 
 def refuse_repeated(path: Path | str, names: Sequence[str], line: int | None = None) -> None:
@@ -379,12 +379,12 @@ def check_keys(text: bytes, value: Any) -> None:
 
 def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs, for ``object_pairs_hook``. Raises BadValueError."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise BadValueError(f"has the key {twice[:60]!r} twice in one object; keep one of them")
-    return found
+    return unique
 
 
 def _keys(value: Any) -> int:
@@ -427,15 +427,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises InputFileError with the line."""
     text = read_text(path)
     try:
-        found = tomllib.loads(text)
-        if too_deep(found):
+        tables = tomllib.loads(text)
+        if too_deep(tables):
             raise RecursionError
     except RecursionError:
         raise InputFileError(path, f"has more than {DEPTH} tables or lists within each other") from None
     except ValueError as error:  # also of numbers of thousands of digits, and of days that no calendar has
         line = _TOML_LINE.search(str(error))
         raise InputFileError(path, f"is not valid TOML: {error}", int(line[1]) if line else None) from None
-    return found
+    return tables
 
 
 def yaml_document(path: Path, content: bytes) -> Any:
@@ -487,7 +487,7 @@ def not_positive(name: str, value: float | None) -> str:
     return f"{name} must be {'finite' if value == math.inf else 'positive'}, not {value:g}"
 
 
-def given_of(table: msgspec.Struct, keys: Iterable[str]) -> list[str]:
+def given_keys(table: msgspec.Struct, keys: Iterable[str]) -> list[str]:
     """Names among ``keys`` whose value differs from the default."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(table)}
     return [key for key in keys if getattr(table, key) != defaults[key]]
@@ -518,8 +518,8 @@ def _explained(path: Path, message: str, struct: type[msgspec.Struct]) -> InputF
 def _fields_at(struct: type[msgspec.Struct], where: str) -> tuple[msgspec.structs.FieldInfo, ...]:
     current: type[msgspec.Struct] = struct
     for part in filter(None, (name.split("[")[0] for name in where.split("."))):
-        found = [f for f in msgspec.structs.fields(current) if f.encode_name == part]
-        nested = list(_structs(found[0].type)) if found else []
+        matching = [f for f in msgspec.structs.fields(current) if f.encode_name == part]
+        nested = list(_structs(matching[0].type)) if matching else []
         if not nested:
             break
         current = nested[0]

@@ -81,8 +81,8 @@ def stored_units(
         raise DataError(f"{path}: no baseline for this environment{_nearest(stored, candidate, allowed)}")
     loaded = _of_load(fitting, [unit.load for unit in candidates])
     if not loaded:
-        found = "; ".join(dict.fromkeys(unit.load for unit in fitting))
-        raise DataError(f"{path}: no baseline of {candidate.load}, only of {found}; store one with --save-baseline")
+        loads = "; ".join(dict.fromkeys(unit.load for unit in fitting))
+        raise DataError(f"{path}: no baseline of {candidate.load}, only of {loads}; store one with --save-baseline")
     wanted = policy or candidate.policy
     chosen = _of_one_environment([unit for unit in loaded if unit.policy == wanted] or loaded, candidate)
     policies = dict.fromkeys(unit.policy for unit in chosen)
@@ -104,11 +104,11 @@ def _of_one_environment(units: Sequence[GateUnit], candidate: GateUnit) -> list[
 
 
 def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[str]) -> str:
-    found = sorted((differences(unit.environment, candidate.environment, allowed) for unit in stored), key=len)
-    if not found:
+    unlike = sorted((differences(unit.environment, candidate.environment, allowed) for unit in stored), key=len)
+    if not unlike:
         return "; the file is empty"
     store = "store one with --save-baseline"
-    return f"; the nearest differs in {'; '.join(found[0])}: {store}, or compare with {remedy(found[0])}"
+    return f"; the nearest differs in {'; '.join(unlike[0])}: {store}, or compare with {remedy(unlike[0])}"
 
 
 def _read(path: Path) -> list[GateUnit]:

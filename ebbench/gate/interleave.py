@@ -33,6 +33,7 @@ from ebbench.records.manifest import Manifest
 from ebbench.records.run import MANIFEST, Run, find_runs, read_manifest, unused
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
+from ebbench.runs.stored import run_paths
 
 GRACE_S = 60.0
 """Time for an interrupted command to finish its requests and store its measurements."""
@@ -96,7 +97,7 @@ class PairsWanted:
         return self.max_pairs is not None or (self.given and self.pairs is None)
 
 
-def policies_of(names: Sequence[str]) -> tuple[str | None, str | None]:
+def policies_of_sides(names: Sequence[str]) -> tuple[str | None, str | None]:
     """The baseline's and the candidate's policy; None: the only one there is. Raises UsageError for more than two."""
     if len(names) > 2:
         raise UsageError(f"--policy may be given twice, for the baseline and for the candidate, not {len(names)}x")
@@ -105,23 +106,23 @@ def policies_of(names: Sequence[str]) -> tuple[str | None, str | None]:
 
 @dataclass(frozen=True)
 class GateSides:
-    """The two sides, what may differ between them, and the rules."""
+    """The two sides (directories, or names of runs), what may differ between them, and the rules."""
 
     baseline: Path
     candidate: Path
     rules: Rules
     allow: tuple[str, ...] = ()
     policies: tuple[str | None, str | None] = (None, None)
+    tell: Callable[[str], object] = lambda _line: None
 
     def judged(self, *, with_detectable: bool = True) -> Verdict:
         """The verdict on the existing runs. Raises DataError, UsageError."""
         allowed = check_allowed(self.allow)
         ours, _ = self.policies
         stored = self.baseline.is_file() or self.baseline.suffix == ".parquet"
-        after = load_units([self.candidate])
-        before, after = self._of_policies(
-            stored_units(self.baseline, after, allowed, ours) if stored else load_units([self.baseline]), after
-        )
+        before = [] if stored else load_units(run_paths([self.baseline], self.tell))
+        after = load_units(run_paths([self.candidate], self.tell))
+        before, after = self._of_policies(before or stored_units(self.baseline, after, allowed, ours), after)
         pairs = pair_units(before, after, allowed)
         require_separate_runs(before, after)
         return judge(pairs, self.rules, with_detectable=with_detectable, further_notes=left_out(before, after))
@@ -232,7 +233,7 @@ def measure_pairs(
 def _check_stored(side: Side, pairs: int, first_seed: int) -> None:
     """Raise UsageError for an invalid command, and for stored pairs of another command or seed than this one's."""
     side.argv(side.directory, 0)
-    valid = [(pair, one) for pair in range(pairs) for one in _stored(side.run(pair)) if one.valid]
+    valid = [(pair, stored) for pair in range(pairs) for stored in _stored(side.run(pair)) if stored.valid]
     known = side.directory / COMMAND
     if valid and known.exists() and (before := known.read_text(encoding="utf-8").strip()) != side.command.strip():
         raise UsageError(

@@ -32,7 +32,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.runs.pool import pool_of, values
+from ebbench.runs.pool import make_pool, values
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -117,7 +117,7 @@ def tried_in_parallel(trials: int, workers: int | None, rules: Rules, say: Calla
     """The self-test with so many trials per noise in worker processes. Raises UsageError."""
     if trials < 20:
         raise UsageError(f"--trials must be at least 20, not {trials}")
-    pool = pool_of(workers, trials)
+    pool = make_pool(workers, trials)
     return run_self_test(
         trials=trials,
         power_trials=trials // 5,
@@ -156,21 +156,21 @@ def run_self_test(
     designs = [design for group in groups for design, _ in group]
     counts = [count for group in groups for _, count in group]
     tasks = [
-        (number, designs[number], seed + number * 1_000_000 + each)
+        (number, designs[number], seed + number * 1_000_000 + repeat)
         for number, count in enumerate(counts)
-        for each in range(count)
+        for repeat in range(count)
     ]
-    found: list[list[Trial]] = [[] for _ in designs]
+    trials_by_design: list[list[Trial]] = [[] for _ in designs]
     done = itertools.count(1)
     for number, result in tried(tasks):
-        found[number].append(result)
-        if len(found[number]) == counts[number]:
-            tally = _tally(designs[number], found[number])
+        trials_by_design[number].append(result)
+        if len(trials_by_design[number]) == counts[number]:
+            tally = _tally(designs[number], trials_by_design[number])
             say(
                 f"{next(done)} of {len(designs)}: {tally.design}: {tally.failed} of {tally.trials} failed, "
                 f"{tally.passed} passed"
             )
-    tallies = iter(_tally(design, results) for design, results in zip(designs, found, strict=True))
+    tallies = iter(_tally(design, results) for design, results in zip(designs, trials_by_design, strict=True))
     return SelfTest(*(tuple(itertools.islice(tallies, len(group))) for group in groups))
 
 
@@ -219,8 +219,8 @@ def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> 
     order = (0.0, design.slowdown) if index % 2 == 0 else (design.slowdown, 0.0)
     figures = [_restart(design.noise, slowdown, 2 * index + place, plan, drawn) for place, slowdown in enumerate(order)]
     sides = [
-        GateUnit({}, "v1", str(plan_seed), plan_seed, False, 2 * index + place, "", found)
-        for place, found in enumerate(figures)
+        GateUnit({}, "v1", str(plan_seed), plan_seed, False, 2 * index + place, "", figures_of_side)
+        for place, figures_of_side in enumerate(figures)
     ]
     return Pair(*sides) if index % 2 == 0 else Pair(sides[1], sides[0])
 
@@ -236,8 +236,8 @@ def pairs_by_spread(
     limit, level = math.log1p(margin), (1 - confidence) / 2
     for ratio in ratios:
         losses = np.random.default_rng(7).normal(0.0, ratio * limit, (draws, 200))
-        known = [evidence(-each, -limit) >= 1 / level for each in losses]
-        counts = [float(np.argmax(each)) + 1 if each.any() else math.inf for each in known]
+        known = [evidence(-drawn, -limit) >= 1 / level for drawn in losses]
+        counts = [float(np.argmax(drawn)) + 1 if drawn.any() else math.inf for drawn in known]
         middle, upper = np.quantile(counts, (0.5, 0.9), method="higher")
         rows.append((ratio, float(middle), float(upper)))
     return rows
@@ -252,7 +252,7 @@ def _restart(
     disturbed = replace(
         device, cost=_Disturbed(device.cost, speed, noise, np.random.default_rng(drawn.integers(2**63)))
     )
-    result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS)
+    result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS).uninterrupted()
     return figures_of(measure(RequestColumns.of(result.requests)))
 
 
@@ -279,8 +279,8 @@ def _device() -> Device:
 
 
 def _tally(design: Design, trials: Sequence[Trial]) -> TrialTally:
-    outcomes = [each.outcome for each in trials]
-    pairs = tuple(each.pairs for each in trials)
+    outcomes = [result.outcome for result in trials]
+    pairs = tuple(result.pairs for result in trials)
     return TrialTally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
 
 

@@ -86,12 +86,12 @@ def dispatch_request(key: int, body: bytes, *, prefix: bool) -> DispatchRequest:
         tokens = round(len(body) / BYTES_PER_TOKEN)
         return DispatchRequest(key, tokens, tokens)
     try:
-        found = _DECODER.decode(body)
+        decoded = _DECODER.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return DispatchRequest(key, 1, 1)
-    raw = bytes(found.prompt) or bytes(found.messages)
+    raw = bytes(decoded.prompt) or bytes(decoded.messages)
     tokens = _tokens(raw)
-    output_tokens = min(max(found.max_completion_tokens or found.max_tokens or 0, 0), _MOST_TOKENS)
+    output_tokens = min(max(decoded.max_completion_tokens or decoded.max_tokens or 0, 0), _MOST_TOKENS)
     return DispatchRequest(key, tokens, tokens + output_tokens, _blocks(raw, tokens) if prefix else ())
 
 
@@ -398,7 +398,7 @@ class Relay:
         async with self._bodies.read(scope, receive) as body:
             request = _read(scope, body)
 
-            async def one(upstream: Upstream) -> int:
+            async def status_of(upstream: Upstream) -> int:
                 try:
                     response = await self._transport.handle_async_request(self._outgoing(request, upstream, None))
                 except httpx.TransportError:
@@ -406,7 +406,7 @@ class Relay:
                 await response.aclose()
                 return response.status_code
 
-            return await asyncio.gather(*(one(self._upstreams.all[index]) for index in self._upstreams.active))
+            return await asyncio.gather(*(status_of(self._upstreams.all[index]) for index in self._upstreams.active))
 
     async def _relay_response(
         self, request: _Request, response: httpx.Response, upstream: Upstream, key: int, send: Send

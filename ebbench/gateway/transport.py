@@ -48,7 +48,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
         ConnectError and ConnectTimeout mean that the server has not seen the request. Nothing is sent twice.
         """
         body = await request.aread()
-        connections = self._connections(Address.of(request.url))
+        connections = self._connections(_address(request.url))
         try:
             connection = connections.take() or await connections.open_for_use()
         except ConnectTimeoutError as error:
@@ -63,7 +63,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
 
     def give_up(self, url: str, reason: str) -> None:
         """Fail the requests to a server that have no answer yet, with ReadTimeout."""
-        address = Address.of(httpx.URL(url))
+        address = _address(httpx.URL(url))
         for response in [r for r in self.unanswered if r.address == address]:
             response.give_up(httpx.ReadTimeout(reason))
 
@@ -73,11 +73,11 @@ class StreamTransport(httpx.AsyncBaseTransport):
             connections.close()
 
     def _connections(self, address: Address) -> Connections[_Connection]:
-        found = self._servers.get(address)
-        if found is None:
+        connections = self._servers.get(address)
+        if connections is None:
             if address.secure and self._tls is None:
                 self._tls = tls_context()
-            found = self._servers[address] = Connections(
+            connections = self._servers[address] = Connections(
                 address,
                 lambda pool: _Connection(self, address, pool),
                 tls=self._tls,
@@ -85,7 +85,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
                 idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
                 reserve=_RESERVE,
             )
-        return found
+        return connections
 
 
 class _Connection(BaseConnection):
@@ -299,6 +299,12 @@ class _UpstreamResponse(httpx.AsyncByteStream):
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def _address(url: httpx.URL) -> Address:
+    """The address in a URL that httpx has parsed."""
+    secure = url.scheme == "https"
+    return Address(url.host, url.port or (443 if secure else 80), secure)
 
 
 def _too_large() -> httpx.RemoteProtocolError:

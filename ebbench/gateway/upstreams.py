@@ -16,6 +16,7 @@ from ebbench.errors import RunError, UsageError
 from ebbench.foreign.documents import BadValueError, json_value
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.transport import StreamTransport
+from ebbench.network.connections import TransportError
 from ebbench.network.credentials import KEY_VARIABLES, api_key
 from ebbench.network.questions import Answer, ask
 from ebbench.untrusted import visible
@@ -165,15 +166,15 @@ class Upstreams:
         Raises UsageError for an unknown URL.
         """
         asked = ServerUrl.parse(url)
-        found = next((upstream for upstream in self.all if upstream.server == asked), None)
-        if found is None:
+        named = next((upstream for upstream in self.all if upstream.server == asked), None)
+        if named is None:
             raise UsageError(f"no upstream {url}; there are {', '.join(u.url for u in self.all)}")
         if drain:
-            found.state = "draining"
-        elif found.state == "draining":
-            found.state, found.failed_checks = "active", 0
+            named.state = "draining"
+        elif named.state == "draining":
+            named.state, named.failed_checks = "active", 0
         self._on_change(self.active)
-        return found
+        return named
 
     async def _model_of(self, upstream: Upstream) -> str:
         """The model that the server serves; waits up to ``start_timeout_s`` for a response."""
@@ -181,7 +182,7 @@ class Upstreams:
         while True:
             try:
                 return await self._listed_model(upstream)
-            except (httpx.HTTPError, _ModelError) as error:
+            except (httpx.HTTPError, TransportError, _ModelError) as error:
                 reason = str(error) or type(error).__name__
             if asyncio.get_running_loop().time() > deadline:
                 raise RunError(
@@ -208,7 +209,7 @@ class Upstreams:
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             healthy = False
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(httpx.HTTPError, TransportError):
                 healthy = (await self._get(upstream.server.page("health"))).status < 500  # not all have that page
             self._record_check(upstream, healthy)
 

@@ -13,12 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+from urllib.parse import quote, urlsplit
 
+from ebbench import __version__
 from ebbench.errors import UsageError
-
-if TYPE_CHECKING:
-    import httpx  # 0.1 s of CPU, which each worker of the load generator would spend
 
 IDLE_LIMIT_S = 1.5
 """A connection idle for longer is not used again: a request sent while the server closes it gets no response.
@@ -137,6 +136,11 @@ class BaseConnection(asyncio.Protocol):
         self.detach()
 
 
+_PORTS = {False: 80, True: 443}
+_IN_PATH, _IN_QUERY = "/%:@!$&'()*+,;=~", "/%:@!$&'()*+,;=~?"
+"""Characters that stay as they are in the path and the query of a URL."""
+
+
 class Address(NamedTuple):
     """Host, port and TLS of a server."""
 
@@ -145,10 +149,15 @@ class Address(NamedTuple):
     secure: bool
 
     @classmethod
-    def of(cls, url: httpx.URL) -> Address:
-        """The address in a URL."""
-        secure = url.scheme == "https"
-        return cls(url.host, url.port or (443 if secure else 80), secure)
+    def of(cls, url: str) -> Address:
+        """The address in a URL. Raises UsageError for a host that cannot be looked up."""
+        parts = urlsplit(url)
+        secure = parts.scheme == "https"
+        try:
+            host = (parts.hostname or "").encode("idna").decode()
+        except UnicodeError as error:
+            raise UsageError(f"{url}: {parts.hostname!r} is no name of a host ({error})") from None
+        return cls(host, parts.port or _PORTS[secure], secure)
 
 
 class RequestHead(NamedTuple):
@@ -158,11 +167,22 @@ class RequestHead(NamedTuple):
     text: bytes
 
     @classmethod
-    def of(cls, request: httpx.Request) -> RequestHead:
-        """The head of a request without a body."""
-        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
-        lines += [b"%b: %b" % h for h in request.headers.raw if h[0].lower() != b"content-length"]
-        return cls(Address.of(request.url), b"\r\n".join(lines))
+    def of(cls, method: str, url: str, headers: Mapping[str, str]) -> RequestHead:
+        """The head of a request without a body. ``headers`` may replace our own. Raises UsageError for the URL."""
+        parts = urlsplit(url)
+        address = Address.of(url)
+        target = quote(parts.path or "/", safe=_IN_PATH) + (
+            f"?{quote(parts.query, safe=_IN_QUERY)}" * bool(parts.query)
+        )
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        sent = {
+            "host": host if parts.port in (None, _PORTS[address.secure]) else f"{host}:{parts.port}",
+            "accept": "*/*", "accept-encoding": "identity", "connection": "keep-alive",
+            "user-agent": f"ebbench/{__version__}",
+        }  # fmt: skip
+        sent |= {name.lower(): value for name, value in headers.items()}
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]
+        return cls(address, "\r\n".join(lines).encode())
 
 
 W = TypeVar("W", bound=BaseConnection)
@@ -218,12 +238,12 @@ class Connections(Generic[W]):
     def take(self) -> W | None:
         """An idle connection that is not too old, or None."""
         self._close_old()
-        found = self._idle.pop() if self._idle else self._ahead.popleft() if self._ahead else None
-        if found is not None:
-            self._begin_use(found, time.monotonic_ns())
+        connection = self._idle.pop() if self._idle else self._ahead.popleft() if self._ahead else None
+        if connection is not None:
+            self._begin_use(connection, time.monotonic_ns())
         if self._wants_more() and self.refill is None:
             self.refill = asyncio.create_task(self._open_reserve())
-        return found
+        return connection
 
     def give(self, connection: W) -> None:
         """Return an idle connection to the pool."""

@@ -19,7 +19,7 @@ def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
 
 
-def forms_of(values: Iterable[str]) -> tuple[str, ...]:
+def written_forms(values: Iterable[str]) -> tuple[str, ...]:
     """The forms in which a server may repeat secret values, longest first.
 
     Parts of a value count too where they are long enough for a secret: ``Basic dXNlcjpwYXNz``, ``session=4f3a1c2b9d``.
@@ -34,7 +34,7 @@ def forms_of(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, hidden: tuple[str, ...]) -> str:
-    """``text`` without the texts of ``hidden``, which come from :func:`forms_of`; cut it afterwards, not before.
+    """``text`` without the texts of ``hidden``, which come from :func:`written_forms`; cut it afterwards, not before.
 
     The beginning of one at the very end is hidden as well: the text may have been cut where it was received.
     """

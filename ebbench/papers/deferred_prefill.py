@@ -93,15 +93,15 @@ def _table1_cells(options: PaperOptions) -> list[RunSpec]:
     ]
 
 
-def steady_rate(found: Measured) -> float:
+def steady_rate(measured: Measured) -> float:
     """Requests/s while the queue is backlogged, as in the paper; of the whole run if there is no such window."""
-    steady = found.figures.get("steady")
-    return float(steady["request_throughput"] if steady else found.figures["request_throughput"])
+    steady = measured.figures.get("steady")
+    return float(steady["request_throughput"] if steady else measured.figures["request_throughput"])
 
 
-def normalised_s(found: Measured) -> tuple[float, float]:
+def normalised_s(measured: Measured) -> tuple[float, float]:
     """Mean and 95th percentile of completion time per output token in s/token, without queueing."""
-    table = found.run.table("requests", ["status", "scheduled_ns", "last_token_ns", "output_tokens"])
+    table = measured.run.table("requests", ["status", "scheduled_ns", "last_token_ns", "output_tokens"])
     done = table.filter(pc.equal(table["status"], "ok"))
     spent = done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()
     per_token = spent / 1e9 / done["output_tokens"].to_numpy()
@@ -112,10 +112,10 @@ def _table1_rows(
     options: PaperOptions, store: RunStore, row: Mapping[str, str], distribution: str
 ) -> list[tuple[Value, ...]]:
     limit, cost = int(row["batch_limit"]), implied_constants(row)
-    found = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(limit)}
-    known = {k: one for k, one in found.items() if one is not None}
-    rates = {k: steady_rate(one) for k, one in known.items()}
-    whole = len(known) == len(found)
+    by_k = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(limit)}
+    known = {k: measured for k, measured in by_k.items() if measured is not None}
+    rates = {k: steady_rate(measured) for k, measured in known.items()}
+    whole = len(known) == len(by_k)
     best = max(rates, key=rates.__getitem__) if whole else None
     model = DeferredModel(limit, 1 / MEAN_OUTPUT, cost.c_p, cost.c_d, cost.t_d, cost.prompt_s)
     chain = exact_chain(model)
@@ -320,21 +320,21 @@ def _at(chain: DeferredChain, k: int) -> float:
     return float(chain.throughput[k - 1])
 
 
-def _rate(found: Measured | None) -> float | None:
-    return None if found is None else steady_rate(found)
+def _rate(measured: Measured | None) -> float | None:
+    return None if measured is None else steady_rate(measured)
 
 
-def completion_s(found: Measured) -> float:
+def completion_s(measured: Measured) -> float:
     """Mean time from a request's place in the batch to its last token, in s: without the wait for the place."""
-    table = found.run.table("requests", ["status", "scheduled_ns", "last_token_ns"])
+    table = measured.run.table("requests", ["status", "scheduled_ns", "last_token_ns"])
     done = table.filter(pc.equal(table["status"], "ok"))
     return float((done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()).mean() / 1e9)
 
 
 def _runs(options: PaperOptions, store: RunStore, row: Row, distribution: str) -> dict[int, Measured]:
     """The finished runs by K."""
-    found = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(int(row["batch_limit"]))}
-    return {k: measured for k, measured in found.items() if measured is not None}
+    by_k = {k: store.get(deferred_cell(options, row, distribution, k)) for k in k_values(int(row["batch_limit"]))}
+    return {k: measured for k, measured in by_k.items() if measured is not None}
 
 
 def _k_section(options: PaperOptions, store: RunStore, row: Row) -> Section:
@@ -347,8 +347,12 @@ def _k_section(options: PaperOptions, store: RunStore, row: Row) -> Section:
     for k in k_values(int(row["batch_limit"])):
         line: list[Value] = [str(k), _at(rough, k), _at(exact, k)]
         for distribution in DISTRIBUTIONS:
-            found = runs[distribution].get(k)
-            line += [None] * 4 if found is None else [steady_rate(found), completion_s(found), *normalised_s(found)]
+            measured = runs[distribution].get(k)
+            line += (
+                [None] * 4
+                if measured is None
+                else [steady_rate(measured), completion_s(measured), *normalised_s(measured)]
+            )
         lines.append(tuple(line))
     figure = {"Granite": "5", "LLaMA3": "6"}[row["model"]]
     return Section(f"Figures {figure} and 7, {row['model']}, C = {row['batch_limit']}", columns, tuple(lines))
@@ -362,12 +366,12 @@ def _claim(
     options: PaperOptions, store: RunStore, row: Row, distribution: str, k: int | None
 ) -> tuple[float | None, float | None]:
     """Relative change from K = 1 of requests/s and of the mean completion time at ``k``; None: at our best K."""
-    found = _runs(options, store, row, distribution)
-    if 1 not in found or len(found) < len(k_values(int(row["batch_limit"]))):
+    by_k = _runs(options, store, row, distribution)
+    if 1 not in by_k or len(by_k) < len(k_values(int(row["batch_limit"]))):
         return None, None
-    chosen = max(found, key=lambda at: steady_rate(found[at])) if k is None else min(found, key=lambda at: abs(at - k))
-    rate = relative(steady_rate(found[chosen]), steady_rate(found[1]))
-    return rate, relative(completion_s(found[chosen]), completion_s(found[1]))
+    chosen = max(by_k, key=lambda at: steady_rate(by_k[at])) if k is None else min(by_k, key=lambda at: abs(at - k))
+    rate = relative(steady_rate(by_k[chosen]), steady_rate(by_k[1]))
+    return rate, relative(completion_s(by_k[chosen]), completion_s(by_k[1]))
 
 
 def littles_law(row: Row) -> float:

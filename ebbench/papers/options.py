@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, OUTPUT, Setting, check_ranges, declare, values_of
+from ebbench.config.declare import DEFAULT_DEVICE, DEFAULT_MODEL, OUTPUT, Setting, check_ranges, declare, parse_values
 from ebbench.config.options import under
 from ebbench.errors import UnknownNameError, UsageError
 
@@ -31,7 +31,7 @@ def read_policies(names: Sequence[str]) -> dict[str, Any]:
 def _targets(name: str, option: str) -> Any:
     """Reads numbers such as ``2,5,10``."""
     about = Setting("", above=0, infinite=True, example="2,5,10")
-    return lambda text: {name: values_of(option, text, about)}
+    return lambda text: {name: parse_values(option, text, about)}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ebbench.papers.staggered.composition import COMPOSITION
 from ebbench.papers.staggered.decode import SBS_FIGURE7
 from ebbench.papers.staggered.prefill import ABLATION, POOLS, SBS_FIGURE6, SBS_TABLE1, WAITING
 from ebbench.papers.table import PaperFigure, PaperTable
+from ebbench.runs.stored import runs_meant
 
 FIGURES: tuple[PaperFigure, ...] = (
     FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE7, FIGURE8, FIGURE9, FIGURE10, FIGURE11, FIGURE12,
@@ -57,7 +58,7 @@ def document_of_runs(name: str, runs: Sequence[Path], options: PaperOptions, *, 
 
     if not runs:
         raise UsageError(f"`ebbench tables {name}` needs runs: give one or more with --from")
-    loaded = load_runs(runs)
+    loaded = load_runs(runs_meant(runs))
     if name == "phases":
         return phases_document(loaded)
     limits_ms = [1e3 * limit_s for limit_s in options.ttft_s or TTFT_S]
@@ -69,12 +70,12 @@ def charts_of_runs(name: str, runs: Sequence[Path]) -> Iterator[tuple[str, Any]]
     from ebbench.analysis.phases import load_runs
     from ebbench.records.run import slug
     from ebbench.render.figures import surface_chart
-    from ebbench.render.timeline import timeline_chart, timeline_of
+    from ebbench.render.timeline import make_timeline, timeline_chart
 
     if not runs:
         raise UsageError(f"`ebbench figures {name}` needs a run: ebbench figures {name} RUN")
-    for loaded in load_runs(runs):
-        chart = timeline_chart(timeline_of(loaded)) if name == "timeline" else surface_chart(loaded)
+    for loaded in load_runs(runs_meant(runs)):
+        chart = timeline_chart(make_timeline(loaded)) if name == "timeline" else surface_chart(loaded)
         yield f"{name}-{slug(loaded.path.name)}", chart
 
 
@@ -112,4 +113,4 @@ def find_table(name: str) -> PaperTable:
 
 
 def _names(table: PaperTable) -> set[str]:
-    return {each.replace("-", "") for each in (table.name, table.name.removeprefix("table"), *table.aliases)}
+    return {name.replace("-", "") for name in (table.name, table.name.removeprefix("table"), *table.aliases)}

@@ -9,8 +9,7 @@ from typing import Any
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, relative
 from ebbench.errors import DataError, UsageError
 from ebbench.papers.options import PaperOptions
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 
 Content = tuple[Sequence[Section], Sequence[str]]
@@ -33,7 +32,7 @@ class Setting:
     beside_print: bool
 
 
-def setting_of(options: PaperOptions, reads: Collection[str], published: Published | None) -> Setting:
+def table_setting(options: PaperOptions, reads: Collection[str], published: Published | None) -> Setting:
     """How the options differ from the published setting of an item that reads ``reads``.
 
     Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the chosen
@@ -86,7 +85,7 @@ class PaperTable:
         Raises UsageError if the options leave no row.
         """
         document = self.document(options, store)
-        setting = setting_of(options, self.reads, self.published_on)
+        setting = table_setting(options, self.reads, self.published_on)
         if not any(section.rows for section in document.sections) and not self.cells(options):
             raise UsageError(f"{self.name} has no row for {', '.join(setting.deviations) or 'these options'}")
         return _titled(document, setting) if setting.deviations else document
@@ -98,11 +97,11 @@ def _titled(document: Document, setting: Setting) -> Document:
     sections = document.sections if setting.beside_print else tuple(map(_without_print, document.sections))
     run = ", ".join(setting.deviations)
     printed = any(_printed_groups(section) for section in document.sections)
-    notes = (said_of(setting, "table", printed=printed), *document.notes)
+    notes = (describe_setting(setting, "table", printed=printed), *document.notes)
     return replace(document, title=f"{document.title} ({run})", sections=sections, notes=notes)
 
 
-def said_of(setting: Setting, item: str, *, printed: bool = True) -> str:
+def describe_setting(setting: Setting, item: str, *, printed: bool = True) -> str:
     """What was run in place of the own setting of a table or figure, in words; ``printed``: print has values of it."""
     run = f"Run with {', '.join(setting.deviations)} instead of the {item}'s own setting"
     if not printed:
@@ -133,8 +132,8 @@ def _of_print(column: Column, printed: Collection[str]) -> bool:
 
 def figure(store: RunStore, cell: RunSpec, key: str, scale: float = 1.0) -> float | None:
     """One figure of a cell; None if it has not been run."""
-    found = store.get(cell)
-    return None if found is None else found.get(key, scale)
+    measured = store.get(cell)
+    return None if measured is None else measured.get(key, scale)
 
 
 def of_all(reduce: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
@@ -229,8 +228,8 @@ class PaperFigure:
     def drawn(self, options: PaperOptions, store: RunStore) -> tuple[Any, str]:
         """The chart and its caption, which says what was run where that is not the published setting; published values
         of another setting are left out."""
-        setting = setting_of(options, self.reads, self.published_on)
-        said = f"{said_of(setting, 'figure')} " if setting.deviations else ""
+        setting = table_setting(options, self.reads, self.published_on)
+        said = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
         return self.chart(options, store, setting.beside_print), said + self.caption
 
 

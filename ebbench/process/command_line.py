@@ -14,10 +14,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -249,8 +250,71 @@ def wrapped(message: str) -> str:
 HELP_ALL = "--help-all"
 
 
+# Newer versions of typer build a pydantic model for each parameter of a command, given or not: 0.1 s for `ebbench run`.
+
+_WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
+_NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,18})?", re.ASCII)
+_NOT_TEXT = (bool, int, float)
+"""Types of values that did not come from the command line, which holds texts."""
+
+
+def read_plainly(parameters: Iterable[Any]) -> None:
+    """Make a command's parameters read absent values, texts, numbers and paths without typer's models.
+
+    All else is read by typer, and so is what it would refuse.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "type_descriptor", None) is not None:  # else a version of typer without these models
+            parameter.process_value = partial(_processed, parameter, type(parameter).process_value)
+
+
+def _processed(parameter: Any, process: Callable[..., Any], context: Any, value: Any) -> Any:
+    """The value of a parameter; ``process`` is typer's own reading of it."""
+    several = parameter.multiple or parameter.nargs == -1
+    if value is None and not parameter.required:
+        read: Any = () if several else None
+    elif value is None or (read := _read_all(parameter, value, several)) is None:
+        return process(parameter, context, value)
+    return read if parameter.callback is None else parameter.callback(context, parameter, read)
+
+
+def _read_all(parameter: Any, value: Any, several: bool) -> Any:
+    about, kind = parameter.type_descriptor.parameter_info, parameter.type_descriptor.annotation
+    if not several:
+        return _read(value, kind, about)
+    if get_origin(kind) is not list or not isinstance(value, list | tuple) or not value:
+        return None
+    read = [_read(given, get_args(kind)[0], about) for given in value]
+    return None if None in read else read
+
+
+def _read(value: Any, kind: Any, about: Any) -> Any:
+    """The value that typer would read, where that is plain; else None."""
+    if about.parser is not None:
+        return None
+    if type(value) in _NOT_TEXT:
+        return value if type(value) is kind else None
+    if not isinstance(value, str):
+        return None
+    if kind is str:
+        return value
+    if kind is Path:
+        path = Path(value)
+        return path if _unchecked(about) and (not path.exists() or os.access(path, os.R_OK)) else None
+    form = {int: _WHOLE, float: _NUMBER}.get(kind)
+    if form is None or not form.fullmatch(value) or not (about.min is None and about.max is None):
+        return None
+    return kind(value)
+
+
+def _unchecked(about: Any) -> bool:
+    """Whether an option for a path asks for nothing but a path."""
+    checks = about.exists or about.writable or about.resolve_path or about.allow_dash or about.path_type is not None
+    return bool(about.file_okay and about.dir_okay and not checks)
+
+
 class ShownWhole:
-    """Mixed into a command: its help never cuts an option's name, also in a narrow terminal.
+    """Mixed into a command: plain values are read quickly, and help never cuts an option's name.
 
     Typer shows positive and negative names in separate columns, which rich cuts; here they share one column, one name
     per line, whose width rich takes from the help text's.
@@ -262,6 +326,12 @@ class ShownWhole:
     epilog: str | None
     everyday: frozenset[str] = frozenset()
     """Names of the options that ``--help`` shows; the others are shown by ``--help-all``. Empty: all."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; see :func:`read_plainly`."""
+        read_plainly(self.get_params(ctx))  # with that for help
+        parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return parsed
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write help from a copy with readable option names; parsing is not affected."""

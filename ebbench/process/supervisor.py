@@ -104,17 +104,17 @@ def _asked_to_end(ready: list[int], wakeups: int) -> bool:
 
 def _reaped(program: int) -> int | None:
     """Reap all children that have ended; returns the program's exit status once it is among them."""
-    found = None
+    exit_code = None
     while True:
         try:
             ended, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return exit_code
         if ended == 0:
-            return found
+            return exit_code
         if ended == program:
             code = os.waitstatus_to_exitcode(status)
-            found = code if code >= 0 else 128 - code
+            exit_code = code if code >= 0 else 128 - code
 
 
 def _kill_descendants() -> None:
@@ -139,7 +139,7 @@ def _kill_descendants() -> None:
 
 def _children() -> list[int]:
     """Process ids of this process's children."""
-    found, parent = [], str(os.getpid())
+    pids, parent = [], str(os.getpid())
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -148,8 +148,8 @@ def _children() -> list[int]:
             except OSError:
                 continue
             if fields[1] == parent:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 if __name__ == "__main__":

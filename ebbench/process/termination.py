@@ -38,7 +38,7 @@ class Signals:
     def __init__(self) -> None:
         self.received = self.taken = 0
         self.react: Callable[[], None] = self.interrupt
-        self._quiet_until_s = 0.0
+        self.quiet_until_s = 0.0
 
     @property
     def waiting(self) -> bool:
@@ -48,11 +48,11 @@ class Signals:
     def take(self) -> None:
         """Take up what has come so far."""
         self.taken = self.received
-        self._quiet_until_s = time.monotonic() + QUIET_S
+        self.quiet_until_s = time.monotonic() + QUIET_S
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt, unless a signal was taken up just before."""
-        quiet = time.monotonic() < self._quiet_until_s
+        quiet = time.monotonic() < self.quiet_until_s
         self.taken = self.received
         if not quiet:
             self.take()
@@ -138,6 +138,7 @@ class Reaction:
         self._after, self._inside = self._signals.received, False
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+            self._signals.quiet_until_s = 0.0  # the script goes on, and its next call can be stopped
         if error is None and self._signals.waiting and _raises(self._outer):
             self._outer()
 

@@ -49,12 +49,12 @@ def main(root: int, mark: str) -> None:
 def descendants(roots: set[int], known: set[Process]) -> set[Process]:
     """Running descendants of ``roots``, and the processes of ``known`` that still run; without this process."""
     running = {process: parent for process, parent in _processes() if process[0] != os.getpid()}
-    found, waiting = known & running.keys(), set(roots)
+    below, waiting = known & running.keys(), set(roots)
     while waiting:
-        children = {process for process, parent in running.items() if parent in waiting} - found
-        found |= children
+        children = {process for process, parent in running.items() if parent in waiting} - below
+        below |= children
         waiting = {pid for pid, _ in children}
-    return found
+    return below
 
 
 def marked(mark: str) -> set[Process]:
@@ -72,7 +72,7 @@ def _environ(pid: int) -> str:
 
 def _processes() -> list[tuple[Process, int]]:
     """Every process of this machine that has not ended, with its parent's id; nothing where there is no /proc."""
-    found = []
+    processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             # "pid (name) state ppid ...": the name may hold anything, a parenthesis too
@@ -80,8 +80,8 @@ def _processes() -> list[tuple[Process, int]]:
         except OSError:
             continue
         if fields[0] not in "XZ":
-            found.append(((int(entry.name), fields[19]), int(fields[1])))
-    return found
+            processes.append(((int(entry.name), fields[19]), int(fields[1])))
+    return processes
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ _MASK = (1 << 64) - 1
 
 def block_tokens(table: pa.Table) -> int:
     """Prompt tokens per entry of a plan's ``hash_ids``: metadata of that column, 512 without it."""
-    found = table.schema.field("hash_ids").metadata or {}
-    return int(found.get(_BLOCK_KEY, CHUNK_TOKENS))
+    metadata = table.schema.field("hash_ids").metadata or {}
+    return int(metadata.get(_BLOCK_KEY, CHUNK_TOKENS))
 
 
 def with_block_tokens(table: pa.Table, tokens: int) -> pa.Table:

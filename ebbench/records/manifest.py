@@ -8,11 +8,12 @@ import subprocess
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import metadata
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 import ebbench
@@ -142,8 +143,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("facts", "versions"):
             msgspec.structs.force_setattr(self, name, _visible(getattr(self, name)))
         reasons = (
-            msgspec.structs.replace(one, message=_visible(one.message), values=_visible(one.values))
-            for one in self.reasons
+            msgspec.structs.replace(reason, message=_visible(reason.message), values=_visible(reason.values))
+            for reason in self.reasons
         )
         msgspec.structs.force_setattr(self, "reasons", tuple(reasons))
 
@@ -177,7 +178,8 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
         msgspec.convert(value, _Computed)
         value["reasons"] = [
-            {"code": "", "message": one} if isinstance(one, str) else one for one in value.get("reasons", ())
+            {"code": "", "message": reason} if isinstance(reason, str) else reason
+            for reason in value.get("reasons", ())
         ]
         manifest = msgspec.convert(value, Manifest)
     except (BadValueError, msgspec.ValidationError) as error:
@@ -235,13 +237,16 @@ def phase_facts(plan: Plan) -> tuple[PhaseFact, ...]:
 def software_versions(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Versions that can change a result: ebbench, Python, numpy, pyarrow and the engine's (``extra``)."""
     versions = {"ebbench": ebbench.__version__, "python": platform.python_version()}
-    for name in ("numpy", "pyarrow"):
-        versions[name] = metadata.version(name)
+    versions |= {"numpy": np.__version__, "pyarrow": pa.__version__}
     return versions | dict(extra or {})
 
 
+@cache
 def git_commit() -> str | None:
-    """Commit of the checkout, with ``-dirty`` for uncommitted changes; None if ebbench is installed as a package."""
+    """Commit of the checkout, with ``-dirty`` for uncommitted changes; None if ebbench is installed as a package.
+
+    Asked for once per process: later changes are not of the code that runs.
+    """
     top = Path(ebbench.__file__).resolve().parent.parent
     if not (top / ".git").exists():
         return None

@@ -141,7 +141,10 @@ def primed(table: pa.Table) -> pa.Table:
         return PLAN.empty_table()
     rows = table.filter(table["primed_tokens"].is_valid())
     tokens, size = rows["primed_tokens"].to_pylist(), block_tokens(table)
-    ids = [each and each[: -(-n // size)] for each, n in zip(rows["hash_ids"].to_pylist(), tokens, strict=True)]
+    ids = [
+        block_ids and block_ids[: -(-n // size)]
+        for block_ids, n in zip(rows["hash_ids"].to_pylist(), tokens, strict=True)
+    ]
     sessions = np.arange(rows.num_rows) + 2 * int(np.asarray(table["session"]).max(initial=0)) + table.num_rows + 1
     changed = {
         "request_id": pa.array([f"primed-{name}" for name in rows["request_id"].to_pylist()], pa.string()),
@@ -206,7 +209,7 @@ def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns
 
 def _parallel_starts(sessions: Ints, first: npt.NDArray[np.bool_], others: Ints) -> dict[int, list[int]]:
     first_of = dict(zip(sessions[first].tolist(), np.flatnonzero(first).tolist(), strict=True))
-    found: dict[int, list[int]] = {}
+    rows_by_first: dict[int, list[int]] = {}
     for row in others.tolist():
-        found.setdefault(first_of[int(sessions[row])], []).append(row)
-    return found
+        rows_by_first.setdefault(first_of[int(sessions[row])], []).append(row)
+    return rows_by_first

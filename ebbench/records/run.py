@@ -372,16 +372,16 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     Probes of a capacity search belong to it: they are among the runs only where its directory itself, or one in it, is
     given. A path without a run is returned unchanged, so that the caller reports it.
     """
-    found: list[Path] = []
+    directories: list[Path] = []
     for path in paths:
         manifests = {
             *path.glob(f"*/{MANIFEST}"),
             *path.glob(f"**/{MANIFEST}"),
         }  # the first pattern follows symbolic links
         searches = {settings.parent for settings in (*path.glob(f"*/{SEARCH}"), *path.glob(f"**/{SEARCH}"))} - {path}
-        inside = sorted(one.parent for one in manifests if not searches.intersection(one.parents))
-        found += [path] if (path / MANIFEST).exists() or not manifests else inside
-    return found
+        inside = sorted(manifest.parent for manifest in manifests if not searches.intersection(manifest.parents))
+        directories += [path] if (path / MANIFEST).exists() or not manifests else inside
+    return directories
 
 
 def require_directory(path: Path) -> None:
@@ -455,12 +455,12 @@ def _check_holes(path: Path, table: pa.Table, schema: pa.Schema | None) -> None:
 
 
 def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:
-    found, count = files.read_footer(path)
-    lacking = [column.name for column in schema or () if column.name not in found.names]
+    fields, count = files.read_footer(path)
+    lacking = [column.name for column in schema or () if column.name not in fields.names]
     if lacking:
         raise DataError(f"{path}: lacks {files.some_columns(lacking)}; not written by ebbench?")
     for column in schema or ():
-        stored = found.field(column.name).type
+        stored = fields.field(column.name).type
         if _kind(stored) != _kind(column.type):
             raise DataError(f"{path}: column {column.name} is {stored} where ebbench stores {column.type}; rewritten?")
     if rows is not None and rows != count:
@@ -507,6 +507,9 @@ class Journal:
         """Add a batch."""
         if not batch.num_rows:
             return
+        if self._held and batch.schema != self._held[-1].schema:  # which the file of the tail cannot follow
+            with suppress(RunError):
+                self.flush()
         self._held.append(batch)
         self._waiting += batch.num_rows
         many = self._waiting >= self._rows and not self._failed

@@ -106,6 +106,13 @@ REQUESTS = pa.schema(
     ]
 )
 
+DRAFT_COLUMNS = (
+    pa.field("draft_steps", pa.int32()),
+    pa.field("drafted_tokens", pa.int32()),
+    pa.field("accepted_tokens", pa.int32()),
+    pa.field("acceptance_histogram", pa.list_(pa.int32())),
+)
+
 # Columns that a requests table has only where they apply. The first: where the plan has it. The next two: where answers
 # may have a thinking part, so in simulated runs whose plan says so, and in runs against the chat endpoint.
 REQUESTS_EXTRAS = pa.schema(
@@ -120,6 +127,9 @@ REQUESTS_EXTRAS = pa.schema(
         pa.field("prefilled_ns", pa.int64()),
         # Whether output_tokens was counted by the client with a tokenizer; in runs over HTTP with --tokenizer.
         pa.field("estimated_tokens", pa.bool_()),
+        # Speculative decoding, in runs over HTTP whose server says it per answer; null where it does not: steps that
+        # verified drafts, tokens drafted and accepted in them, and how many steps accepted 0, 1, ... tokens.
+        *DRAFT_COLUMNS,
     ]
 )
 

@@ -49,7 +49,7 @@ def _kept(facts: DeviceFacts) -> str:
     element = model.kv_dtype_bytes
     windows = {
         mixer.window: sum(
-            one.layers * one.bytes_per_token(element) for one in model.windows if one.window == mixer.window
+            layers.layers * layers.bytes_per_token(element) for layers in model.windows if layers.window == mixer.window
         )
         for mixer in model.windows
     }
@@ -71,10 +71,10 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     device, model = facts.device, facts.model
     gpus = f"{facts.parallel.gpus} x " if not facts.parallel.single else ""
     yield Text(f"{gpus}{facts.profile.gpu} holding {model.hf_id}", style="bold")
-    each = " of each" if gpus else ""
+    of_each = " of each" if gpus else ""
     yield (
         f"vLLM {facts.request.vllm} with {facts.request.memory_share:.0%} of "
-        f"{facts.profile.memory_bytes / 1e9:.1f} GB{each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
+        f"{facts.profile.memory_bytes / 1e9:.1f} GB{of_each}: weights {facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"set aside {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
         f"{_kept(facts)}: room for {device.kv_capacity_tokens:,} tokens{_of_which(facts)}"
     )

@@ -159,7 +159,7 @@ def narrowed(section: Section, width: int, least: Sequence[str]) -> Section:
 
 def _unbroken(columns: Sequence[Column]) -> list[int]:
     """Lengths of the runs of columns that are not split: a named group, or one column without a group."""
-    return [one for name, count in grouped(columns) for one in ([count] if name else [1] * count)]
+    return [width for name, count in grouped(columns) for width in ([count] if name else [1] * count)]
 
 
 def _part(section: Section, columns: Sequence[int]) -> Section:

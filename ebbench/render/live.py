@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.progress import BarColumn, ProgressColumn
-from rich.progress import Progress as Bars
-from rich.text import Text
-
 from ebbench.engines.base import Progress
 from ebbench.render.documents import Console, ProgressEvent
 from ebbench.render.numbers import count, duration_ms, rate
@@ -152,35 +148,28 @@ def say(console: Console, line: str) -> None:
 def _bars(
     console: Console, describe: Callable[[], str], counts: Callable[[], tuple[int, int]], *, transient: bool
 ) -> Iterator[None]:
-    """A bar and a text, computed at every refresh so that the time advances between completions."""
-    bars = Bars(_Bar(counts), _Described(describe), console=console, transient=transient, refresh_per_second=8)
+    """A bar and a text, computed at every refresh so that the time advances between completions.
+
+    The bar is that of ``counts``, done and total; a total of 0 is not known.
+    """
+    from rich import progress
+    from rich.text import Text
+
+    class Bar(progress.BarColumn):
+        def render(self, task: Any) -> Any:
+            task.completed, total = counts()
+            task.total = total or None
+            return super().render(task)
+
+    class Described(progress.ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(describe())
+
+    shown_bar = Bar(bar_width=16)
+    bars = progress.Progress(shown_bar, Described(), console=console, transient=transient, refresh_per_second=8)
     bars.add_task("", total=None)
     with _showing(), bars:
         yield
-
-
-class _Bar(BarColumn):
-    """A bar of counts that are asked for. A total of 0 is not known."""
-
-    def __init__(self, counts: Callable[[], tuple[int, int]]) -> None:
-        super().__init__(bar_width=16)
-        self._counts = counts
-
-    def render(self, task: Any) -> Any:
-        """The bar now."""
-        task.completed, total = self._counts()
-        task.total = total or None
-        return super().render(task)
-
-
-class _Described(ProgressColumn):
-    def __init__(self, describe: Callable[[], str]) -> None:
-        super().__init__()
-        self._describe = describe
-
-    def render(self, task: Any) -> Text:
-        """The text now."""
-        return Text(self._describe())
 
 
 class Reporter(Protocol):

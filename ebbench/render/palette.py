@@ -57,11 +57,11 @@ def policy_colours(names: Sequence[str]) -> list[str]:
     """
     own = [POLICIES.get(name.split(" ")[0].partition(":")[0]) for name in names]
     free = [colour for colour in SERIES if colour not in own] or list(SERIES)
-    found, used = list[str](), 0
+    colours, used = list[str](), 0
     for colour in own:
-        if colour is not None and colour not in found:
-            found.append(colour)
+        if colour is not None and colour not in colours:
+            colours.append(colour)
         else:
-            found.append(free[used % len(free)])
+            colours.append(free[used % len(free)])
             used += 1
-    return found
+    return colours

@@ -13,12 +13,12 @@ from rich.text import Text
 from ebbench.analysis.cases import ComparisonCase
 from ebbench.analysis.documents import Document
 from ebbench.analysis.environment import UNKNOWN_DEVICE, policy_settings
-from ebbench.analysis.summary import Summary
+from ebbench.analysis.summary import ACCEPTED_ALIKE, Drafted, Summary, sets_drafts
 from ebbench.analysis.validity import merge_failures
 from ebbench.render import sentences, tables
 from ebbench.render.documents import Console, section_tables
 from ebbench.render.numbers import count, percent
-from ebbench.render.sentences import doubts_of
+from ebbench.render.sentences import doubts_by_case
 
 # The conditions that all runs share, in sentences: machine, load, requests, limits. Tables show what differs.
 
@@ -52,7 +52,7 @@ def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
 def _load(summaries: Sequence[Summary]) -> str:
     scenario = _common(summaries, lambda s: s.scenario) or "several scenarios"
     parts = [summary.load.parts() for summary in summaries]
-    shared = [text for name, text in parts[0].items() if all(each.get(name) == text for each in parts)]
+    shared = [text for name, text in parts[0].items() if all(of_run.get(name) == text for of_run in parts)]
     return f"Load: {', '.join([*shared, f'scenario {scenario}'])}, {_seeds(summaries)}."
 
 
@@ -79,39 +79,49 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
     return f"Prefix cache: hits among the prompt tokens {shares}."
 
 
-ACCEPTED_ALIKE = 0.02
-"""Share by which tokens per step may differ between runs before their speeds are doubted: gains of less are noise."""
-
-
 def _drafted(summaries: Sequence[Summary]) -> str:
     """How many drafted tokens were accepted, per policy if it differs."""
-    shown: dict[str, list[str]] = {}
+    by_policy: dict[str, list[Drafted]] = {}
     for summary in summaries:
-        if (drafted := summary.drafted) is not None:
-            rates = ", ".join(f"{rate:.2f}" for rate in drafted.acceptance)
-            text = f"{drafted.mean_acceptance_length:.2f} tokens per step (accepted by position: {rates})"
-            shown.setdefault(text, []).append(summary.policy)
-    if not shown:
-        return ""
-    if len(shown) == 1:
-        return f"Drafts: {next(iter(shown))}."
-    by_policy = [f"{text} with {', '.join(dict.fromkeys(names))}" for text, names in shown.items()]
-    lengths = [one.drafted.mean_acceptance_length for one in summaries if one.drafted is not None]
-    unlike = max(lengths) > (1.0 + ACCEPTED_ALIKE) * min(lengths)
-    doubt = " A difference in speed may come from what was accepted, not from the policy." if unlike else ""
-    return f"Drafts: {'; '.join(by_policy)}.{doubt}"
+        if summary.drafted is not None:
+            by_policy.setdefault(summary.policy, []).append(summary.drafted)
+    shown: dict[str, list[str]] = {}
+    for policy, runs in by_policy.items():
+        shown.setdefault(_accepted(Drafted.over(runs)), []).append(policy)
+    if len(shown) < 2:
+        return "".join(f"Drafts: {text}." for text in shown)
+    apart = "; ".join(f"{text} with {', '.join(policies)}" for text, policies in shown.items())
+    doubt = " A difference in speed may come from what was accepted, not from the policy."
+    return f"Drafts: {apart}.{doubt if _unlike(summaries) else ''}"
+
+
+def _accepted(drafted: Drafted) -> str:
+    rate = "" if drafted.rate is None else f"{percent(drafted.rate)} of the drafted tokens accepted"
+    if drafted.mean_acceptance_length is None:
+        return rate or f"{drafted.accepted_tokens:,} tokens accepted"
+    positions = (
+        f"by position: {', '.join(f'{rate_at:.2f}' for rate_at in drafted.acceptance)}" if drafted.acceptance else ""
+    )
+    said = ", ".join(filter(None, (rate, positions)))
+    return f"{drafted.mean_acceptance_length:.2f} tokens per step with drafts{f' ({said})' if said else ''}"
+
+
+def _unlike(summaries: Sequence[Summary]) -> bool:
+    """Whether so different shares of drafts were accepted that speeds differ by that alone."""
+    known = [summary.tokens_per_step or 1.0 for summary in summaries if not sets_drafts(summary.policy)]
+    return bool(known) and max(known) > (1.0 + ACCEPTED_ALIKE) * min(known)
 
 
 def _clients(summaries: Sequence[Summary]) -> str:
     """The client machines, with the worst alignment of their clocks, and the most connections."""
     several = [summary.clients for summary in summaries if summary.clients.count]
     if not several:
-        shown = max((summary.clients for summary in summaries), key=lambda one: one.connections or 0)
+        shown = max((summary.clients for summary in summaries), key=lambda client: client.connections or 0)
         return f"Client: {shown}." if str(shown) else ""
-    counts = {(one.count, one.workers, one.lost) for one in several}
+    counts = {(client.count, client.workers, client.lost) for client in several}
     if len(counts) > 1 or len(several) < len(summaries):
         return "Clients: different numbers of nodes."
-    return f"Clients: {max(several, key=lambda one: one.alignment_error_ms or 0.0)}."
+    return f"Clients: {max(several, key=lambda client: client.alignment_error_ms or 0.0)}."
 
 
 def requests(summaries: Sequence[Summary]) -> str:
@@ -174,8 +184,8 @@ def _seeds(summaries: Sequence[Summary]) -> str:
 
 def _common(summaries: Sequence[Summary], of: Callable[[Summary], str]) -> str | None:
     """The value that all runs share; None if they differ."""
-    found = {of(summary) for summary in summaries}
-    return found.pop() if len(found) == 1 else None
+    values = {of(summary) for summary in summaries}
+    return values.pop() if len(values) == 1 else None
 
 
 def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool = False) -> RenderableType:
@@ -187,12 +197,12 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     for section in document.sections:
         parts += [Text(), *section_tables(section, width)]
     parts += [Text(note, style="dim") for note in document.notes]
-    for section in (one for case in cases for one in tables.parts(case)):
+    for section in (part for case in cases for part in tables.parts(case)):
         parts += [Text(), *section_tables(section, width)]
     parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
     parts += notes("Requests that did not complete", failure_lines(summaries))
-    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_of(cases), *sentences.caveats(groups)])
+    parts += notes("Keep in mind", [*sentences.missing(groups), *doubts_by_case(cases), *sentences.caveats(groups)])
     parts += notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
@@ -208,7 +218,7 @@ def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) 
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
         *(f"Did not complete: {line}" for line in failure_lines(summaries)),
         *sentences.missing(groups),
-        *doubts_of(cases),
+        *doubts_by_case(cases),
         *sentences.caveats(groups),
     ]
     parts = [section for case in cases for section in tables.parts(case)]
@@ -222,12 +232,12 @@ def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_perce
 
 def _conclusions(cases: Sequence[ComparisonCase]) -> list[RenderableType]:
     """The verdict of each case; for a single case also the reasons."""
-    found = sentences.verdicts(cases)
+    verdicts = sentences.verdicts(cases)
     if len(cases) == 1:
-        [(_, lines, shown)] = found
+        [(_, lines, shown)] = verdicts
         return [Text(), *_paragraphs(lines, shown), *_explanations(cases[0])]
     parts: list[RenderableType] = [Text()]
-    for title, lines, _ in found:
+    for title, lines, _ in verdicts:
         parts += [Text(title, style="bold"), *map(_bullet, lines)] if title else map(Text, lines)
     return [*parts, Text("For the reasons, show the runs of one load and environment alone.", style="dim")]
 

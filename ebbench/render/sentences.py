@@ -20,7 +20,7 @@ from ebbench.analysis.cases import (
     Gain,
     Group,
     all_keep_up,
-    baseline_of,
+    baseline_group,
     differing,
     gain,
     output_throughput,
@@ -34,11 +34,11 @@ from ebbench.analysis.certainty import (
     deciding_figure,
     identical,
     log_ratios,
-    p_of,
+    p_value,
     pairs_for,
     pairs_needed,
     stop_reason_of,
-    tests_of,
+    test_count,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary, named
@@ -72,7 +72,7 @@ NO_CHANCE = (
 """Shown instead of advice to repeat if every seed gives the same run."""
 
 
-def doubts_of(cases: Sequence[ComparisonCase]) -> list[str]:
+def doubts_by_case(cases: Sequence[ComparisonCase]) -> list[str]:
     """The doubts of all cases; a doubt that holds in some cases only begins with their titles."""
     members: dict[str, list[str]] = {}
     for case in cases:
@@ -83,7 +83,7 @@ def doubts_of(cases: Sequence[ComparisonCase]) -> list[str]:
 
 def doubts(groups: Sequence[Group]) -> list[str]:
     """Doubts about the comparison: whole run against steady window, and too few repeats."""
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     others = [group for group in groups if group is not baseline]
     lines = [line for group in others if (line := _ends_decide(group, baseline))]
     if others and not differing([summary for group in groups for summary in group.summaries]):
@@ -97,9 +97,9 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
     summaries = [summary for group in groups for summary in group.summaries]
     if not all(summary.valid and summary.metrics.completed for summary in summaries):
         return []
-    if any(group.copies for group in groups) or all(one.load.replayed and one.virtual for one in summaries):
+    if any(group.copies for group in groups) or all(of_run.load.replayed and of_run.virtual for of_run in summaries):
         return [NO_CHANCE]
-    baseline, figure = baseline_of(groups), deciding_figure(groups)
+    baseline, figure = baseline_group(groups), deciding_figure(groups)
     others = [group for group in groups if group is not baseline]
     same = [group for group in others if identical(group, baseline)]
     unsettled = {
@@ -108,7 +108,7 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
         if group not in same and not stop_reason_of(groups, group) and (logs := log_ratios(group, baseline, figure))
     }
     lines = [_identical([baseline.policy, *(group.policy for group in same)])] if same else []
-    return lines + _more_pairs(unsettled, baseline.policy, tests_of(groups))
+    return lines + _more_pairs(unsettled, baseline.policy, test_count(groups))
 
 
 def _identical(policies: Sequence[str]) -> str:
@@ -221,7 +221,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     decided = _within_limits(groups) or (_fastest(order) if all_keep_up(order) else None)
     if decided is not None:
         return Verdict([*decided.lines, *_limits(groups)], decided.shown)
-    baseline, best = baseline_of(groups), order[0]
+    baseline, best = baseline_group(groups), order[0]
     reference = baseline if best is not baseline else order[1]
     lead = gain(best, reference)
     if lead is None:
@@ -253,8 +253,8 @@ def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Fig
 
 
 def _p(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> float | None:
-    compared = best if reference is baseline_of(groups) else reference
-    return p_of(groups, compared.policy, figure)
+    compared = best if reference is baseline_group(groups) else reference
+    return p_value(groups, compared.policy, figure)
 
 
 def _invalid(groups: Sequence[Group]) -> str:
@@ -268,13 +268,13 @@ def _unfinished(groups: Sequence[Group]) -> str:
 
 
 def _named(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str) -> str:
-    found = []
+    policies = []
     for group in groups:
         seeds = [str(summary.seed) for summary in group.summaries if apart(summary)]
         if seeds:
             of = "" if len(seeds) == len(group.seeds) else f" (seed {', '.join(seeds)})"
-            found.append(f"{group.policy}{of}")
-    return f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} {word}" if found else ""
+            policies.append(f"{group.policy}{of}")
+    return f"{' and '.join(policies)} {'is' if len(policies) == 1 else 'are'} {word}" if policies else ""
 
 
 def _fastest(order: Sequence[Group]) -> Verdict:
@@ -283,7 +283,7 @@ def _fastest(order: Sequence[Group]) -> Verdict:
 
     by_latency = sorted(order, key=latency)
     best, others = by_latency[0], by_latency[1:]
-    baseline = baseline_of(order)
+    baseline = baseline_group(order)
     reference = baseline if best is not baseline else others[0]
     keeping_up = "All policies keep up with the arrivals, so latency decides"
     if latency(others[0]) / latency(best) - 1 < TIE:
@@ -310,16 +310,20 @@ def _limits(groups: Sequence[Group]) -> list[str]:
 
 def _worst_classes(groups: Sequence[Group]) -> list[str]:
     """The class of which the fewest requests met their limits, per policy; empty without classes or limits."""
-    found = []
+    worst_by_policy = []
     for group in groups:
         names = list(dict.fromkeys(name for summary in group.summaries for name in summary.classes))
         met = {name: [s.classes[name].slo_attainment for s in group.summaries if name in s.classes] for name in names}
-        shares = {name: [share for share in each if share is not None] for name, each in met.items()}
-        known = {name: fmean(each) for name, each in shares.items() if each}
+        shares = {name: [share for share in values if share is not None] for name, values in met.items()}
+        known = {name: fmean(values) for name, values in shares.items() if values}
         if len(set(known.values())) > 1:
             worst = min(known, key=lambda name: known[name])
-            found.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
-    return [f"Worst class, by the share of its requests within limits: {', '.join(found)}."] if found else []
+            worst_by_policy.append(f"{group.policy} " * (len(groups) > 1) + f"{named(worst)} {percent(known[worst])}")
+    return (
+        [f"Worst class, by the share of its requests within limits: {', '.join(worst_by_policy)}."]
+        if worst_by_policy
+        else []
+    )
 
 
 def _within_limits(groups: Sequence[Group]) -> Verdict | None:
@@ -327,7 +331,7 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
     order = ranked(groups, request_goodput)
     if len(order) < len(groups) or not order[0].mean(request_goodput):
         return None
-    baseline, best = baseline_of(groups), order[0]
+    baseline, best = baseline_group(groups), order[0]
     reference = baseline if best is not baseline else order[1]
     lead = gain(best, reference, request_goodput)
     if lead is not None and lead.mean < TIE:
@@ -344,13 +348,13 @@ def _within_limits(groups: Sequence[Group]) -> Verdict | None:
     return Verdict(lines, shown)
 
 
-def _uncertainty(found: Gain) -> str:
-    return "" if found.spread is None else f" (± {percent(found.spread)} between seeds)"
+def _uncertainty(gain_over: Gain) -> str:
+    return "" if gain_over.spread is None else f" (± {percent(gain_over.spread)} between seeds)"
 
 
 def _steady(best: Group, reference: Group) -> str:
-    found = gain(best, reference, steady_throughput)
-    return "" if found is None else f"; inside the steady window {change(found.mean)}"
+    steady_gain = gain(best, reference, steady_throughput)
+    return "" if steady_gain is None else f"; inside the steady window {change(steady_gain.mean)}"
 
 
 def _runners_up(order: Sequence[Group]) -> list[str]:
@@ -358,7 +362,7 @@ def _runners_up(order: Sequence[Group]) -> list[str]:
         return []
     best = order[0]
     behind = [(group, gain(group, best)) for group in order[1:]]
-    shown = [f"{group.policy} {change(found.mean)}" for group, found in behind if found is not None]
+    shown = [f"{group.policy} {change(gain_over.mean)}" for group, gain_over in behind if gain_over is not None]
     return [f"Against {best.policy}: {', '.join(shown)}."]
 
 
@@ -463,8 +467,8 @@ def _value(spread: Spread) -> str:
 
 def missing(groups: Sequence[Group]) -> list[str]:
     """Requests that did not complete, one line per run that has some."""
-    found = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
-    return [f"{summary.policy}: {line}" for summary, line in found if line]
+    lines = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
+    return [f"{summary.policy}: {line}" for summary, line in lines if line]
 
 
 def accounting(summary: Summary) -> str | None:
@@ -493,7 +497,7 @@ def caveats(groups: Sequence[Group]) -> list[str]:
     Warnings that differ only in numbers are merged, with the range of each number.
     """
     summaries = [summary for group in groups for summary in group.summaries]
-    said = [[str(each) for each in summary.warnings if each.code != KV_CACHE] for summary in summaries]
+    said = [[str(warning) for warning in summary.warnings if warning.code != KV_CACHE] for summary in summaries]
     invalid = [
         f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(map(str, summary.reasons))}."
         for summary in summaries
@@ -507,9 +511,11 @@ def _memory(groups: Sequence[Group]) -> list[str]:
     said: dict[str, list[str]] = {}
     remedy = ""
     for group in groups:
-        found = [[each for each in one.warnings if each.code == KV_CACHE] for one in group.summaries]
-        for line in told_once([[each.sentence for each in of_run] for of_run in found], lambda _: ""):
+        warnings = [
+            [warning for warning in summary.warnings if warning.code == KV_CACHE] for summary in group.summaries
+        ]
+        for line in told_once([[warning.sentence for warning in of_run] for of_run in warnings], lambda _: ""):
             said.setdefault(line, []).append(group.policy)
-        remedy = next((each.way_out for of_run in found for each in of_run), remedy)
+        remedy = next((warning.way_out for of_run in warnings for warning in of_run), remedy)
     lines = [line if len(names) == len(groups) else f"{', '.join(names)}: {line}" for line, names in said.items()]
     return [*lines[:-1], f"{lines[-1]} {remedy}"] if lines else []

@@ -16,7 +16,7 @@ from ebbench.analysis.cases import (
     ComparisonCase,
     Figure,
     Group,
-    baseline_of,
+    baseline_group,
     by_class,
     by_phase,
     differing,
@@ -98,7 +98,7 @@ def comparison(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False
 
 def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = False) -> Section:
     """One row per policy. Gains are in output throughput of the whole run over the baseline."""
-    baseline = baseline_of(groups)
+    baseline = baseline_group(groups)
     figures = _figures(groups, all_percentiles=all_percentiles)
     versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
     completed = any(_missing(group) for group in groups)
@@ -136,31 +136,31 @@ def parts(case: ComparisonCase) -> list[Section]:
 
 def phases(case: ComparisonCase) -> Section | None:
     """One row per phase and policy; None if the plan has one phase. Gains are over the case's baseline."""
-    found = by_phase(case)
-    if len(found) < 2:
+    groups_by_phase = by_phase(case)
+    if len(groups_by_phase) < 2:
         return None
-    everything = [group for _, groups in found for group in groups]
-    return _by_part("phase", case, found, _figures(everything, all_percentiles=False))
+    everything = [group for _, groups in groups_by_phase for group in groups]
+    return _by_part("phase", case, groups_by_phase, _figures(everything, all_percentiles=False))
 
 
 def classes(case: ComparisonCase) -> Section | None:
     """One row per class of requests and policy; None without classes. Rates are over the whole run's duration."""
-    found = by_class(case)
-    if not found:
+    groups_by_class = by_class(case)
+    if not groups_by_class:
         return None
-    everything = [group for _, groups in found for group in groups]
+    everything = [group for _, groups in groups_by_class for group in groups]
     latencies = [
         figure
         for name in ("ttft", "tpot")
         for figure in (_median(name), *_tails(everything, name, all_percentiles=False))
     ]
-    limits = _LIMITS if any(one.slo for group in everything for one in group.summaries) else ()
-    shown = [(named(name), groups) for name, groups in found]
+    limits = _LIMITS if any(summary.slo for group in everything for summary in group.summaries) else ()
+    shown = [(named(name), groups) for name, groups in groups_by_class]
     return _by_part("class", case, shown, [_PLANNED, *limits, *latencies, _median("e2el"), _REQUESTS])
 
 
 def _by_part(
-    kind: str, case: ComparisonCase, found: Sequence[tuple[str, Sequence[Group]]], figures: Sequence[_Figure]
+    kind: str, case: ComparisonCase, groups_by_name: Sequence[tuple[str, Sequence[Group]]], figures: Sequence[_Figure]
 ) -> Section:
     """One row per part and policy; no gains if there is one policy."""
     versus = [Column(f"vs\n{case.baseline.policy}", "change", key="gain")] if len(case.groups) > 1 else []
@@ -173,10 +173,10 @@ def _by_part(
     )
     rows = tuple(
         (
-            name, _named(group), _OUTPUT.cell(group), *([_gain(group, baseline_of(groups))] if versus else []),
+            name, _named(group), _OUTPUT.cell(group), *([_gain(group, baseline_group(groups))] if versus else []),
             *(f.cell(group) for f in figures),
         )
-        for name, groups in found
+        for name, groups in groups_by_name
         for group in groups
     )  # fmt: skip
     return Section(f"By {kind}{f': {case.title}' if case.title else ''}", columns, rows)
@@ -196,16 +196,16 @@ _OF_SESSIONS: tuple[tuple[Column, Callable[[SessionFigures], float | None]], ...
 
 def sessions(case: ComparisonCase) -> Section | None:
     """One row per policy, and per class and policy if there are classes; None if every session is one request."""
-    found = [("all", case.groups), *((named(name), groups) for name, groups in by_class(case) if name)]
+    groups_by_class = [("all", case.groups), *((named(name), groups) for name, groups in by_class(case) if name)]
     rows: list[tuple[Value, ...]] = [
         (name, group.policy, _jobs(group), *(_of_sessions(group, figure) for _, figure in _OF_SESSIONS))
-        for name, groups in found
+        for name, groups in groups_by_class
         for group in groups
         if all(summary.sessions for summary in group.summaries)
     ]
     if not rows:
         return None
-    by_name = len(found) > 1
+    by_name = len(groups_by_class) > 1
     columns = (*[Column("class", "label", fold=True)] * by_name, Column("policy", "label", fold=True),
                Column("sessions\ncomplete", "label", right=True), *(column for column, _ in _OF_SESSIONS))  # fmt: skip
     title = f"By session{f': {case.title}' if case.title else ''}"
@@ -213,8 +213,8 @@ def sessions(case: ComparisonCase) -> Section | None:
 
 
 def _jobs(group: Group) -> str:
-    found = [summary.sessions[""] for summary in group.summaries]
-    return f"{numbers.count(sum(s.complete for s in found))} of {numbers.count(sum(s.planned for s in found))}"
+    by_run = [summary.sessions[""] for summary in group.summaries]
+    return f"{numbers.count(sum(s.complete for s in by_run))} of {numbers.count(sum(s.planned for s in by_run))}"
 
 
 def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> MeanFigure:
@@ -225,24 +225,28 @@ def _of_sessions(group: Group, of: Callable[[SessionFigures], float | None]) -> 
 
 
 def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
-    found = [_STEADY]
+    figures = [_STEADY]
     for name in ("ttft", "tpot"):
-        found += [_median(name), *_tails(groups, name, all_percentiles=all_percentiles)]
+        figures += [_median(name), *_tails(groups, name, all_percentiles=all_percentiles)]
     if any(summary.metrics.ttfat.count for group in groups for summary in group.summaries):
-        found += [_median("ttfat"), *_tails(groups, "ttfat", all_percentiles=all_percentiles)]
-    found += _tails(groups, "itl", all_percentiles=all_percentiles)
-    found.append(_median("e2el"))
+        figures += [_median("ttfat"), *_tails(groups, "ttfat", all_percentiles=all_percentiles)]
+    figures += _tails(groups, "itl", all_percentiles=all_percentiles)
+    figures.append(_median("e2el"))
     if all_percentiles:
-        found += _tails(groups, "e2el", all_percentiles=True)
+        figures += _tails(groups, "e2el", all_percentiles=True)
     if any(summary.drafted for group in groups for summary in group.summaries):
-        found.append(_DRAFTED)
-    found += [_USER, _INPUT, _REQUESTS]
+        figures.append(_DRAFTED)
+    figures += [_USER, _INPUT, _REQUESTS]
     if any(summary.slo for group in groups for summary in group.summaries):
-        found += _LIMITS
+        figures += _LIMITS
     for shown, known in ((_COSTS, "price_per_hour"), (_ENERGY, "gpu_energy_j")):
-        if any(getattr(one.metrics.economy, known) is not None for group in groups for one in group.summaries):
-            found += shown
-    return found
+        if any(
+            getattr(summary_of_run.metrics.economy, known) is not None
+            for group in groups
+            for summary_of_run in group.summaries
+        ):
+            figures += shown
+    return figures
 
 
 def _median(latency: str) -> _Figure:
@@ -276,14 +280,18 @@ def sound_percentile(groups: Sequence[Group], latency: str) -> str | None:
 
 
 def _too_few(groups: Sequence[Group], latency: str, name: str) -> bool:
-    found: list[Distribution] = [getattr(one.metrics, latency) for group in groups for one in group.summaries]
-    return any(one.count and getattr(one, name) is None for one in found) or not any(one.count for one in found)
+    distributions: list[Distribution] = [
+        getattr(distribution.metrics, latency) for group in groups for distribution in group.summaries
+    ]
+    return any(distribution.count and getattr(distribution, name) is None for distribution in distributions) or not any(
+        distribution.count for distribution in distributions
+    )
 
 
 def _statistic(latency: str, name: str) -> Figure:
     def value(metrics: Metrics) -> float | None:
-        found: float | None = getattr(getattr(metrics, latency), name)
-        return found
+        statistic: float | None = getattr(getattr(metrics, latency), name)
+        return statistic
 
     return value
 
@@ -297,8 +305,8 @@ def _estimate(latency: str, name: str) -> Figure:
 
 
 def _gain(group: Group, baseline: Group) -> Value:
-    found = None if group is baseline else gain(group, baseline)
-    return None if found is None else MeanFigure(found.mean, found.spread)
+    gain_over = None if group is baseline else gain(group, baseline)
+    return None if gain_over is None else MeanFigure(gain_over.mean, gain_over.spread)
 
 
 def _missing(group: Group) -> bool:
@@ -335,7 +343,9 @@ def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) ->
             "rest; tok/s end to end: output tokens / sum of E2EL"
         )
     if any(summary.drafted for case in cases for group in case.groups for summary in group.summaries):
-        parts.append("per step: tokens that a decode step yields per sequence, accepted drafts and one more")
+        parts.append(
+            "per step: tokens that a decode step with drafts yields per sequence, the accepted ones and one more"
+        )
     groups = [group for case in cases for group in case.groups]
     lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) in ("p90", "p95")]
     if all_percentiles:

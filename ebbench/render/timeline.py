@@ -47,7 +47,7 @@ class Timeline:
     ttft: list[Row] = field(default_factory=list)
 
 
-def timeline_of(run: Run) -> Timeline:
+def make_timeline(run: Run) -> Timeline:
     """The timeline of a run. Raises DataError if nothing was sent."""
     columns = RequestColumns.of(metric_columns(run))
     spans, manifest = served_spans(columns), run.manifest
@@ -118,16 +118,18 @@ def _ttft(columns: RequestColumns, edges: npt.NDArray[np.float64]) -> list[Row]:
     place = np.searchsorted(edges, columns.intended[ok] / 1e9, "right") - 1
     ttft_ms = (columns.first_token - columns.intended)[ok] / 1e6
     classes, middles = columns.request_class[ok], _middles(edges)
-    found: dict[str, list[Row]] = {name: [] for name in (*palette.TTFT, *(f"median of {c}" for c in columns.classes))}
+    rows_by_series: dict[str, list[Row]] = {
+        name: [] for name in (*palette.TTFT, *(f"median of {c}" for c in columns.classes))
+    }
     for part in np.unique(place[place < len(middles)]):
         here, t = place == part, float(middles[part])
         for name, share in zip(palette.TTFT, (0.5, 0.9), strict=True):
-            found[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[here], share))})
+            rows_by_series[name].append({"t": t, "series": name, "value": float(np.quantile(ttft_ms[here], share))})
         for name in columns.classes:
-            if (one := here & (classes == name)).any():
+            if (in_class := here & (classes == name)).any():
                 series = f"median of {name}"
-                found[series].append({"t": t, "series": series, "value": float(np.median(ttft_ms[one]))})
-    return [row for rows in found.values() for row in rows]
+                rows_by_series[series].append({"t": t, "series": series, "value": float(np.median(ttft_ms[in_class]))})
+    return [row for rows in rows_by_series.values() for row in rows]
 
 
 def _mode_spans(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64], mode: npt.NDArray[Any]) -> list[Row]:
@@ -152,16 +154,16 @@ def _throughput(columns: RequestColumns) -> list[Row]:
 
 
 def _sizes(run: Run, times: npt.NDArray[np.float64], held: dict[str, npt.NDArray[Any]]) -> list[Row]:
-    found = []
+    rows = []
     for name, label in (("k", "k*"), ("n_limit", "N*")):
         column = np.asarray(held[name], np.float64)
         known = np.isfinite(column)
         if known.any():
-            found += _binned(label, times[known], column[known])
+            rows += _binned(label, times[known], column[known])
     decisions = run.table("decisions", ["time_ns", "n_obs"]).drop_null()
     if decisions.num_rows:
-        found += _binned("N_obs", decisions["time_ns"].to_numpy() / 1e9, decisions["n_obs"].to_numpy())
-    return found
+        rows += _binned("N_obs", decisions["time_ns"].to_numpy() / 1e9, decisions["n_obs"].to_numpy())
+    return rows
 
 
 def _sides(run: Run) -> list[Row]:

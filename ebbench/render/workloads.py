@@ -10,29 +10,29 @@ from ebbench.render.tables import plain_table
 from ebbench.traffic.spec import Phase, ScenarioSpec
 
 
-def print_workload(name: str, found: dict[str, Any], console: Console) -> None:
+def print_workload(name: str, described: dict[str, Any], console: Console) -> None:
     """Print the lengths and arrivals of a sampled workload, and of a log what was recognised."""
-    facts = found["facts"]
-    console.print(f"{name}: {_counted(found)}", markup=False)
+    facts = described["facts"]
+    console.print(f"{name}: {_counted(described)}", markup=False)
     console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
-    if "log" in found:
-        _print_recognised(console, found["log"])
+    if "log" in described:
+        _print_recognised(console, described["log"])
     for key in ("input_lengths", "output_lengths", "token_counts"):
         if key in facts:
             console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
-    columns = list(found["input_tokens"])
+    columns = list(described["input_tokens"])
     table = plain_table("tokens", *columns)
     for title, key in (("prompt", "input_tokens"), ("answer", "output_tokens")):
-        table.add_row(title, *(f"{found[key][column]:,.0f}" for column in columns))
+        table.add_row(title, *(f"{described[key][column]:,.0f}" for column in columns))
     console.print(table)
-    console.print(f"decode share r = mu_o/(mu_l+mu_o) = {found['decode_share']:.3f}")
+    console.print(f"decode share r = mu_o/(mu_l+mu_o) = {described['decode_share']:.3f}")
     if note := time_note(facts):
         console.print(note, markup=False)
-    if "log" in found:
-        _print_traffic(console, found["log"])
-    elif "arrivals" in found:
-        console.print(arrival_line(found["arrivals"]))
-    for warning in found["warnings"]:
+    if "log" in described:
+        _print_traffic(console, described["log"])
+    elif "arrivals" in described:
+        console.print(arrival_line(described["arrivals"]))
+    for warning in described["warnings"]:
         console.print(f"note: {warning}", markup=False)
 
 
@@ -44,10 +44,10 @@ def arrival_line(arrivals: dict[str, float]) -> str:
     )
 
 
-def _counted(found: dict[str, Any]) -> str:
-    if found["sessions"] == found["requests"]:
-        return f"{found['requests']:,} requests"
-    return f"{found['requests']:,} requests in {found['sessions']:,} conversations"
+def _counted(described: dict[str, Any]) -> str:
+    if described["sessions"] == described["requests"]:
+        return f"{described['requests']:,} requests"
+    return f"{described['requests']:,} requests in {described['sessions']:,} conversations"
 
 
 def _print_recognised(console: Console, log: dict[str, Any]) -> None:
@@ -66,18 +66,18 @@ def _print_recognised(console: Console, log: dict[str, Any]) -> None:
 def _print_traffic(console: Console, log: dict[str, Any]) -> None:
     """Gaps, burstiness, sessions, repeated prompts and the trend of the hazard."""
     if "arrivals" not in log:
-        found = "none; replay it under another scenario (--scenario poisson --request-rate R)"
-        console.print(f"times: {found}" + (f", or {log['time_hint']}" if log["time_hint"] else ""), markup=False)
+        none = "none; replay it under another scenario (--scenario poisson --request-rate R)"
+        console.print(f"times: {none}" + (f", or {log['time_hint']}" if log["time_hint"] else ""), markup=False)
     elif log["arrivals"]["requests_per_s"] is not None:
         for line in _arrival_lines(log["arrivals"]):
             console.print(line)
     if "sessions" in log:
         console.print(_session_line(log["sessions"]))
     if "prefixes" in log:
-        found = log["prefixes"]
+        prefixes = log["prefixes"]
         console.print(
-            f"prompts: {found['repeated_share']:.1%} of their tokens repeat the beginning of an earlier prompt "
-            f"(blocks of {found['block_tokens']} tokens)"
+            f"prompts: {prefixes['repeated_share']:.1%} of their tokens repeat the beginning of an earlier prompt "
+            f"(blocks of {prefixes['block_tokens']} tokens)"
         )
     if "cached_share" in log:
         console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
@@ -96,17 +96,17 @@ def _arrival_lines(arrivals: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _session_line(found: dict[str, Any]) -> str:
+def _session_line(sessions: dict[str, Any]) -> str:
     parts = [
-        f"sessions: {found['sessions']:,}, {found['several_turns']:,} of them with several requests, "
-        f"{found['turns_mean']:.1f} requests per session (most: {found['turns_max']:,})"
+        f"sessions: {sessions['sessions']:,}, {sessions['several_turns']:,} of them with several requests, "
+        f"{sessions['turns_mean']:.1f} requests per session (most: {sessions['turns_max']:,})"
     ]
-    if "turns_with_history" in found:
-        parts.append(f"{found['turns_with_history']:.0%} of later prompts can hold the session so far")
-    if "pause_median_s" in found:
-        parts.append(f"pauses: median {found['pause_median_s']:.3g} s, mean {found['pause_mean_s']:.3g} s")
-    if found["parallel_requests"]:
-        parts.append(f"{found['parallel_requests']:,} requests do not wait just for the one before")
+    if "turns_with_history" in sessions:
+        parts.append(f"{sessions['turns_with_history']:.0%} of later prompts can hold the session so far")
+    if "pause_median_s" in sessions:
+        parts.append(f"pauses: median {sessions['pause_median_s']:.3g} s, mean {sessions['pause_mean_s']:.3g} s")
+    if sessions["parallel_requests"]:
+        parts.append(f"{sessions['parallel_requests']:,} requests do not wait just for the one before")
     return "; ".join(parts)
 
 

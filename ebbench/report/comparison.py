@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,7 +23,7 @@ from ebbench.analysis.paired import (
     compare_cases,
     pairs_needed_by,
 )
-from ebbench.analysis.units import HIGHER_IS_BETTER, LABELS, GateUnit, units_of
+from ebbench.analysis.units import DRAFTS, HIGHER_IS_BETTER, LABELS, GateUnit, gate_units
 from ebbench.analysis.validity import by_settings, told_once
 from ebbench.analysis.verdict import COPIES, GATED, repeated_until_clear
 from ebbench.errors import DataError, EbbenchError
@@ -69,9 +70,9 @@ def plain(compared: Compared) -> Document:
 
 def console(compared: Compared, width: int) -> RenderableType:
     """The comparisons for a terminal of ``width`` characters."""
-    found = document(compared)
-    parts: list[RenderableType] = [Text(found.title, style="bold")]
-    shown = iter(found.sections)
+    shown_document = document(compared)
+    parts: list[RenderableType] = [Text(shown_document.title, style="bold")]
+    shown = iter(shown_document.sections)
     alike = len({legend(comparison) for comparison in compared.comparisons}) == 1
     for comparison in compared.comparisons:
         for other in comparison.others:
@@ -87,23 +88,25 @@ def console(compared: Compared, width: int) -> RenderableType:
 
 def notes(compared: Compared) -> tuple[str, ...]:
     """Conclusions, legends, what was left out, and caveats, as sentences."""
-    found = []
+    lines = []
     for comparison in compared.comparisons:
         before = f"{comparison.title}: " if comparison.title else ""
-        found += [before + verdict_sentence(comparison, other) for other in comparison.others]
-        found.append(before + legend(comparison))
-    return (*found, *left_out(compared), *caveats(compared.comparisons))
+        lines += [before + verdict_sentence(comparison, other) for other in comparison.others]
+        lines.append(before + legend(comparison))
+    return (*lines, *left_out(compared), *caveats(compared.comparisons))
 
 
 def caveats(comparisons: Sequence[PairedComparison]) -> list[str]:
     """The caveats of the devices, each once, with the cases and policies of the runs that have it unless all do."""
     runs = [
-        ({"case": each.title, "policy": label}, unit.caveats)
-        for each in comparisons
-        for label, units in _compared_runs(each).items()
+        ({"case": comparison.title, "policy": label}, unit.caveats)
+        for comparison in comparisons
+        for label, units in _compared_runs(comparison).items()
         for unit in units
     ]
-    return told_once([said for _, said in runs], by_settings([one for one, _ in runs], lambda _, value: value, "runs"))
+    return told_once(
+        [said for _, said in runs], by_settings([settings for settings, _ in runs], lambda _, value: value, "runs")
+    )
 
 
 def _compared_runs(comparison: PairedComparison) -> dict[str, list[GateUnit]]:
@@ -131,7 +134,7 @@ def heading(compared: Compared) -> str:
         f"{shared.get('workload', 'several workloads')} ({shared.get('scenario', 'several scenarios')})",
     ]
     load = [dict.fromkeys(unit.conditions.get(name) for unit in units) for name in LOAD]
-    parts += [text for found in load if len(found) == 1 for text in found if text]
+    parts += [text for values in load if len(values) == 1 for text in values if text]
     options = json.loads(shared.get("options") or "{}")
     named = {"B": options.get("max_num_batched_tokens"), "N": options.get("max_num_seqs")}
     parts += [f"{name} = {value:,}" for name, value in named.items() if value is not None]
@@ -190,24 +193,44 @@ def verdict(contrast: Contrast) -> str:
 
 def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> str:
     """Which policy wins in the deciding figure if the difference is significant, else which is ahead."""
-    found = next((each for each in other.contrasts if each.figure == other.deciding), None)
-    if found is None:
+    contrast = next((candidate for candidate in other.contrasts if candidate.figure == other.deciding), None)
+    if contrast is None:
         return f"{other.label} and {comparison.baseline} have no throughput to compare."
     if other.identical:
         return (
             f"No winner: {other.label} and {comparison.baseline} have the same figures in every pair of runs: under "
             "this load they behave identically."
         )
-    by = f"{numbers.change(found.change)} {_named(found)} of {other.label} against {comparison.baseline}"
-    kept_up = " Both keep up with the arrivals, so latency decides." if found.figure == REQUEST_TIME else ""
-    higher = found.change > 0
-    leader = other.label if higher == (found.figure in HIGHER_IS_BETTER) else comparison.baseline
-    said = verdict(found)
-    if abs(found.change) < TIE:
+    by = f"{numbers.change(contrast.change)} {_named(contrast)} of {other.label} against {comparison.baseline}"
+    kept_up = " Both keep up with the arrivals, so latency decides." if contrast.figure == REQUEST_TIME else ""
+    higher = contrast.change > 0
+    leader = other.label if higher == (contrast.figure in HIGHER_IS_BETTER) else comparison.baseline
+    said, kept_up = verdict(contrast), kept_up + _by_drafts(other)
+    if abs(contrast.change) < TIE:
         return f"No winner: {by}.{kept_up}"
+    if _explained_by_drafts(contrast, other):
+        return f"No winner among the policies: {by}.{kept_up}"
     if said in (BETTER, WORSE):
-        return f"{leader} {WINS}: {by}, 95 % interval {_interval(found)}.{kept_up}"
-    return f"{leader} {AHEAD}: {by}; {_open_question(other, found)}.{kept_up}"
+        return f"{leader} {WINS}: {by}, 95 % interval {_interval(contrast)}.{kept_up}"
+    return f"{leader} {AHEAD}: {by}; {_open_question(other, contrast)}.{kept_up}"
+
+
+def _by_drafts(other: PolicyContrasts) -> str:
+    """What accepted drafts explain of a difference; empty where they are alike."""
+    if not other.drafts:
+        return ""
+    tokens = next(contrast for contrast in other.contrasts if contrast.figure == DRAFTS)
+    return (
+        f" Drafts: {tokens.value:.2f} tokens per step against {tokens.baseline:.2f}; up to "
+        f"{numbers.change(other.drafts)} in tokens/s comes from what was accepted, not from the policy."
+    )
+
+
+def _explained_by_drafts(contrast: Contrast, other: PolicyContrasts) -> bool:
+    """Whether the drafts alone may have made the whole difference."""
+    gain = math.log1p(contrast.change) * (1 if contrast.figure in HIGHER_IS_BETTER else -1)
+    drafts = math.log1p(other.drafts)
+    return gain * drafts > 0 and abs(gain) <= abs(drafts)
 
 
 def _open_question(other: PolicyContrasts, contrast: Contrast) -> str:
@@ -224,13 +247,13 @@ def _open_question(other: PolicyContrasts, contrast: Contrast) -> str:
 
 def _gate_notes(comparison: PairedComparison) -> list[str]:
     """Figures other than the deciding one that are undecided here and worse by the gate's one-sided test."""
-    found = [
+    worse = [
         f"{LABELS[c.figure]} of {other.label} (p = {_p(other.worse[c.figure])})"
         for other in comparison.others
         for c in other.contrasts
         if c.figure in other.worse and c.figure != other.deciding and verdict(c) == UNDECIDED
     ]
-    return [f"undecided here, but worse by the gate's one-sided test: {', '.join(found)}"] if found else []
+    return [f"undecided here, but worse by the gate's one-sided test: {', '.join(worse)}"] if worse else []
 
 
 def _named(contrast: Contrast) -> str:
@@ -246,6 +269,8 @@ def legend(comparison: PairedComparison) -> str:
     pairs = max(len(other.pairs) for other in comparison.others)
     counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
     text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
+    if any(contrast.figure == DRAFTS for other in comparison.others for contrast in other.contrasts):
+        text += "; tokens/step: output tokens over those that its steps would have made without drafts"
     text += "".join(f"; {line}" for line in (*_skipped(comparison), *_left_out(comparison), *_gate_notes(comparison)))
     needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in other.pairs) for other in comparison.others):
@@ -268,9 +293,9 @@ def legend(comparison: PairedComparison) -> str:
 def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
-        f"{LABELS[figure]} left out for {each.label}: {why}"
-        for each in comparison.others
-        for figure, why in each.skipped.items()
+        f"{LABELS[figure]} left out for {contrasts.label}: {why}"
+        for contrasts in comparison.others
+        for figure, why in contrasts.skipped.items()
     ]
 
 
@@ -294,15 +319,15 @@ def _detectable_of(other: PolicyContrasts) -> str:
 
 def tables(compared: Compared) -> list[page_tables.Table]:
     """The comparisons with several pairs as tables of the HTML page."""
-    found = []
+    page = []
     for comparison in compared.comparisons:
         if max(len(other.pairs) for other in comparison.others) > 1:
             sections = [_section(comparison, other) for other in comparison.others]
             sentences = [verdict_sentence(comparison, other) for other in comparison.others]
-            found += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
+            page += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
             note = " ".join([*sentences, legend(comparison)])
-            found.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
-    return found
+            page.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
+    return page
 
 
 def to_json(compared: Compared) -> dict[str, Any]:
@@ -339,6 +364,7 @@ def _other_json(other: PolicyContrasts) -> dict[str, Any]:
         "copies": sum(pair.copies for pair in pairs),
         "left_out": list(other.left_out),
         "worse_one_sided": dict(other.worse),
+        "tokens_per_step_change": other.drafts,
     }
 
 
@@ -348,7 +374,7 @@ def paired_tables(runs: Sequence[Run]) -> tuple[list[page_tables.Table], list[st
         return [], []
     groups: dict[str, list[GateUnit]] = {}
     try:
-        for unit in units_of(runs):
+        for unit in gate_units(runs):
             groups.setdefault(unit.policy, []).append(unit)
         compared = compare_cases(groups)
     except DataError as error:

@@ -174,10 +174,10 @@ def load(paths: Sequence[Path]) -> list[Run]:
 
     Raises DataError if there is none or one is damaged.
     """
-    found = sorted({run for run in find_runs(paths) if (run / MANIFEST).exists()})
-    if not found:
+    directories = sorted({run for run in find_runs(paths) if (run / MANIFEST).exists()})
+    if not directories:
         raise DataError(f"no run under {', '.join(map(str, paths))}; make a run, or give other directories with --runs")
-    return [Run.load(path) for path in found]
+    return [Run.load(path) for path in directories]
 
 
 # The result of a query as text.

@@ -11,14 +11,14 @@ from typing import Any
 import typer
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import host_of
+from ebbench.analysis.environment import run_host
 from ebbench.errors import DataError, UsageError
 from ebbench.records.run import Run, find_runs, read_manifest
 from ebbench.render import numbers
 from ebbench.render.documents import Console, narrowed, rendered, section_tables
 from ebbench.report.page_tables import shown_runs
 from ebbench.runs.stored import Listing, StoredRun, check_free, listed, remove
-from ebbench.sizing.chart import capacity_of
+from ebbench.sizing.chart import stored_capacity
 from ebbench.sizing.sentences import load
 from ebbench.untrusted import visible
 
@@ -144,7 +144,7 @@ def print_described(runs: Sequence[StoredRun]) -> None:
 
 def _described(run: StoredRun) -> dict[str, str]:
     labels = run.labels
-    found = {
+    described = {
         "name": labels.name, "tags": ", ".join(labels.tags), "note": labels.note, "commit": labels.commit,
         "label": labels.label, "begun": f"{run.begun} UTC",
         "what": f"{run.workload}, scenario {run.scenario}, policy {run.policy}"
@@ -153,18 +153,18 @@ def _described(run: StoredRun) -> dict[str, str]:
     }  # fmt: skip
     if run.kind == "run":
         manifest = read_manifest(run.path)
-        found |= {"host": host_of(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
+        described |= {"host": run_host(manifest), "reasons": "; ".join(map(str, manifest.reasons))}
     if run.kind == "search":
-        found["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
+        described["answer"] = "; ".join(_answer(row) for row in load(run.path)) or "not finished"
     sizes = [
         f"{path.name} {numbers.size(path.stat().st_size)}" for path in sorted(run.path.iterdir()) if path.is_file()
     ]
-    return found | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
+    return described | {"size": f"{numbers.size(run.size)}: {', '.join(sizes)}"}
 
 
 def _answer(row: Mapping[str, Any]) -> str:
     unit = " open sessions" if "capacity_concurrency" in row else "/s"
-    reached = f"{row['policy']} {numbers.rate(capacity_of(row))}{unit}"
+    reached = f"{row['policy']} {numbers.rate(stored_capacity(row))}{unit}"
     return f"{reached}, limited by {row['limited_by']} (limits {row['limits']})"
 
 

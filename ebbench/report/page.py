@@ -262,7 +262,7 @@ def render(page: Page) -> str:
         present={name for name in ("classes", "sessions") if any(run[name] for run in page.runs)},
         charts=[f"cdf_{name}" for name in LATENCIES],
         data={
-            "specs": specs(page.policies) | {f"search{i}": each.chart for i, each in enumerate(page.searches)},
+            "specs": specs(page.policies) | {f"search{i}": search.chart for i, search in enumerate(page.searches)},
             "shared": page.shared,
             "runs": page.runs,
             "labels": page.labels,

@@ -18,8 +18,8 @@ from ebbench.analysis.summary import Summary, metric_columns
 from ebbench.records.run import Run
 from ebbench.render import sentences
 from ebbench.render.report import load_and_limits, machine
-from ebbench.render.sentences import doubts_of
-from ebbench.render.timeline import Timeline, timeline_of
+from ebbench.render.sentences import doubts_by_case
+from ebbench.render.timeline import Timeline, make_timeline
 from ebbench.report.page_tables import (
     SearchSection,
     Table,
@@ -63,7 +63,7 @@ class Page:
     searches: tuple[SearchSection, ...] = ()
 
 
-def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
+def report_page(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
             notes: Sequence[str] = (), all_percentiles: bool = False,
             searches: Sequence[SearchSection] = ()) -> Page:  # fmt: skip
     """Read everything the page needs. Raises DataError if a file of a run is damaged.
@@ -76,7 +76,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
     groups = [group for case in cases for group in case.groups]
     labels, curves = latency_curves(cases, runs)
     targets = _targets(runs, summaries[0].slo)
-    doubtful = doubts_of(cases)
+    doubtful = doubts_by_case(cases)
     return Page(
         title=title or _title(summaries),
         subtitle=(machine(summaries), *load_and_limits(summaries)),
@@ -138,17 +138,17 @@ def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, .
 
 def _explanations(case: ComparisonCase) -> list[tuple[str, tuple[str, ...]]]:
     """How the time of the first run of each policy divides."""
-    found = []
+    explanations = []
     for group in case.groups:
         seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
         if lines := tuple(sentences.why(group.explanations[0])):
-            found.append((f"{_series(case, group)}{seed}", lines))
-    return found
+            explanations.append((f"{_series(case, group)}{seed}", lines))
+    return explanations
 
 
 def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequence[Run]) -> dict[str, list[Row]]:
     """Points of the curves by chart; ``curves`` has the case index and the policy of each run."""
-    found: dict[str, list[Row]] = {f"cdf_{name}": [] for name in ("ttft", "tpot", "itl", "e2el")}
+    rows_by_chart: dict[str, list[Row]] = {f"cdf_{name}": [] for name in ("ttft", "tpot", "itl", "e2el")}
     for label, (case, policy), run in zip(labels, curves, runs, strict=True):
         columns = RequestColumns.of(run.table("requests", NEEDED))
         ok = columns.ok
@@ -159,8 +159,8 @@ def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequen
             "e2el": (columns.last_token - columns.intended)[ok],
         }
         for name, values in samples.items():
-            found[f"cdf_{name}"] += _cdf(label, case, policy, values)
-    return found
+            rows_by_chart[f"cdf_{name}"] += _cdf(label, case, policy, values)
+    return rows_by_chart
 
 
 def _cdf(label: str, case: int, policy: str, ns: npt.NDArray[Any]) -> list[Row]:
@@ -180,7 +180,7 @@ def _run_data(run: Run, targets: Targets | None) -> dict[str, Any]:
     stepped = run.table("steps", ["step_id"]).num_rows > 0
     sent = run.table("requests", ["sent_ns"])["sent_ns"]
     if sent.null_count < len(sent):
-        line: Timeline = timeline_of(run)
+        line: Timeline = make_timeline(run)
         data |= {name: getattr(line, name) for name in _PANELS}
     if stepped:
         data["steps"], data["steps_left_out"] = _steps(run)
@@ -190,16 +190,16 @@ def _run_data(run: Run, targets: Targets | None) -> dict[str, Any]:
 def _classes(run: Run) -> list[Row]:
     """Points of the latency curves of each class; empty without classes."""
     columns = RequestColumns.of(metric_columns(run))
-    found = []
+    rows_by_class = []
     for name in columns.classes:
         rows = columns.ok & (columns.request_class == name)
         latencies = {"TTFT": (columns.first_token - columns.intended)[rows], "TPOT": tpot_ns(columns, rows)}
         for latency, ns in latencies.items():
-            found += [
-                {"class": name or "no class", "latency": latency, "ms": one["ms"], "share": one["share"]}
-                for one in _cdf("", 0, "", ns)
+            rows_by_class += [
+                {"class": name or "no class", "latency": latency, "ms": point["ms"], "share": point["share"]}
+                for point in _cdf("", 0, "", ns)
             ]
-    return found
+    return rows_by_class
 
 
 def _sessions(run: Run) -> list[Row]:
@@ -211,11 +211,11 @@ def _sessions(run: Run) -> list[Row]:
     every = -(-table.num_rows // _MOST_SESSIONS) or 1
     return [
         {
-            "session": str(one["session"]), "class": one["class"] or "", "turns": one["turns"],
-            "t": _short(one["start_ns"] / 1e9), "s": _short(one["completion_ms"] / 1e3),
-            "model": _short(one["model_ms"] / one["completion_ms"]) if one["completion_ms"] else 0.0,
+            "session": str(session["session"]), "class": session["class"] or "", "turns": session["turns"],
+            "t": _short(session["start_ns"] / 1e9), "s": _short(session["completion_ms"] / 1e3),
+            "model": _short(session["model_ms"] / session["completion_ms"]) if session["completion_ms"] else 0.0,
         }
-        for one in table.to_pylist()[::every]
+        for session in table.to_pylist()[::every]
     ]  # fmt: skip
 
 

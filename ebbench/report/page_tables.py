@@ -15,7 +15,7 @@ from ebbench.analysis.summary import Summary
 from ebbench.records.run import MANIFEST, Run
 from ebbench.render import numbers, tables
 from ebbench.sizing import chart
-from ebbench.sizing.sentences import end_of, load
+from ebbench.sizing.sentences import end_sentence, load
 
 # Capacity searches on the page: a table, what was stopped or refused, and the curves that `--plot` draws, too.
 
@@ -34,10 +34,10 @@ class SearchSection:
     chart: dict[str, Any]
 
 
-def searches_of(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
+def search_sections(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
     """The searches whose directories are among ``paths``. Raises DataError for a damaged file of results."""
-    found = [rows for path in paths if (rows := load(path))]
-    return tuple(SearchSection(_table(rows), _lines(rows), _chart(rows)) for rows in found)
+    searches = [rows for path in paths if (rows := load(path))]
+    return tuple(SearchSection(_table(rows), _lines(rows), _chart(rows)) for rows in searches)
 
 
 def shown_runs(path: Path) -> list[Path]:
@@ -54,7 +54,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _row(row: Mapping[str, Any]) -> tuple[TableCell, ...]:
-    capacity, low, high = chart.capacity_of(row), row["low"], row["high"]
+    capacity, low, high = chart.stored_capacity(row), row["low"], row["high"]
     interval = numbers.DASH if capacity is None else f"{low:.3g} to {'?' if high is None else f'{high:.3g}'}"
     return (
         TableCell(str(row["policy"]), str(row["policy"])),
@@ -71,8 +71,8 @@ def _row(row: Mapping[str, Any]) -> tuple[TableCell, ...]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    lines = [f"{row['policy']}: {end_of(row['refused'])}." for row in rows if row["refused"]]
-    lines += [f"{row['policy']}: stopped by {end_of(row['stopped'])}." for row in rows if row["stopped"]]
+    lines = [f"{row['policy']}: {end_sentence(row['refused'])}." for row in rows if row["refused"]]
+    lines += [f"{row['policy']}: stopped by {end_sentence(row['stopped'])}." for row in rows if row["stopped"]]
     lines.append(
         "The probe nearest to each capacity, which a diamond marks, stands for the search in the rest of this page; "
         "the others are ordinary runs in the same directory."
@@ -81,8 +81,8 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = chart.curves(rows).to_dict(validate=False)
-    return found | {"background": None}
+    specification: dict[str, Any] = chart.curves(rows).to_dict(validate=False)
+    return specification | {"background": None}
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def comparison_tables(cases: Sequence[ComparisonCase], *, all_percentiles: bool 
     """One table per load and environment, with the rows and columns of the terminal output."""
     document = tables.comparison(cases, all_percentiles=all_percentiles)
     notes = " ".join((*document.notes, *_limits_told(cases)))
-    found = [of_section(section, _titled("Comparison", section.title)) for section in document.sections]
-    return (*found[:-1], replace(found[-1], note=notes))
+    sections = [of_section(section, _titled("Comparison", section.title)) for section in document.sections]
+    return (*sections[:-1], replace(sections[-1], note=notes))
 
 
 _PART_NOTES = {
@@ -122,7 +122,7 @@ _PART_NOTES = {
 def part_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
     """Tables by phase, by class of requests and by session, as far as a case has several of them."""
     sections = [section for case in cases for section in tables.parts(case)]
-    return tuple(of_section(one, one.title, _PART_NOTES[one.title.split()[1].rstrip(":")]) for one in sections)
+    return tuple(of_section(part, part.title, _PART_NOTES[part.title.split()[1].rstrip(":")]) for part in sections)
 
 
 def _titled(what: str, title: str) -> str:
@@ -185,13 +185,15 @@ def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tupl
 def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
     """What all runs share, and one column per run for what differs."""
     facts = [_facts(run) for run in runs]
-    rows = {name: [each.get(name, "") for each in facts] for each in facts for name in each}
+    rows = {
+        name: [facts_of_run.get(name, "") for facts_of_run in facts] for facts_of_run in facts for name in facts_of_run
+    }
     shared = {name: values[:1] for name, values in rows.items() if len(set(values)) == 1}
     own = {name: values for name, values in rows.items() if name not in shared}
-    found = [Table("Environment", ("", "all runs" if len(runs) > 1 else labels[0]), _text_rows(shared))]
+    differing = [Table("Environment", ("", "all runs" if len(runs) > 1 else labels[0]), _text_rows(shared))]
     if own:
-        found.append(Table("Where the runs differ", ("", *labels), _text_rows(own)))
-    return tuple(found)
+        differing.append(Table("Where the runs differ", ("", *labels), _text_rows(own)))
+    return tuple(differing)
 
 
 def _text_rows(rows: Mapping[str, Sequence[str]]) -> tuple[tuple[TableCell, ...], ...]:

@@ -48,11 +48,11 @@ def _title(series: Series, all_series: Sequence[Series]) -> str:
     device, host = where.get("device", ""), where.get("host", "")
     device = host if device == UNKNOWN_DEVICE and host else device
     words = [series[0].kind.policy, where.get("workload", ""), f"on {device}"]
-    others = [one[0].kind for one in all_series if one is not series]
-    alike = [one for one in others if one.policy == series[0].kind.policy]
-    words += [series[0].kind.load] if any(one.load != series[0].kind.load for one in alike) else []
+    others = [kind[0].kind for kind in all_series if kind is not series]
+    alike = [kind for kind in others if kind.policy == series[0].kind.policy]
+    words += [series[0].kind.load] if any(kind.load != series[0].kind.load for kind in alike) else []
     words += [host] if host and host != device and alike else []
-    words += [series[0].kind.environment] if any(one.load == series[0].kind.load for one in alike) else []
+    words += [series[0].kind.environment] if any(kind.load == series[0].kind.load for kind in alike) else []
     return ", ".join(filter(None, words)).replace(", on ", " on ")
 
 
@@ -63,13 +63,13 @@ def _apart(all_series: Sequence[Series]) -> list[str]:
     for series in all_series:
         kind, point = series[0].kind, series[0].points[0]
         first = known.setdefault((kind.policy, kind.load, kind.limits), point)
-        found = differences(first.units[0].environment, point.units[0].environment)
-        if found:
+        unlike = differences(first.units[0].environment, point.units[0].environment)
+        if unlike:
             said.append(
-                f"Apart, since they differ in {'; '.join(found)}: runs of {kind.policy}. A host that has another name "
+                f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}. A host that has another name "
                 "every night gets one with --host-label."
-                if remedy(found) == "--allow host"
-                else f"Apart, since they differ in {'; '.join(found)}: runs of {kind.policy}."
+                if remedy(unlike) == "--allow host"
+                else f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}."
             )
     return said
 
@@ -88,7 +88,7 @@ def _section(series: Series, title: str, last: int | None) -> Section:
         cells += _figure_columns(trend, shown)
     cells = [(column, values) for column, values in cells if any(value not in ("", None) for value in values)]
     rows = tuple(zip(*(values for _, values in cells), strict=True))
-    faulty = {place - shown.start for one in series for place in _worse(one) if place in shown}
+    faulty = {place - shown.start for figure_trend in series for place in _worse(figure_trend) if place in shown}
     return Section(title, tuple(column for column, _ in cells), rows, faulty=frozenset(faulty))
 
 
@@ -103,9 +103,9 @@ def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value
     values = [trend.values[place] for place in shown]
     changes = {change.place: numbers.change(change.bounds[0]) for change in trend.changes}
     return [
-        (Column("", group=name, show=show, key=trend.figure), [None if one is None else one.mean for one in values]),
+        (Column("", group=name, show=show, key=trend.figure), [None if v is None else v.mean for v in values]),
         (Column("95 %", "label", name, right=True, key=f"{trend.figure}_interval"),
-         [_interval(trend.figure, one) for one in values]),
+         [_interval(trend.figure, v) for v in values]),
         (Column("change", "label", name, right=True, key=f"{trend.figure}_change"),
          [changes.get(place, "") for place in shown]),
     ]  # fmt: skip
@@ -113,9 +113,9 @@ def _figure_columns(trend: Trend, shown: range) -> list[tuple[Column, list[Value
 
 def _worse(trend: Trend) -> list[int]:
     """Places of the table that stand out: changes for the worse, and a last point that is worse."""
-    found = [change.place for change in trend.changes if change.direction == "worse"]
+    places = [change.place for change in trend.changes if change.direction == "worse"]
     newest = trend.newest is not None and trend.newest.outcome == "fail"
-    return found + ([len(trend.points) - 1] if newest else [])
+    return places + ([len(trend.points) - 1] if newest else [])
 
 
 def _interval(figure: str, value: PairedInterval | None) -> str:
@@ -161,16 +161,16 @@ def _named(point: Point) -> str:
     return ", ".join(filter(None, (point.commit[:_COMMIT], point.label, point.begun[:10])))
 
 
-def alert_of(all_series: Sequence[Series]) -> str:
+def worst_alert(all_series: Sequence[Series]) -> str:
     """The worst alert: ``worse``, ``doubt`` or none."""
-    found = {trend.alert for series in all_series for trend in series}
-    return "worse" if "worse" in found else "doubt" if "doubt" in found else ""
+    alerts = {trend.alert for series in all_series for trend in series}
+    return "worse" if "worse" in alerts else "doubt" if "doubt" in alerts else ""
 
 
 def as_json(all_series: Sequence[Series]) -> dict[str, Any]:
     """Series with their points, changes and alerts; an infinite bound is null."""
     return {
-        "alert": alert_of(all_series) or None,
+        "alert": worst_alert(all_series) or None,
         "series": [
             {
                 "name": series[0].kind.name, "title": _title(series, all_series), "policy": series[0].kind.policy,
@@ -266,7 +266,7 @@ def save_chart(all_series: Sequence[Series], path: Path) -> None:
     figures.save(alt.vconcat(*rows), path.with_suffix(""), [path.suffix[1:]])
 
 
-def page_of(all_series: Sequence[Series], title: str = "") -> Page:
+def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
     """The HTML page: the same tables, sentences and panels."""
     shown = document(all_series)
     sections = []
@@ -276,7 +276,7 @@ def page_of(all_series: Sequence[Series], title: str = "") -> Page:
         told = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
         picture = chart(series).to_dict(validate=False) | {"background": None}
         sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), told, picture))
-    alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[alert_of(all_series)]
+    alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
         warnings=tuple(_apart(all_series)),
@@ -293,7 +293,7 @@ def write(
     if plot is not None:
         save_chart(series, plot)
     if html is not None:
-        page.write(page_of(series), html)
+        page.write(trend_page(series), html)
     table = document(series, last)
     files.append_to_summary(rendered(table, "markdown"), summary)
     shown = json.dumps(as_json(series), indent=2, allow_nan=False) + "\n" if style == "json" else rendered(table, style)

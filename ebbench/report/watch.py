@@ -52,7 +52,11 @@ class Watched:
 def going_on(paths: Sequence[Path]) -> list[Path]:
     """Runs that a process measures now, among ``paths`` and in directories among them."""
     inside = [child.parent for path in paths for child in (*path.glob(PARTIAL), *path.glob(f"*/{PARTIAL}"))]
-    return [each for each in dict.fromkeys(inside) if not (each / MANIFEST).exists() and is_being_written(each)]
+    return [
+        directory
+        for directory in dict.fromkeys(inside)
+        if not (directory / MANIFEST).exists() and is_being_written(directory)
+    ]
 
 
 def watched(paths: Sequence[Path]) -> Watched:
@@ -65,7 +69,7 @@ def watched(paths: Sequence[Path]) -> Watched:
     done = []
     for path in paths:
         with suppress(DataError):  # none has ended
-            done += [Run.load(each) for each in find_runs([path]) if each not in running]
+            done += [Run.load(ended_run) for ended_run in find_runs([path]) if ended_run not in running]
     known = [run for run in partial if run.requests.num_rows]
     if not (known or done):
         raise DataError("no request has ended yet")

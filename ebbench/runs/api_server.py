@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Drafted
-from ebbench.engines.setup import topology_of
+from ebbench.engines.setup import resolve_topology
 from ebbench.records.warnings import RunWarning, warning
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME, EngineOptions
@@ -83,9 +83,9 @@ def api_server_warning(
     if engine not in VIRTUAL_TIME or not metrics.duration_s:
         return None
     drafted = Drafted.of(facts)
-    messages = metrics.total_output_tokens / (1.0 if drafted is None else drafted.mean_acceptance_length)
-    each = metrics.completed, metrics.total_input_tokens, messages  # the tokens of a step leave in one message
-    rates = [amount / metrics.duration_s for amount in each]
+    accepted = 0 if drafted is None else drafted.accepted_tokens  # which leave in the message of another token
+    amounts = metrics.completed, metrics.total_input_tokens, max(metrics.total_output_tokens - accepted, 0)
+    rates = [amount / metrics.duration_s for amount in amounts]
     units, instances = int(facts.get("answering_units", 1)), int(facts.get("answering_instances", 1))
     if options.api_server == OFF:
         return left_out(processes_needed(*rates), units)
@@ -113,7 +113,7 @@ def left_out_of(cell: RunSpec, figures: Figures) -> RunWarning | None:
     simulated = cell.engine in VIRTUAL_TIME and cell.server.api_server == OFF and not figures.get("dead")
     if not simulated or requests is None or total is None or output is None:
         return None
-    topology = topology_of(cell.cluster.topology, cell.plan.scenario, cell.cluster.link)
+    topology = resolve_topology(cell.cluster.topology, cell.plan.scenario, cell.cluster.link)
     return left_out(
         processes_needed(requests, total - output, output), 1 if topology is None else topology.pools[-1].units
     )
@@ -126,7 +126,7 @@ def as_answered(cells: Iterable[RunSpec], figures: Callable[[RunSpec], Figures |
     run, None for others.
     """
     chosen = list(dict.fromkeys(cells))
-    busy = {_load(cell) for cell in chosen if (found := figures(cell)) is not None and left_out_of(cell, found)}
+    busy = {_load(cell) for cell in chosen if (known := figures(cell)) is not None and left_out_of(cell, known)}
     return {cell: cell.changed(api_server=DEFAULT_CLASS) if _load(cell) in busy else cell for cell in chosen}
 
 

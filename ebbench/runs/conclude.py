@@ -24,7 +24,6 @@ from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineResult
 from ebbench.engines.checks import start_notes
-from ebbench.engines.machine import engine_versions
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
@@ -108,8 +107,8 @@ def said_of_run(device: Device, batches: Batches, warnings: Iterable[str]) -> li
     """The warnings as far as they matter to a run of such batches, with their direction and size there."""
     if device.profile is None or device.request is None or device.geometry is None or not batches.steps:
         return list(warnings)
-    found = (_sized(each, device, batches) if isinstance(each, Caveat) else each for each in warnings)
-    return [each for each in found if each is not None]
+    sized = (_sized(said, device, batches) if isinstance(said, Caveat) else said for said in warnings)
+    return [said for said in sized if said is not None]
 
 
 def _sized(said: Caveat, device: Device, batches: Batches) -> Caveat | None:
@@ -170,8 +169,8 @@ def _fitted_hosts(tp: int) -> list[HostCosts]:
     from ebbench.devices.profiles import find_profile, list_devices
 
     hosts = [find_profile(name).host.get("default") for name in list_devices()]
-    found = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
-    return [host for host in found if not host.doubt]
+    fitted = [host.with_workers(tp) for host in hosts if host is not None and host.fitted]
+    return [host for host in fitted if not host.doubt]
 
 
 def _change(cost: TableCost | RooflineCost, other: TableCost | RooflineCost, batches: Batches) -> float:
@@ -412,8 +411,13 @@ def _manifest(
         **plan.facts, **result.facts, **(dict(device.identity) if context.device_known else {}),
         **_front_end(context, device),
     }  # fmt: skip
+    versions = dict(context.versions)
+    if context.engine != "sim":
+        from ebbench.engines.machine import engine_versions
+
+        versions = engine_versions(context.engine) | versions
     return Manifest(
-        versions=software_versions({**engine_versions(context.engine), **context.versions}),
+        versions=software_versions(versions),
         git_commit=git_commit(),
         labels=context.labels,
         anchor_unix_ns=context.anchor_unix_ns,
@@ -470,7 +474,7 @@ def _kv_tokens(context: RunContext, device: Device, facts: Mapping[str, Any]) ->
 def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batches: Batches) -> tuple[RunWarning, ...]:
     simulated = context.engine in VIRTUAL_TIME
     of_device, of_engine = _caveats(context, result, batches)
-    found = [
+    warnings = [
         *_of("plan", context.plan.warnings),
         *_of("device", of_device),
         *_of("engine", of_engine),
@@ -480,10 +484,10 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics, batch
         *_measurement_warnings(context.plan, metrics),
     ]
     if limit := api_server_warning(context.engine, context.options, result.facts, metrics):
-        found.append(limit)
+        warnings.append(limit)
     once: dict[str, RunWarning] = {}
-    for one in found:
-        once.setdefault(str(one), one)
+    for said in warnings:
+        once.setdefault(str(said), said)
     return tuple(once.values())
 
 
@@ -500,7 +504,7 @@ def _caveats(context: RunContext, result: EngineResult, batches: Batches) -> tup
 
 
 def _of(about: str, said: Iterable[str]) -> list[RunWarning]:
-    return [as_stored(each, about) for each in said]
+    return [as_stored(text, about) for text in said]
 
 
 _LONGER = 3.0
@@ -508,31 +512,31 @@ _LONGER = 3.0
 
 
 def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
-    found = []
+    warnings = []
     needed = samples_needed(0.99)
     if 0 < metrics.completed < needed:
         sound = [name for name, share in QUANTILES.items() if metrics.completed >= samples_needed(share)]
         enough = _enough(plan, needed) | {"shown": sound[-1] if sound else ""}
         p90_needs = samples_needed(QUANTILES["p90"])
-        found.append(warning("few-requests", completed=metrics.completed, p90_needs=p90_needs, **enough))
+        warnings.append(warning("few-requests", completed=metrics.completed, p90_needs=p90_needs, **enough))
     if metrics.completed and metrics.steady is None:
         longer = _longer(plan, 2 * _sessions(plan))
-        found.append(warning("no-steady-window", closed_loop=plan.closed_loop, **longer))
+        warnings.append(warning("no-steady-window", closed_loop=plan.closed_loop, **longer))
     elif metrics.steady is not None and metrics.steady.share < 0.5:
         longer = _longer(plan, math.ceil(_LONGER * (1 - metrics.steady.share) * _sessions(plan)))
-        found.append(warning("short-steady-window", share=metrics.steady.share, **longer))
-    return found
+        warnings.append(warning("short-steady-window", share=metrics.steady.share, **longer))
+    return warnings
 
 
 def _one_token_warnings(columns: RequestColumns, slo: Slo) -> list[RunWarning]:
     """How many answers a limit on TPOT does not concern, where these are at least one in a hundred of its class."""
     limited = [(columns.ok & (columns.request_class == name), slo.of_class(name).tpot) for name in columns.classes]
-    found = []
+    warnings = []
     for answers, tpot_ms in limited if slo.classes else [(columns.ok, slo.tpot)]:
         of, single = int(answers.sum()), int((answers & (columns.sent_tokens < 2)).sum())
         if tpot_ms is not None and single and single >= 0.01 * of:
-            found.append(warning("one-token-answers", single=single, answers=of, tpot_ms=tpot_ms))
-    return found
+            warnings.append(warning("one-token-answers", single=single, answers=of, tpot_ms=tpot_ms))
+    return warnings
 
 
 def _sessions(plan: Plan) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.analysis.metrics import Slo, refuse_unknown_classes, slo_of
+from ebbench.analysis.metrics import Slo, parse_class_slo, refuse_unknown_classes
 from ebbench.analysis.summary import Summary, metrics_dict, summarise_phases
 from ebbench.analysis.validity import of_device
 from ebbench.devices.base import Device
@@ -28,8 +28,10 @@ from ebbench.records.manifest import RunLabels, wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.warnings import RunWarning, caveat, warning
+from ebbench.render.documents import Console
+from ebbench.render.live import Work, reporter, shown
 from ebbench.runs.conclude import RunContext, begin, conclude_with_summary, pool_figures
-from ebbench.runs.prepare import Prepared, prepare
+from ebbench.runs.prepare import Prepared, Series, prepare
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, is_server
 from vllm_eb.policy import PolicySpec
@@ -69,7 +71,7 @@ def _released(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
     kept_rows = pc.invert(pc.is_in(plan.table["session"], value_set=left))
     if pc.all(kept_rows).as_py():
         return exhausted(plan, result)
-    part = part_of(plan, plan.table.filter(kept_rows))
+    part = plan_part(plan, plan.table.filter(kept_rows))
     kept = pc.is_in(result.requests["request_id"], value_set=part.table["request_id"].combine_chunks())
     return part, replace(result, requests=result.requests.filter(kept))
 
@@ -114,10 +116,10 @@ def _released_before(requests: pa.Table, sessions: list[int], seconds: float) ->
 
 def _first_sessions(plan: Plan, order: list[int], count: int) -> Plan:
     chosen = pa.array(order[:count], plan.table.schema.field("session").type)
-    return part_of(plan, plan.table.filter(pc.is_in(plan.table["session"], value_set=chosen)))
+    return plan_part(plan, plan.table.filter(pc.is_in(plan.table["session"], value_set=chosen)))
 
 
-def part_of(plan: Plan, table: pa.Table) -> Plan:
+def plan_part(plan: Plan, table: pa.Table) -> Plan:
     """The plan with only the rows of ``table``; ``cut_from`` keeps the whole plan."""
     sessions = np.unique(table["session"].to_numpy()).size
     facts = {**plan.facts, "released_sessions": int(sessions), "released_requests": table.num_rows}
@@ -162,8 +164,8 @@ def execute(
             engine = journalled(engine, writer)
         engine = _recording(engine, stored=directory is not None)
         plan, result = run_plan(engine, ready.plan, ready.policy, ready.device, spec.server, observer)
-        if result.interrupted and not keep_interrupted:
-            raise KeyboardInterrupt
+        if not keep_interrupted:
+            result.uninterrupted()
         if observer is not None:
             observer.update(_last_snapshot(ready.policy, plan, result))
         run, summary = conclude_with_summary(writer, replace(context, plan=plan), result)
@@ -189,7 +191,7 @@ class _Stoppable:
 
 def _limits(ready: Prepared) -> Slo:
     """The limits of the run. Raises UsageError for those of a class that no request has."""
-    slo = slo_of(ready.spec.goodput, ready.plan.facts.get("classes") or {})
+    slo = parse_class_slo(ready.spec.goodput, ready.plan.facts.get("classes") or {})
     if slo.classes:
         table = ready.plan.table
         known = table["class"].unique().drop_null().to_pylist() if "class" in table.column_names else []
@@ -292,3 +294,21 @@ class _InMemory(RunWriter):
 
     def __exit__(self, *_: object) -> None:
         """Nothing to clean up."""
+
+
+def planned(series: Series, seed: int, device: Device, messages: Console, *, quiet: bool) -> Plan:
+    """The plan of one seed; its reading is shown. Raises UsageError for a request that does not fit."""
+    with shown(messages, Work(f"reading {series.spec.plan.workload}"), quiet=quiet):
+        return series.plan(seed, device)
+
+
+def measured(
+    ready: Prepared, directory: Path, label: str, messages: Console, *, quiet: bool, brief: bool = False
+) -> Executed:
+    """Execute a run and store it in ``directory``, with a progress line named ``label``.
+
+    ``brief``: it is one run of many, of which only long ones are shown.
+    """
+    known = ready.plan.release_for_s is None
+    with reporter(messages, label, len(ready.plan), quiet=quiet, brief=brief, known=known) as observer:
+        return execute(ready, directory, observer)

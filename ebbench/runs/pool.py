@@ -26,10 +26,12 @@ from ebbench.engines.checks import check_counts
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.process.child import begin_pool_worker
 from ebbench.process.ray_connection import THIS_MACHINE, given_address, joined, ray_for
-from ebbench.process.termination import held
+from ebbench.process.termination import held, raise_if_stopped
 
 T = TypeVar("T")
 R = TypeVar("R")
+_LOOK_S = 0.2
+"""How often a thread that another one may stop looks whether it has, while jobs run."""
 ATTEMPTS = 3
 """How often a job may crash its worker process before it counts as failed."""
 
@@ -119,7 +121,8 @@ class Processes:
                     with _interrupts_held(), _without_main():
                         future = pool.submit(attempt, job, tasks[queue[-1]])
                     running[future] = queue.pop()
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                done, _ = wait(running, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+                raise_if_stopped()
                 for future in done:
                     outcome = future.result()
                     yield tasks[running.pop(future)], outcome
@@ -167,7 +170,7 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         manager.join()
 
 
-def pool_of(workers: int | None, jobs: int) -> Pool:
+def make_pool(workers: int | None, jobs: int) -> Pool:
     """A pool for so many jobs that need one core each; with one worker or one job, this process."""
     check_counts(workers=workers)
     count = min(workers or len(os.sched_getaffinity(0)), jobs)

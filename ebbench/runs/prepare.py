@@ -27,11 +27,11 @@ from ebbench.engines.checks import (
 )
 from ebbench.engines.setup import (
     chosen_engine,
-    client_of,
+    client_options,
     make_engine,
     policy_label,
+    resolve_topology,
     select_engine,
-    topology_of,
     unknown_device,
     with_ramp,
 )
@@ -40,7 +40,7 @@ from ebbench.process.interpreter import is_process_of_ebbench
 from ebbench.records.plan import Plan
 from ebbench.runs.file import starts_a_server, with_batch_limits
 from ebbench.spec.commands import DEFAULTS
-from ebbench.spec.run import RunSpec, known_settings, spec_of
+from ebbench.spec.run import RunSpec, known_settings, make_spec
 from ebbench.spec.server import AUTO, DEFAULT_CLASS, VIRTUAL_TIME, EngineOptions, first_choice, is_server, only_if_busy
 from ebbench.workloads import planner
 from ebbench.workloads.options import PlanOptions
@@ -137,10 +137,10 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         raise UsageError(
             "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
         )
-    from ebbench.devices.loader import load, resized, shape_of
+    from ebbench.devices.loader import load, parallel_shape, resized
     from ebbench.devices.profiles import as_decoder
 
-    topology = topology_of(spec.cluster.topology, spec.plan.scenario, spec.cluster.link)
+    topology = resolve_topology(spec.cluster.topology, spec.plan.scenario, spec.cluster.link)
     options = spec.server
     request = DeviceRequest(
         name,
@@ -152,7 +152,7 @@ def device_of(spec: RunSpec, policies: Sequence[PolicySpec] = ()) -> Device:
         options.async_scheduling,
         options.enforce_eager,
         spec.host,
-        SINGLE if topology is None else shape_of(topology),
+        SINGLE if topology is None else parallel_shape(topology),
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
         kv_tokens=None if options.num_kv_blocks is None else options.num_kv_blocks * options.block_size,
@@ -210,9 +210,9 @@ class Series:
         """Raise UsageError for settings that contradict each other."""
         check_counts(price_per_hour=self.price_per_hour)
         if classes := [name for name, _ in parse_slo([self.spec.goodput]).classes]:
-            from ebbench.workloads.mixture import classes_of
+            from ebbench.workloads.mixture import class_names
 
-            refuse_unknown_classes(classes, classes_of(self.spec.plan))
+            refuse_unknown_classes(classes, class_names(self.spec.plan))
         check_options(self.spec.server, self.policies)
         if self.spec.cluster.topology is not None:
             refuse_queue_limits(self.spec.server, str(self.spec.cluster.topology))
@@ -289,7 +289,7 @@ def needs_saturation(plan: PlanOptions) -> bool:
 # A series from settings by name, as the command line, a file and keywords of Python give them.
 
 
-def series_of(settings: Mapping[str, Any]) -> Series:
+def parse_series(settings: Mapping[str, Any]) -> Series:
     """The series of runs that settings describe, those of a command. Raises UsageError.
 
     ``settings``: the given ones by name; with a list of policies, ``goodput`` as text, and ``vllm_options`` as words.
@@ -307,8 +307,8 @@ def series_of(settings: Mapping[str, Any]) -> Series:
     _refuse_for_server(engine, settings)
     _refuse_for_simulator(engine, settings)
     limited = with_batch_limits({**settings, "engine": chosen_engine(engine)})
-    spec = spec_of({**limited, "engine": engine}, with_text=True)
-    topology = topology_of(spec.cluster.topology, spec.plan.scenario, None)
+    spec = make_spec({**limited, "engine": engine}, with_text=True)
+    topology = resolve_topology(spec.cluster.topology, spec.plan.scenario, None)
     chosen = parse_policies(policies or default_policies(engine, topology))
     return Series(
         replace(spec, policy=chosen[0].name),
@@ -376,14 +376,14 @@ def checked_server(settings: Mapping[str, Any]) -> dict[str, Any]:
     from ebbench.devices.base import quantised, start_up
     from ebbench.devices.loader import check_drafts
     from ebbench.devices.profiles import as_decoder, chosen_api_server, find_model
-    from ebbench.spec.server import speculative_of
+    from ebbench.spec.server import parse_speculative
 
     model = settings.get("model") or DEFAULT_MODEL
     name = as_decoder(model) if settings.get("assume_decoder") else model
     geometry = find_model(name)
     quantised(geometry, settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
     if (drafts := settings.get("speculative")) is not None:
-        check_drafts(speculative_of(drafts), geometry)
+        check_drafts(parse_speculative(drafts), geometry)
     count = settings.get("api_server_count")
     api_server = first_choice(settings.get("api_server", AUTO), count)
     chosen_api_server(api_server, count)
@@ -410,4 +410,4 @@ def _refuse_for_simulator(engine: str, settings: Mapping[str, Any]) -> None:
     """Raise UsageError for settings of the load generator with an engine that sends no requests, defaults too."""
     known = known_settings()
     if given := [name for name in settings if known[name].part == "client"]:
-        client_of(select_engine(engine)[0], given)
+        client_options(select_engine(engine)[0], given)

@@ -25,13 +25,13 @@ import msgspec
 from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
 from ebbench.analysis.validity import of_device
-from ebbench.errors import DataError, EbbenchError, RunError
+from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError
 from ebbench.records import files
 from ebbench.records.manifest import plan_hash
 from ebbench.records.run import LONGEST_NAME, MANIFEST, PARTIAL, Run, find_runs, unused
 from ebbench.runs.execute import Made, Task, make
-from ebbench.runs.key import directory_name, key_of, with_absolute_paths
-from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
+from ebbench.runs.key import directory_name, result_key, with_absolute_paths
+from ebbench.runs.pool import InProcess, Outcome, Pool, make_pool
 from ebbench.runs.prepare import device_of, plan_of
 from ebbench.spec.run import RunSpec, stored_form
 from ebbench.spec.server import is_server
@@ -87,10 +87,10 @@ class RunStore:
     def get(self, cell: RunSpec) -> Measured | None:
         """The result of a cell; None if it was not run with this version of the code."""
         if cell not in self._known:
-            found = self._own_run(cell) or _read(self.root / directory_name(cell))
-            if found is None:
+            measured = self._own_run(cell) or _read(self.root / directory_name(cell))
+            if measured is None:
                 return None
-            self._known[cell] = found
+            self._known[cell] = measured
         return self._known[cell]
 
     def missing(self, cells: Iterable[RunSpec], *, whole: bool = False) -> list[RunSpec]:
@@ -102,10 +102,10 @@ class RunStore:
         return sorted(absent, key=lambda cell: -cell.weight)
 
     def _has(self, cell: RunSpec, whole: bool) -> bool:
-        found = self.get(cell)
-        if found is None or (cell.real_time and not found.valid):
+        measured = self.get(cell)
+        if measured is None or (cell.real_time and not measured.valid):
             return False
-        return not whole or (found.path / MANIFEST).exists()
+        return not whole or (measured.path / MANIFEST).exists()
 
     def stored_since(self, cells: Iterable[RunSpec]) -> float | None:
         """When the oldest of these cells was stored, in seconds since 1970; None without any."""
@@ -129,7 +129,7 @@ class RunStore:
 
     def temporary(self, cell: RunSpec) -> Path:
         """A path for the directory of a running cell; hidden, not created yet, and used by no other command."""
-        return self.root / f"{_TEMPORARY}{key_of(cell)}-{secrets.token_hex(4)}"
+        return self.root / f"{_TEMPORARY}{result_key(cell)}-{secrets.token_hex(4)}"
 
     def abandon(self, directory: Path) -> None:
         """Drop the directory of an unfinished run; measurements of real servers are kept."""
@@ -146,11 +146,11 @@ class RunStore:
         assert made is not None
         final = self.root / directory_name(cell)
         figures = dict(made.figures) | ({"run_dir": str(final)} if directory is not None else {})
-        found = Measured(figures, made.phases, final, outcome.seconds, outcome.worker, made.caveats)
+        measured = Measured(figures, made.phases, final, outcome.seconds, outcome.worker, made.caveats)
         try:
             working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
             content = {
-                "key": key_of(cell), "cell": stored_form(cell), "figures": figures, "phases": list(made.phases),
+                "key": result_key(cell), "cell": stored_form(cell), "figures": figures, "phases": list(made.phases),
                 "caveats": list(made.caveats), "seconds": outcome.seconds, "worker": outcome.worker,
             }  # fmt: skip
             try:
@@ -162,8 +162,8 @@ class RunStore:
                 raise
         except OSError as error:
             raise RunError(f"cannot store {final}: {error.strerror or error}") from error
-        self._known[cell] = found
-        return found
+        self._known[cell] = measured
+        return measured
 
     def _own_run(self, cell: RunSpec) -> Measured | None:
         if not self._adopted or cell.cluster.topology is not None:  # runs of several instances are not matched
@@ -228,14 +228,14 @@ def _read(directory: Path) -> Measured | None:
 
 def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
     """Runs by the properties that identify a cell of one simulated instance."""
-    found = {}
+    by_conditions = {}
     for path in find_runs(paths):
         manifest = Run.load(path).manifest
         if {"model_shape", "device_profile"} & manifest.facts.keys():  # cells name bundled models and devices
             continue
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
         how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
-        found[
+        by_conditions[
             manifest.plan_hash,
             manifest.policy,
             manifest.device,
@@ -244,7 +244,7 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
             *how,
             unusual_options(manifest.options),
         ] = path
-    return found
+    return by_conditions
 
 
 # Executes the cells missing in a store; each result is stored as soon as it is finished.
@@ -268,7 +268,7 @@ def run_missing(
     before a failure or an interruption are kept.
     """
     todo = store.missing(cells, whole=whole)
-    pool = pool_of(workers, len(todo)) if not any(cell.real_time for cell in todo) else InProcess()
+    pool = make_pool(workers, len(todo)) if not any(cell.real_time for cell in todo) else InProcess()
     if not todo:
         return 0
     check_names(todo)
@@ -281,6 +281,32 @@ def run_missing(
 
     run_cells(todo, store, pool, whole=whole, stored=stored)
     return len(todo)
+
+
+def with_progress(
+    label: str, cells: Sequence[RunSpec], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Execute the cells that the store lacks, with a progress line on stderr."""
+    from ebbench.render.documents import Console
+    from ebbench.render.live import Work, shown
+
+    missing = store.missing(cells, whole=whole)
+    if not missing:
+        return
+
+    with shown(Console(stderr=True), Work(label, len(missing)), quiet=quiet) as work:
+
+        def done(_cell: RunSpec) -> None:
+            work.done += 1
+
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
+                f"with the other {left}"
+            ) from None
 
 
 def run_cells(

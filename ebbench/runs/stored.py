@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
+import typer
 
 from ebbench.config.declare import declare
 from ebbench.errors import DataError, UnknownNameError, UsageError
@@ -26,6 +27,8 @@ from ebbench.records.manifest import RunLabels, encode_manifest
 from ebbench.records.run import MANIFEST, PARTIAL, SEARCH, Run, TableName, is_being_written
 from ebbench.records.schema import DECISIONS, STEPS
 from ebbench.records.warnings import warning
+from ebbench.untrusted import visible
+from vllm_eb.settings import name_hint
 
 Kind = Literal["run", "search", "unfinished"]
 
@@ -64,6 +67,7 @@ class StoredRun:
     labels: RunLabels
     size: int
     scenario: str = ""
+    plan_hash: str = ""
     probes: int = 0
     interrupted: bool = False
 
@@ -103,14 +107,14 @@ def listed(roots: Sequence[Path]) -> Listing:
 
     Raises DataError for a root that is no directory.
     """
-    found: dict[Path, StoredRun] = {}
+    by_path: dict[Path, StoredRun] = {}
     problems: dict[Path, str] = {}
     for root in roots:
         if not root.is_dir():
             raise DataError(f"{root}: no such directory; make a run, or give another one with --runs")
         for entry in _below(root, problems):
-            found.setdefault(entry.path.resolve(), entry)
-    return Listing(tuple(sorted(found.values(), key=lambda one: (-one.begun_ns, str(one.path)))), problems)
+            by_path.setdefault(entry.path.resolve(), entry)
+    return Listing(tuple(sorted(by_path.values(), key=lambda run: (-run.begun_ns, str(run.path)))), problems)
 
 
 def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterator[StoredRun]:
@@ -128,14 +132,14 @@ def _below(directory: Path, problems: dict[Path, str], depth: int = 0) -> Iterat
             problems[directory] = str(error).removeprefix(f"{directory}/")
         return
     strange = len(problems)
-    found = False
+    holds_runs = False
     for entry in entries:
         if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=depth == 0):
             for run in _below(Path(entry.path), problems, depth + 1):
-                found = True
+                holds_runs = True
                 yield run
     foreign = any(entry.is_file() and not _KNOWN.fullmatch(entry.name) for entry in entries)
-    if depth and foreign and not found and len(problems) == strange:
+    if depth and foreign and not holds_runs and len(problems) == strange:
         problems[directory] = "holds no run"
 
 
@@ -147,8 +151,11 @@ def _entry(directory: Path, entries: Sequence[os.DirEntry[str]], names: Collecti
     return _stored(directory, kind, brief, sum(_size(entry) for entry in entries))
 
 
+_PLAIN = ("workload", "policy", "engine", "device", "model", "scenario", "plan_hash")
+
+
 def _stored(path: Path, kind: Kind, brief: _Brief, size: int, **more: Any) -> StoredRun:
-    plain = {name: getattr(brief, name) for name in ("workload", "policy", "engine", "device", "model", "scenario")}
+    plain = {name: getattr(brief, name) for name in _PLAIN}
     state = {"valid": brief.valid, "interrupted": brief.interrupted, "labels": brief.labels, "seed": brief.seed}
     return StoredRun(path, kind, brief.anchor_unix_ns, size=size, **{**plain, **state, **more})
 
@@ -270,27 +277,78 @@ def prunable(
     return [run for run in runs[keep_last or 0 :] if oldest_ns is None or run.begun_ns < oldest_ns]
 
 
-def meant(references: Sequence[str], roots: Sequence[Path]) -> list[StoredRun]:
+DEFAULT_ROOTS = (Path("runs"),)
+"""Where runs are looked up by name."""
+
+
+def meant(references: Sequence[str], roots: Sequence[Path] = DEFAULT_ROOTS) -> Listing:
     """The runs that are named: by a path (a directory of runs means all of them), by ``--name``, or by directory.
 
     Raises UnknownNameError for a name that no run has, DataError for a path that is no run and holds none.
     """
     chosen: dict[Path, StoredRun] = {}
-    known: Listing | None = None
+    problems: dict[Path, str] = {}
     for reference in references:
         path = Path(reference)
-        if path.is_dir():
-            found = listed([path])
-            if not found.runs:
-                raise DataError(f"{path}: {next(iter(found.problems.values()), 'no run')}; it is left as it is")
-        else:
-            known = known or listed([root for root in roots if root.is_dir()])
-            found = Listing(tuple(run for run in known.runs if reference in (run.labels.name, run.path.name)))
-        if not found.runs:
-            names = (name for run in known.runs for name in (run.labels.name, run.path.name) if name) if known else ()
-            raise UnknownNameError("run", reference, dict.fromkeys(names))
-        chosen |= {run.path.resolve(): run for run in found.runs}
-    return list(chosen.values())
+        below = listed([path]) if path.is_dir() else Listing(tuple(_named(reference, roots)))
+        if not below.runs:
+            raise DataError(f"{path}: {next(iter(below.problems.values()), 'no run')}; it is left as it is")
+        chosen |= {run.path.resolve(): run for run in below.runs}
+        problems |= below.problems
+    return Listing(tuple(chosen.values()), problems)
+
+
+def run_paths(
+    references: Sequence[str | Path], tell: Callable[[str], object], roots: Sequence[Path] = DEFAULT_ROOTS
+) -> list[Path]:
+    """Where the runs are that a user names. What exists is a path, and stays one; else it is the ``--name`` of runs.
+
+    A name stands for its newest measurement; ``tell`` gets a sentence if it has others. Raises DataError for a name
+    that no run has.
+    """
+    paths = []
+    for reference in map(str, references):
+        path = Path(reference).expanduser()
+        if path.exists():
+            paths.append(path)
+            continue
+        try:
+            named = _named(reference, roots)
+        except UnknownNameError as error:
+            below = ", ".join(map(str, roots))
+            hint = f"; {name_hint(reference, error.known)}" if error.known and path.name == reference else ""
+            raise DataError(f"{path}: no such run directory, and no run below {below} has that name{hint}") from None
+        newest = _newest(named)
+        if len(newest) < len(named):
+            tell(
+                f"{reference}: the newest {len(newest)} of {len(named)} runs of that name, begun {newest[0].begun} "
+                f"UTC; `ebbench runs --name {reference}` lists the others"
+            )
+        paths += [run.path for run in newest]
+    return paths
+
+
+def _named(reference: str, roots: Sequence[Path]) -> list[StoredRun]:
+    """All runs with this name, or in a directory of this name. Raises UnknownNameError if there is none."""
+    known = listed([root for root in roots if root.is_dir()]).runs
+    named = [run for run in known if reference in (run.labels.name, run.path.name)]
+    if not named:
+        names = {run.labels.name for run in known if run.labels.name} or {run.path.name for run in known}
+        raise UnknownNameError("run", reference, names)
+    return named
+
+
+def _newest(runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """The last runs of one commit of which none repeats another: the same plan under the same policy is a new
+    measurement under an old name, as of every night."""
+    measurement: dict[tuple[object, ...], StoredRun] = {}
+    for run in sorted(runs, key=lambda run: run.begun_ns):
+        case = (run.kind, run.plan_hash, run.policy, run.engine, run.device, run.model)
+        before = next(iter(measurement.values()), run)
+        if case in measurement or run.labels.commit != before.labels.commit:
+            measurement = {}
+        measurement[case] = run
+    return list(measurement.values())
 
 
 # Removing, moving and packing. A run that is being made is left alone, as is every file that ebbench did not write.
@@ -427,3 +485,27 @@ def shrink(directory: Path, facts: Mapping[str, Any]) -> int:
     rows = kept | {name: len(table) for name, table in tables.items()}
     files.write_bytes(encode_manifest(msgspec.structs.replace(smaller, rows=rows)), directory / MANIFEST)
     return before - sum(path.stat().st_size for path in directory.iterdir())
+
+
+# Arguments of commands that name runs.
+
+
+def runs_meant(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with those of runs for a ``--name``. Raises DataError for what is neither."""
+    if all(path.exists() for path in paths):
+        return list(paths)
+    return run_paths(paths, lambda line: typer.echo(visible(line), err=True))
+
+
+def _as_paths(paths: list[Path] | None) -> list[Path] | None:
+    return paths and runs_meant(paths)
+
+
+RUNS = "Run directories, directories of runs, or --name of runs."
+RunPaths = Annotated[list[Path], typer.Argument(help=RUNS, callback=_as_paths)]
+RunRoots = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--runs", "-r", help="Directories, or --name, of runs. Repeatable. Default: runs.", callback=_as_paths
+    ),
+]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ebbench.devices.profiles import ApiServerCosts
 from ebbench.simulation.releases import Releases
-from ebbench.simulation.state import UNSET, Ints, RequestState
+from ebbench.simulation.state import UNSET, Failure, Ints, RequestState
 
 # Limits on open requests in vLLM's API server (0.32): it refuses further ones with HTTP 503.
 #
@@ -27,8 +27,6 @@ from ebbench.simulation.state import UNSET, Ints, RequestState
 # - `max_num_queued_tokens`: refused if the open requests without a first token have that many prompt tokens. Each
 #   counts in full: the API server does not learn how much of a prompt is computed or cached.
 
-Failure = tuple[str, str, int | None]
-"""Error class, message and HTTP status of a request that failed."""
 Stamp = Callable[[Sequence[int], int], None]
 """Records that requests (rows) are sent at a time (ns)."""
 
@@ -42,11 +40,6 @@ class QueueLimits:
         self._state, self._max_reqs, self._max_tokens = state, max_reqs, max_tokens
         self._open = 0
         self._prefilling: dict[int, int] = {}  # prompt tokens of open requests without a first token, by row
-
-    @staticmethod
-    def of(state: RequestState, max_reqs: int | None, max_tokens: int | None) -> QueueLimits | None:
-        """The limits; None if there are none."""
-        return None if max_reqs is None and max_tokens is None else QueueLimits(state, max_reqs, max_tokens)
 
     def admits(self, row: int, now_ns: int) -> bool:
         """Whether a request that comes now is accepted; it is then open."""

@@ -121,8 +121,8 @@ class DraftingScheduler(Scheduler):
 
     def hits(self, row: int, known_tokens: int) -> list[int]:
         """See Scheduler. The drafter needs hidden states of the last block of a cached prefix."""
-        found = list(self.kv.lookup(row, known_tokens))
-        return found[:-1] if self._drafting.recomputes_block else found
+        cached = list(self.kv.lookup(row, known_tokens))
+        return cached[:-1] if self._drafting.recomputes_block else cached
 
     def padding(self, running: Ints) -> int:
         """See Scheduler: as many tokens as a decode with drafts has, unless a prompt is being computed."""

@@ -397,11 +397,11 @@ class EngineLoop:
             scheduler = self._scheduler
             scheduler.take_arrivals(now_ns)
             return len(scheduler.running) > 0 or len(scheduler.waiting) > 0
-        found = False
+        has_requests = False
         for unit in self.units:
             unit.scheduler.take_arrivals(now_ns)
-            found = found or unit.scheduler.has_requests
-        return found
+            has_requests = has_requests or unit.scheduler.has_requests
+        return has_requests
 
     def _schedule(self, now_ns: int) -> Pass:
         """Schedule one pass. It has no steps and takes no time if no unit could schedule anything."""

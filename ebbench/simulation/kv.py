@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
-from ebbench.devices.kv_layout import KvLayout
+from ebbench.devices.geometry import KvLayout
 from ebbench.records.plan import Plan
 from ebbench.simulation.state import RequestState
 
@@ -146,10 +146,10 @@ class CachingKv:
         """See KvBlocks."""
         hits: list[int] = []
         for key in self._state.block_keys(row, 0, (known_tokens - 1) // self._block_size, self._block_size):
-            found = self._by_key.get(key)
-            if found is None:
+            block = self._by_key.get(key)
+            if block is None:
                 break
-            hits.append(found if isinstance(found, int) else found[0])
+            hits.append(block if isinstance(block, int) else block[0])
         return hits
 
     def evictable(self, hits: Sequence[int]) -> int:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbench.dispatch.base import EndForward, Order
 from ebbench.records.plan import Plan
 from ebbench.records.warnings import caveat
-from ebbench.simulation.api_server import ApiServers, Failure, QueueLimits
+from ebbench.simulation.api_server import ApiServers, QueueLimits
 from ebbench.simulation.engine import OnPass
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.scheduler import HangUps
@@ -40,10 +39,12 @@ from ebbench.simulation.state import (
     TURNAROUND_NS,
     UNSET,
     WAKE,
+    Failure,
     StoreFullError,
 )
 
 if TYPE_CHECKING:
+    from ebbench.dispatch import EndForward, Order
     from ebbench.simulation.transfer import Handover, Transfer
 
 

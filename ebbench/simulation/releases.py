@@ -197,9 +197,9 @@ class Releases:
         if self._takes_turns or self._graph.branched:
             following = self._graph.followers(row)
             if self._graph.branched:
-                for one in following:
-                    self._waits[one] -= 1
-                following = [one for one in following if not self._waits[one]]
+                for follower in following:
+                    self._waits[follower] -= 1
+                following = [follower for follower in following if not self._waits[follower]]
                 if self._still_open(row, 1):
                     return following
             elif following:
@@ -224,7 +224,7 @@ class Releases:
         """
         if row >= self._rows:  # a warm-up request
             return [], self.ended(row)
-        later = [one for one in self._graph.descendants(row) if one not in self._given_up]
+        later = [follower for follower in self._graph.descendants(row) if follower not in self._given_up]
         self._given_up.update(later)
         if self._graph.branched and self._still_open(row, 1 + len(later)):
             return later, []

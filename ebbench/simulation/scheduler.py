@@ -150,18 +150,18 @@ def prompt_tokens(scheduler: Scheduler, wanted: int) -> int:
     """Prompt tokens that the next step could compute, counted up to ``wanted``; see ``View.prompt_tokens``."""
     state, block_size = scheduler.state, scheduler.limits.block_size
     partial = scheduler.running[state.partial[scheduler.running]] if scheduler.prefilling else NO_ROWS
-    found = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
+    tokens = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
     slots, blocks = scheduler.limits.max_num_seqs - len(scheduler.running), scheduler.kv.free
     for row in scheduler.waiting:
-        if found >= wanted or slots <= 0:
+        if tokens >= wanted or slots <= 0:
             break
         known = int(state.target[row])
         slots -= 1
         blocks -= -(-known // block_size) if scheduler.layout is None else scheduler.layout.most(known)
         if blocks < 0:
             break
-        found += known
-    return found
+        tokens += known
+    return tokens
 
 
 def queued_tokens(scheduler: Scheduler, arrived: Sequence[int]) -> int:

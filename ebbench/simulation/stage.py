@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from ebbench.config.topology import PoolSpec
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.devices.profiles import ApiServerCosts
-from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
-from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitReport
 from ebbench.records.content import CHUNK_TOKENS, block_tokens
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
@@ -22,6 +20,7 @@ from ebbench.simulation.step import SchedulerLimits, StepSink
 from vllm_eb.controller import Controller
 
 if TYPE_CHECKING:
+    from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward
     from ebbench.simulation.drafting import Drafting
 
 MakeController = Callable[[int], Controller | None]
@@ -60,8 +59,8 @@ class Stage:
         self.woken = [False] * len(self.engines)
         self.received = [0] * len(self.units)
         for place, servers in enumerate(self.api_servers):
-            for one in self.engines[place].units:
-                one.scheduler.api_servers = servers if servers.streams else None
+            for served in self.engines[place].units:
+                served.scheduler.api_servers = servers if servers.streams else None
 
     def api_servers_of(self, unit: int) -> ApiServers | None:
         """The API servers of the unit's engine; None if it has none."""
@@ -69,11 +68,15 @@ class Stage:
 
     def dispatch_request(self, row: int) -> DispatchRequest:
         """The request as the dispatcher sees it, without its output length."""
+        from ebbench.dispatch import DispatchRequest
+
         tokens = int(self.state.prompt[row])
         return DispatchRequest(row, tokens, tokens, self.prefixes(row) if self.prefixes is not None else ())
 
     def report(self, engine: int, duration_ns: int) -> EndForward:
         """The signal of the engine at the end of a pass of that duration."""
+        from ebbench.dispatch import EndForward, UnitReport
+
         schedulers = [unit.scheduler for unit in self.engines[engine].units]
         generates = any(scheduler.generates for scheduler in schedulers)
         if generates and self.dispatcher is not None and not self.dispatcher.wants_units:
@@ -104,7 +107,7 @@ class StageSpec:
     kv_blocks: int
     make_kv: MakeKv
     make_controller: MakeController
-    dispatch: DispatchSpec | None = None
+    dispatch: str | None = None
     prefill_only: bool = False
     generates: bool = True
     network_ns: int = 0
@@ -142,8 +145,10 @@ def build_stage(
     servers = _api_servers(spec, state, len(engines))
     if spec.dispatch is None:
         return Stage(state, engines, api_servers=servers), controllers
+    from ebbench.dispatch import Fleet, make_dispatcher, parse_dispatch
+
     dispatcher = make_dispatcher(
-        spec.dispatch,
+        parse_dispatch(spec.dispatch),
         Fleet([size] * spec.pool.instances),
         chunk_tokens=spec.limits.max_num_batched_tokens,
         network_ns=2 * spec.network_ns,

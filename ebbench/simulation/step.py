@@ -191,10 +191,10 @@ class StepLog:
 
     def steps_per_instance(self) -> Counter[int]:
         """How many steps each instance has made."""
-        found = Counter(instance for instance, _ in self._kept.steps)
+        steps = Counter(instance for instance, _ in self._kept.steps)
         for part in self._kept.folded:
-            found.update(part.steps_of)
-        return found
+            steps.update(part.steps_of)
+        return steps
 
     def parts(
         self, request_ids: pa.Array, kv_blocks_total: int | Sequence[int], *, first: int = 0, begin_ns: int = 0
@@ -274,7 +274,7 @@ class FigureLog:
         return pa.table({name: pa.array(columns[name]) for name in schema.names}).cast(schema)
 
 
-def phase_of(step: Step) -> str:
+def step_phase(step: Step) -> str:
     """What a step held: prefill, decode or mixed."""
     if not step.prefill_tokens:
         return "decode"
@@ -306,7 +306,7 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
     offsets = _offsets(rows)
     columns = {name: pa.array(_column(made, name), STEPS.field(name).type) for name in PLAIN_COLUMNS} | {
         "instance": pa.array([instance for instance, _ in steps], pa.int32()),
-        "phase": pa.array(list(map(phase_of, made)), pa.string()),
+        "phase": pa.array(list(map(step_phase, made)), pa.string()),
         "request_ids": pa.ListArray.from_arrays(offsets, pa.array(_flat(rows))),
         "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(_flat(_column(made, "tokens")))),
         "preemptions": pa.array(list(map(len, preempted)), pa.int32()),
@@ -346,15 +346,15 @@ def _finished(
     count = len(columns)
     instances = columns["instance"].to_numpy()
     blocks = np.full(count, totals) if isinstance(totals, int) else np.asarray(totals)[instances]
-    found: dict[str, Any] = {name: columns[name] for name in columns.column_names}
-    found |= {name: pc.subtract(columns[name], begin_ns) for name in _TIMES if begin_ns}
-    found |= {
+    finished: dict[str, Any] = {name: columns[name] for name in columns.column_names}
+    finished |= {name: pc.subtract(columns[name], begin_ns) for name in _TIMES if begin_ns}
+    finished |= {
         "step_id": np.arange(first_id, first_id + count, dtype=np.int64),
         "kv_blocks_total": pa.array(blocks.astype(np.int32)),
         "request_ids": _named(columns["request_ids"], request_ids),
         "preempted_ids": _named(columns["preempted_ids"], request_ids),
     }
-    return pa.table({name: found[name] for name in STEPS.names}, schema=STEPS)
+    return pa.table({name: finished[name] for name in STEPS.names}, schema=STEPS)
 
 
 def _named(rows: pa.ChunkedArray, request_ids: pa.Array) -> pa.ListArray:

@@ -22,7 +22,7 @@ from ebbench.errors import UsageError
 from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy
-from ebbench.runs.pool import Pool, pool_of
+from ebbench.runs.pool import Pool, make_pool
 from ebbench.runs.prepare import api_server_if_busy, checked_server, each_once, parse_policies
 from ebbench.sizing.choose import DeploymentChoice, choose
 from ebbench.sizing.deployments import Candidate, PlanTask, plan_notes
@@ -30,10 +30,10 @@ from ebbench.sizing.limits import limits_of
 from ebbench.sizing.plan_sentences import REFUSALS, api_servers_left_out
 from ebbench.sizing.prices import check_prices, sources
 from ebbench.spec.commands import PlanCommand, asked_of
-from ebbench.spec.run import spec_of
+from ebbench.spec.run import make_spec
 from ebbench.spec.server import DEFAULT_CLASS
 from ebbench.workloads.log_report import poisson_instead
-from ebbench.workloads.mixture import classes_of
+from ebbench.workloads.mixture import class_names
 from ebbench.workloads.options import is_recorded
 
 DEFAULT_TP = (1, 2, 4, 8)
@@ -76,9 +76,9 @@ def plan_tasks(asked: PlanCommand, settings: Mapping[str, Any]) -> list[PlanTask
     limits = limits_of(asked, str(settings["workload"]))
     of_workload = {"scenario": asked.scenario or "poisson"}
     of_workload |= {"source": "auto"} if is_recorded(settings["workload"]) else {}
-    spec = spec_of({**settings, **of_workload, **checked_server(settings)}).changed(redraw=True)
+    spec = make_spec({**settings, **of_workload, **checked_server(settings)}).changed(redraw=True)
     if limits.named:
-        refuse_unknown_classes(limits.named, classes_of(spec.plan))
+        refuse_unknown_classes(limits.named, class_names(spec.plan))
     return with_candidates(
         PlanTask(spec, limits, asked.request_rate, SESSIONS, asked.headroom, asked.spare),
         asked.device or measured_devices(),
@@ -109,10 +109,10 @@ def find_plan(given: Mapping[str, Any], messages: Console, *, workers: int | Non
     prices = check_prices(asked.price, dict.fromkeys(task.candidate.device for task in tasks))
     plan_notes(tasks[0])  # raises what no plan can be built from, before anything is simulated
     deployments, tasks = sized(
-        tasks, prices, pool_of(workers, len(tasks)), messages, if_busy=api_server_if_busy(settings),
+        tasks, prices, make_pool(workers, len(tasks)), messages, if_busy=api_server_if_busy(settings),
         quiet=quiet,
     )  # fmt: skip
-    refused, carried = deployments.refused, deployments.found
+    refused, carried = deployments.refused, deployments.carrying
     if refused and all(reason.code == "missed_alone" for _, reason in refused) and not carried:
         candidate, reason = refused[0]
         why = reason.worded(REFUSALS)

@@ -65,23 +65,23 @@ def curves(rows: Sequence[Mapping[str, Any]], width: int = 260, height: int = 20
 
 
 def _limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    found = rows[0]["limits_ms"] if rows else {}
-    return {f"{name}_at_attainment_ms": value for name, value in found.items()}
+    limits_ms = rows[0]["limits_ms"] if rows else {}
+    return {f"{name}_at_attainment_ms": value for name, value in limits_ms.items()}
 
 
 def _intervals(alt: Any, rows: Sequence[Mapping[str, Any]], colour: Any) -> list[Any]:
     """A rule at each capacity, and a band over its interval if both ends are known."""
-    found = [
-        {"series": row["policy"], "x": capacity_of(row), "low": row["low"], "high": row["high"]}
+    intervals = [
+        {"series": row["policy"], "x": stored_capacity(row), "low": row["low"], "high": row["high"]}
         for row in rows
-        if capacity_of(row) is not None
+        if stored_capacity(row) is not None
     ]
-    rules = alt.Chart(figures.values(found)).mark_rule(strokeWidth=1.5).encode(x="x:Q", color=colour)
-    closed = alt.Chart(figures.values([row for row in found if row["high"] is not None]))
+    rules = alt.Chart(figures.values(intervals)).mark_rule(strokeWidth=1.5).encode(x="x:Q", color=colour)
+    closed = alt.Chart(figures.values([row for row in intervals if row["high"] is not None]))
     return [closed.mark_rect(opacity=0.15).encode(x="low:Q", x2="high:Q", color=colour), rules]
 
 
-def capacity_of(row: Mapping[str, Any]) -> float | None:
+def stored_capacity(row: Mapping[str, Any]) -> float | None:
     """The capacity in one object of ``--json``, whichever unit it is in."""
     value = row.get("capacity_concurrency", row.get("capacity_requests_per_s"))
     return None if value is None else float(value)
@@ -89,7 +89,7 @@ def capacity_of(row: Mapping[str, Any]) -> float | None:
 
 def _points(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list[dict[str, Any]]:
     """One point per policy and load: the mean over probes at that load whose queue stayed bounded."""
-    found = []
+    points = []
     for row in rows:
         by_load: dict[float, list[tuple[float, float]]] = {}
         for probe in row["curve"]:
@@ -98,48 +98,48 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> lis
                 by_load.setdefault(probe["load"], []).append((x, _shown(probe, key)))
         for pairs in by_load.values():
             x, y = (sum(values) / len(values) for values in zip(*pairs, strict=True))
-            found.append({"series": row["policy"], "x": x, "y": y})
-    return found
+            points.append({"series": row["policy"], "x": x, "y": y})
+    return points
 
 
 def _knees(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list[dict[str, Any]]:
     """The probe nearest to each capacity."""
-    found = []
+    knees = []
     for row in rows:
         near = [probe for probe in row["curve"] if probe["run_dir"] == row["nearest_run_dir"]]
-        if capacity_of(row) is not None and near and near[0][key] is not None:
+        if stored_capacity(row) is not None and near and near[0][key] is not None:
             x = near[0]["load"] if over_load else near[0]["output_tokens_per_s"]
-            found.append({"series": row["policy"], "x": x, "y": _shown(near[0], key)})
-    return found
+            knees.append({"series": row["policy"], "x": x, "y": _shown(near[0], key)})
+    return knees
 
 
 def _shown(probe: Mapping[str, Any], key: str) -> float:
     return float(probe[key]) * (100 if key == "attainment" else 1)
 
 
-def save_frontier(found: DeploymentChoice, priced: bool, path: Path) -> None:
+def save_frontier(choice: DeploymentChoice, priced: bool, path: Path) -> None:
     """Write cost (or GPUs) over TTFT and over TPOT, and output tokens/s per GPU over those per user.
 
     One point per deployment; those that no other one beats in both are filled and joined.
     """
     check_suffix(path)
-    figures.save(frontiers(found, priced), path.with_suffix(""), [path.suffix[1:]])
+    figures.save(frontiers(choice, priced), path.with_suffix(""), [path.suffix[1:]])
 
 
-def frontiers(found: DeploymentChoice, priced: bool) -> Any:
+def frontiers(choice: DeploymentChoice, priced: bool) -> Any:
     """The three panels of :func:`save_frontier`."""
     alt = figures.altair()
     rows = [
         {
-            "series": each.deployment.candidate.device,
-            "ttft": each.ttft_ms,
-            "tpot": each.tpot_ms,
-            "cost": each.cost,
-            "user": each.tokens_per_s_per_user,
-            "gpu": each.tokens_per_s_per_gpu,
+            "series": costed.deployment.candidate.device,
+            "ttft": costed.ttft_ms,
+            "tpot": costed.tpot_ms,
+            "cost": costed.cost,
+            "user": costed.tokens_per_s_per_user,
+            "gpu": costed.tokens_per_s_per_gpu,
         }
-        for each in found.found
-        if math.isfinite(each.ttft_ms) and math.isfinite(each.tpot_ms)
+        for costed in choice.carrying
+        if math.isfinite(costed.ttft_ms) and math.isfinite(costed.tpot_ms)
     ]
     names = list(dict.fromkeys(str(row["series"]) for row in rows))
     colour = figures.colour(names, [palette.SERIES[index % len(palette.SERIES)] for index in range(len(names))])
@@ -171,5 +171,5 @@ def _frontier(alt: Any, rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis, c
 
 def _beaten(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis) -> bool:
     own = (x[2] * row[x[0]], y[2] * row[y[0]])
-    others = [(x[2] * each[x[0]], y[2] * each[y[0]]) for each in rows]
+    others = [(x[2] * other[x[0]], y[2] * other[y[0]]) for other in rows]
     return any(a <= own[0] and b <= own[1] and (a, b) != own for a, b in others)

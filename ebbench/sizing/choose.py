@@ -77,7 +77,7 @@ class DeploymentChoice:
     candidates whose saturated rate is unknown.
     """
 
-    found: tuple[Costed, ...]
+    carrying: tuple[Costed, ...]
     refused: tuple[tuple[Candidate, Fact], ...] = ()
     pruned: tuple[Candidate, ...] = ()
     unbounded: tuple[Candidate, ...] = ()
@@ -86,7 +86,7 @@ class DeploymentChoice:
 @dataclass
 class _State:
     cheapest: float = float("inf")
-    found: list[Costed] = field(default_factory=list)
+    carrying: list[Costed] = field(default_factory=list)
     refused: list[tuple[Candidate, Fact]] = field(default_factory=list)
     pruned: list[Candidate] = field(default_factory=list)
 
@@ -102,39 +102,39 @@ def choose(
     state = _State()
     by_candidate = {task.candidate: task for task in tasks}
     bounds: list[Bound] = []
-    for each in values(pool, bound, tasks):
-        bounds.append(each)
+    for bounded in values(pool, bound, tasks):
+        bounds.append(bounded)
         advance("saturated rates", len(bounds), len(tasks))
     task = tasks[0]  # all have one load
-    state.refused += [(each.candidate, each.refused) for each in bounds if each.refused]
-    waiting = [each for each in bounds if not each.refused]
-    waiting.sort(key=lambda each: (_least(each, task, prices), each.candidate.gpus))
+    state.refused += [(bounded.candidate, bounded.refused) for bounded in bounds if bounded.refused]
+    waiting = [bounded for bounded in bounds if not bounded.refused]
+    waiting.sort(key=lambda bounded: (_least(bounded, task, prices), bounded.candidate.gpus))
     while waiting:
         chunk, waiting = waiting[:_CHUNK], waiting[_CHUNK:]
         jobs = []
-        for each in chunk:
-            most = int(WITHIN * state.cheapest / _unit(each.candidate, prices)) if state.found else MOST_REPLICAS
-            if each.fewest(task) > MOST_REPLICAS:
-                state.refused.append((each.candidate, TOO_MANY))
-            elif each.fewest(task) > most:
-                state.pruned.append(each.candidate)
+        for bounded in chunk:
+            most = int(WITHIN * state.cheapest / _unit(bounded.candidate, prices)) if state.carrying else MOST_REPLICAS
+            if bounded.fewest(task) > MOST_REPLICAS:
+                state.refused.append((bounded.candidate, TOO_MANY))
+            elif bounded.fewest(task) > most:
+                state.pruned.append(bounded.candidate)
             else:
-                jobs.append((by_candidate[each.candidate], each.first(task), most))
+                jobs.append((by_candidate[bounded.candidate], bounded.first(task), most))
         for deployment in values(pool, _size, jobs):
             _take(state, deployment, prices)
-            decided = len(state.found) + len(state.refused) + len(state.pruned)
+            decided = len(state.carrying) + len(state.refused) + len(state.pruned)
             advance("numbers of replicas", decided, len(tasks))
     advance("complete simulations of the cheapest", 0, 0)
     kept = sorted(_kept(state), key=_rank)
     stressed, missed = _stressed(kept, by_candidate, prices, pool)
     state.refused += missed
-    found = tuple(on_frontiers(stressed))
-    unbounded = tuple(each.candidate for each in bounds if math.isinf(each.saturated_per_s))
-    return DeploymentChoice(found, tuple(state.refused), tuple(state.pruned), unbounded)
+    on_frontier = tuple(on_frontiers(stressed))
+    unbounded = tuple(bounded.candidate for bounded in bounds if math.isinf(bounded.saturated_per_s))
+    return DeploymentChoice(on_frontier, tuple(state.refused), tuple(state.pruned), unbounded)
 
 
-def _rank(each: Costed) -> tuple[float, int, float]:
-    return each.cost, each.deployment.gpus, each.tpot_ms
+def _rank(costed: Costed) -> tuple[float, int, float]:
+    return costed.cost, costed.deployment.gpus, costed.tpot_ms
 
 
 def _size(job: tuple[PlanTask, int, int]) -> Deployment:
@@ -150,36 +150,36 @@ def _take(state: _State, deployment: Deployment, prices: Mapping[str, float]) ->
         state.refused.append((deployment.candidate, deployment.refused))
         return
     cost = deployment.replicas * _unit(deployment.candidate, prices)
-    state.found.append(Costed(deployment, cost))
+    state.carrying.append(Costed(deployment, cost))
     state.cheapest = min(state.cheapest, cost)
 
 
 def _kept(state: _State) -> list[Costed]:
-    kept = [each for each in state.found if each.cost <= WITHIN * state.cheapest]
-    state.pruned += [each.deployment.candidate for each in state.found if each not in kept]
+    kept = [costed for costed in state.carrying if costed.cost <= WITHIN * state.cheapest]
+    state.pruned += [costed.deployment.candidate for costed in state.carrying if costed not in kept]
     return kept
 
 
-def on_frontiers(found: Sequence[Costed]) -> list[Costed]:
+def on_frontiers(costed: Sequence[Costed]) -> list[Costed]:
     """The deployments, each marked where no other one beats it: in cost and latency, and in speed per user and GPU."""
     return [
-        replace(each, frontier=not _dominated(each, found, _costs), efficient=not _dominated(each, found, _speeds))
-        for each in found
+        replace(entry, frontier=not _dominated(entry, costed, _costs), efficient=not _dominated(entry, costed, _speeds))
+        for entry in costed
     ]
 
 
-def _dominated(each: Costed, others: Iterable[Costed], of: Callable[[Costed], tuple[float, ...]]) -> bool:
+def _dominated(costed: Costed, others: Iterable[Costed], of: Callable[[Costed], tuple[float, ...]]) -> bool:
     """Whether another deployment is as good in everything and better in something; less is better."""
-    own = of(each)
+    own = of(costed)
     return any(figures != own and all(a <= b for a, b in zip(figures, own, strict=True)) for figures in map(of, others))
 
 
-def _costs(each: Costed) -> tuple[float, ...]:
-    return each.cost, each.ttft_ms, each.tpot_ms
+def _costs(costed: Costed) -> tuple[float, ...]:
+    return costed.cost, costed.ttft_ms, costed.tpot_ms
 
 
-def _speeds(each: Costed) -> tuple[float, ...]:
-    return -each.tokens_per_s_per_user, -each.tokens_per_s_per_gpu
+def _speeds(costed: Costed) -> tuple[float, ...]:
+    return -costed.tokens_per_s_per_user, -costed.tokens_per_s_per_gpu
 
 
 def _stressed(
@@ -193,31 +193,33 @@ def _stressed(
     missed: list[tuple[Candidate, Fact]] = []
     due, left = ordered[:STRESSED], ordered[STRESSED:]
     while due:
-        jobs = [(tasks[each.deployment.candidate], each.deployment.replicas, each.deployment.fewest) for each in due]
-        by_candidate = {each.deployment.candidate: each for each in due}
-        for candidate, replicas, found in values(pool, _stress, jobs):
-            if all(level is not None and level.met for level in must_hold(tasks[candidate], found)):
-                done.append(_resized(by_candidate[candidate], replicas, found, prices))
+        jobs = [
+            (tasks[costed.deployment.candidate], costed.deployment.replicas, costed.deployment.fewest) for costed in due
+        ]
+        by_candidate = {costed.deployment.candidate: costed for costed in due}
+        for candidate, replicas, simulated in values(pool, _stress, jobs):
+            if all(level is not None and level.met for level in must_hold(tasks[candidate], simulated)):
+                done.append(_resized(by_candidate[candidate], replicas, simulated, prices))
             else:
                 missed.append((candidate, fact("missed_dispatched", replicas=replicas)))
-        cheapest = min((each.cost for each in done), default=math.inf)
-        due = [each for each in left if _least_cost(each, prices) < cheapest][:STRESSED]
-        left = [each for each in left if each not in due]
+        cheapest = min((costed.cost for costed in done), default=math.inf)
+        due = [costed for costed in left if _least_cost(costed, prices) < cheapest][:STRESSED]
+        left = [costed for costed in left if costed not in due]
     return sorted([*done, *left], key=_rank), missed
 
 
-def _least_cost(each: Costed, prices: Mapping[str, float]) -> float:
-    return each.deployment.fewest * _unit(each.deployment.candidate, prices)
+def _least_cost(costed: Costed, prices: Mapping[str, float]) -> float:
+    return costed.deployment.fewest * _unit(costed.deployment.candidate, prices)
 
 
-def _resized(each: Costed, replicas: int, found: Stress, prices: Mapping[str, float]) -> Costed:
+def _resized(costed: Costed, replicas: int, simulated: Stress, prices: Mapping[str, float]) -> Costed:
     """The deployment with the number of replicas that its complete simulation has found."""
-    before = each.deployment
+    before = costed.deployment
     reading = before.reading and replace(
         before.reading, output_tokens_per_s=before.reading.output_tokens_per_s * before.replicas / replicas
     )
     deployment = replace(before, replicas=replicas, reading=reading)
-    return Costed(deployment, replicas * _unit(before.candidate, prices), found)
+    return Costed(deployment, replicas * _unit(before.candidate, prices), simulated)
 
 
 def _known(value: float | None, otherwise: float) -> float:
@@ -229,5 +231,5 @@ def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
     return candidate.gpus * prices.get(candidate.device, 1.0)
 
 
-def _least(each: Bound, task: PlanTask, prices: Mapping[str, float]) -> float:
-    return each.fewest(task) * _unit(each.candidate, prices)
+def _least(bounded: Bound, task: PlanTask, prices: Mapping[str, float]) -> float:
+    return bounded.fewest(task) * _unit(bounded.candidate, prices)

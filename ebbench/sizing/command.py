@@ -21,14 +21,14 @@ from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import MANIFEST, SEARCH, Run, default_run_dir
 from ebbench.runs.api_server import ApiServerBusyError, again_if_busy, left_out
-from ebbench.runs.prepare import Series, device_of, series_of
+from ebbench.runs.prepare import Series, device_of, parse_series
 from ebbench.sizing.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.sizing.limits import LatencyLimits, limits_of
 from ebbench.sizing.prober import RunProber, one_server
 from ebbench.spec.commands import SearchCommand, asked_of
 from ebbench.spec.run import stored_form
 from ebbench.spec.server import DEFAULT_CLASS, OFF, VIRTUAL_TIME
-from ebbench.workloads.mixture import check_workload, classes_of
+from ebbench.workloads.mixture import check_workload, class_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,7 +83,7 @@ class CapacitySearch:
             raise UsageError(f"--max-time must be positive, not {self.max_time_s:g}")
         check_workload(self.series.spec.plan.workload)
         if self.limits.named:
-            refuse_unknown_classes(self.limits.named, classes_of(self.series.spec.plan))
+            refuse_unknown_classes(self.limits.named, class_names(self.series.spec.plan))
         self.series.check()
 
 
@@ -113,9 +113,9 @@ class Searched:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One object per policy, as ``--json`` gives them."""
-        from ebbench.sizing.sentences import rows_of
+        from ebbench.sizing.sentences import outcome_rows
 
-        return rows_of(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
+        return outcome_rows(self.outcomes, self.search.by_concurrency, self.search.limits, self.search.notes)
 
     def store(self) -> None:
         """Write the results into the directory of the search."""
@@ -132,7 +132,7 @@ def capacity_search(asked: Mapping[str, Any]) -> CapacitySearch:
         raise UsageError(f"--by is rate or concurrency, not {own.by!r}")
     limits = limits_of(own, str(settings["workload"]))
     arrivals = own.scenario or ("gamma" if "burstiness" in settings else "poisson")
-    series = series_of({**settings, "scenario": arrivals})
+    series = parse_series({**settings, "scenario": arrivals})
     limits_ms = " ".join(f"{metric}:{limit_ms!r}" for metric, limit_ms in limits.slo.limits().items())
     return CapacitySearch(
         replace(series, spec=series.spec.changed(redraw=True, goodput=limits_ms)),
@@ -269,9 +269,9 @@ def _budget(search: CapacitySearch, begun: float, policies_left: int) -> SearchB
     return SearchBudget(search.max_probes, left_s / policies_left, named_s=search.max_time_s, begun=now)
 
 
-def refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
+def refuse_nothing(outcome_by_policy: Mapping[str, SearchOutcome]) -> None:
     """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
-    outcomes = list(found.values())
+    outcomes = list(outcome_by_policy.values())
     from ebbench.sizing.sentences import ENDS, nothing_usable
 
     refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]

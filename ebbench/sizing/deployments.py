@@ -38,6 +38,7 @@ from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan, with_class
 from ebbench.records.warnings import Fact, fact
 from ebbench.runs.conclude import batches_of, said_of_run, shown_by_servers
+from ebbench.runs.execute import stoppable
 from ebbench.runs.prepare import device_of
 from ebbench.sizing.drive import ALONE_SESSIONS
 from ebbench.sizing.limits import LatencyLimits
@@ -233,8 +234,8 @@ def bound(task: PlanTask) -> Bound:
 
     try:
         check_options(task.spec.server, [parse_policy(task.candidate.policy)])
-        found = saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs)
-        return Bound(task.candidate, found.per_s or math.inf)
+        saturated = saturated_rate(loop, task.candidate.dp * task.candidate.max_num_seqs)
+        return Bound(task.candidate, saturated.per_s or math.inf)
     except UsageError as error:
         return Bound(task.candidate, refused=fact("cannot_run", error=str(error)))
 
@@ -244,12 +245,12 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
     candidate = task.candidate
     if refusal := _alone(task):
         return Deployment(candidate, 0, refused=refusal)
-    failed, passed, found = fewest - 1, 0, None
+    failed, passed, smallest = fewest - 1, 0, None
     replicas = fewest
     while replicas <= min(most, MOST_REPLICAS):
         reading = _share(task, replicas)
         if _meets(reading):
-            passed, found = replicas, reading
+            passed, smallest = replicas, reading
             break
         failed, replicas = replicas, max(replicas + 1, math.ceil(1.25 * replicas))
     if not passed:
@@ -259,10 +260,10 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
         middle = (passed + failed) // 2
         reading = _share(task, middle)
         if _meets(reading):
-            passed, found = middle, reading
+            passed, smallest = middle, reading
         else:
             failed = middle
-    return Deployment(candidate, passed, found, fewest=fewest)
+    return Deployment(candidate, passed, smallest, fewest=fewest)
 
 
 def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]:
@@ -292,9 +293,13 @@ def stress(task: PlanTask, replicas: int, fewest: int = 1) -> tuple[int, Stress]
     )
 
 
-def must_hold(task: PlanTask, found: Stress) -> list[Level | None]:
+def must_hold(task: PlanTask, simulated: Stress) -> list[Level | None]:
     """The levels at which a deployment must keep the limits."""
-    return [found.at_rate, *([found.with_headroom] if task.headroom else []), *([found.lost] if task.spare else [])]
+    return [
+        simulated.at_rate,
+        *([simulated.with_headroom] if task.headroom else []),
+        *([simulated.lost] if task.spare else []),
+    ]
 
 
 def _meets(reading: ProbeReading) -> bool:
@@ -310,7 +315,7 @@ def _alone(task: PlanTask) -> Fact | None:
     """What requests miss, and get, one at a time; None if they meet the limits."""
     reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
     requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
-    met = {each.name: count.share for each, count in requirements if count.share < each.share}
+    met = {requirement.name: count.share for requirement, count in requirements if count.share < requirement.share}
     least_ms = {"ttft": reading.ttft_high_ms, "tpot": reading.tpot_high_ms}
     return fact("missed_alone", met=met, attainment=task.limits.attainment, least_ms=least_ms) if met else None
 
@@ -391,13 +396,14 @@ def _simulated(task: PlanTask, plan: Plan, replicas: int = 1) -> EngineResult:
         pool = PoolSpec(instances=replicas, tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
         topology = TopologySpec(replicas=pool)
     engine = SimEngine(topology, figures_only=True)
-    return engine.run(plan, parse_policy(candidate.policy), device_of(task.spec), task.spec.server)
+    policy, device = parse_policy(candidate.policy), device_of(task.spec)
+    return engine.run(plan, policy, device, task.spec.server, stoppable(None)).uninterrupted()
 
 
-def caveats(task: PlanTask, found: Deployment, whole: Stress | None) -> tuple[str, ...]:
+def caveats(task: PlanTask, deployment: Deployment, whole: Stress | None) -> tuple[str, ...]:
     """What is estimated on the candidate's device rather than measured as far as it matters to the deployment, what a
     full KV cache costs it, and what a real server needs to start. ``whole``: its complete simulation, if there is one.
     """
-    reading = whole or found.reading
+    reading = whole or deployment.reading
     ranks = rank_notes(parse_policy(task.candidate.policy), task.candidate.dp)
     return (*(reading.caveats if reading else ()), *start_notes(device_of(task.spec), task.spec.server), *ranks)

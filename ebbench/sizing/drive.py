@@ -73,18 +73,22 @@ def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
         return None
     if high / low > NARROW:
         return _between(search, low, high, probes)
-    found = estimate(search, probes)
-    if found.fitted:
-        if found.half_width <= search.precision:
+    estimated = estimate(search, probes)
+    if estimated.fitted:
+        if estimated.half_width <= search.precision:
             return None
-        return _overloading(search, probes, found) if found.limited_by == "queue" else _refined(search, probes, found)
-    overloads = found.limited_by == "queue" and not search.waiting_counts
-    if overloads and (load := _overloading(search, probes, found)) is not None:
+        return (
+            _overloading(search, probes, estimated)
+            if estimated.limited_by == "queue"
+            else _refined(search, probes, estimated)
+        )
+    overloads = estimated.limited_by == "queue" and not search.waiting_counts
+    if overloads and (load := _overloading(search, probes, estimated)) is not None:
         return load
     if (high - low) / (high + low) > search.precision:
         return _between(search, low, high, probes)
     again = _unconfirmed(low, high, probes)
-    return _refined(search, probes, found) if again is None and found.half_width > search.precision else again
+    return _refined(search, probes, estimated) if again is None and estimated.half_width > search.precision else again
 
 
 def _lower(search: SearchSettings, lowest: float) -> float | None:
@@ -108,21 +112,21 @@ def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | No
     return least if seen[least] < _CONFIRMED else None
 
 
-def _overloading(search: SearchSettings, probes: Sequence[Probe], found: Estimate) -> float | None:
+def _overloading(search: SearchSettings, probes: Sequence[Probe], estimated: Estimate) -> float | None:
     """A load that certainly overloads, at most one that was observed to; None if none was observed."""
-    assert found.capacity is not None
+    assert estimated.capacity is not None
     highest = max((probe.load for probe in probes if probe.runaway), default=0.0)
-    load = search.rounded(min(_OVERLOAD * found.capacity, highest))
-    return load if load >= SURELY_OVER * found.capacity else None
+    load = search.rounded(min(_OVERLOAD * estimated.capacity, highest))
+    return load if load >= SURELY_OVER * estimated.capacity else None
 
 
-def _refined(search: SearchSettings, probes: Sequence[Probe], found: Estimate) -> float:
+def _refined(search: SearchSettings, probes: Sequence[Probe], estimated: Estimate) -> float:
     """Loads alternately below and above the crossing: two distinct loads determine the slope, which the interval
     needs."""
-    assert found.capacity is not None
-    spread = min(max(search.precision, found.half_width / 2), math.log(NARROW) / 2)
+    assert estimated.capacity is not None
+    spread = min(max(search.precision, estimated.half_width / 2), math.log(NARROW) / 2)
     side = 1 if len(probes) % 2 else -1
-    return search.rounded(found.capacity * math.exp(side * spread))
+    return search.rounded(estimated.capacity * math.exp(side * spread))
 
 
 ALONE_SESSIONS = 40
@@ -291,7 +295,9 @@ def search_capacity(
         known = judged(config, readings)
         seen(known[-1], _supported(search, known))
     known = judged(config, readings)
-    alone_met = tuple((each, _supported_alone(search, known, at)) for at, each in enumerate(search.requirements))
+    alone_met = tuple(
+        (requirement, _supported_alone(search, known, at)) for at, requirement in enumerate(search.requirements)
+    )
     return SearchOutcome(_supported(search, known), tuple(known), alone, stopped, requirements=alone_met)
 
 
@@ -303,7 +309,9 @@ def _is_of(name: str, word: str) -> bool:
 def _supported_alone(search: SearchSettings, readings: Sequence[ProbeReading], index: int) -> Estimate:
     """The load up to which one requirement is met, whatever the others."""
     only = replace(search, requirements=(search.requirements[index],))
-    alone = [replace(each, probe=replace(each.probe, counts=(each.probe.counts[index],))) for each in readings]
+    alone = [
+        replace(reading, probe=replace(reading.probe, counts=(reading.probe.counts[index],))) for reading in readings
+    ]
     return _supported(only, alone)
 
 
@@ -331,8 +339,8 @@ def _too_short(config: SearchConfig, readings: Sequence[ProbeReading]) -> Fact |
         return None
     *before, last = readings
     load, most = last.probe.load, config.longest * config.fewest(last.probe.load)
-    same = [each for each in before if each.short and each.probe.load == load]
-    ended = any(each.asked < last.asked and each.sessions >= last.sessions for each in same)
+    same = [reading for reading in before if reading.short and reading.probe.load == load]
+    ended = any(reading.asked < last.asked and reading.sessions >= last.sessions for reading in same)
     if last.sessions < most and not ended:
         return None
     code = "all_too_short" if last.sessions < most else "too_short"  # all: texts are not sent twice
@@ -379,8 +387,8 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
 def _unreachable(config: SearchConfig, alone: ProbeReading) -> Fact | None:
     """Why no load can meet the limits, with the lowest possible limits; None if requests one at a time meet them."""
     run = Run.load(alone.run_dir)
-    each = zip(config.limits.requirements(), config.limits.slos(), alone.probe.counts, strict=True)
-    for index, (requirement, slo, count) in enumerate(each):
+    by_requirement = zip(config.limits.requirements(), config.limits.slos(), alone.probe.counts, strict=True)
+    for index, (requirement, slo, count) in enumerate(by_requirement):
         if count.share >= requirement.share:
             continue
         least = least_limits_ms(run.requests, run.manifest.phases, config.limits, index)

@@ -36,7 +36,7 @@ _FLATTEST = -0.5
 """Slopes of logit(share) over log(load) above this do not locate the crossing."""
 
 
-def crossing_of(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
+def fit_crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
     """Capacity under one requirement; None if there are too few probes, or none above it."""
     usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
     centre, reach = math.log(middle), _NEAR
@@ -242,7 +242,7 @@ class SearchSettings:
     @property
     def waiting_counts(self) -> bool:
         """Whether a requirement limits the wait for the first token, which an overloaded system misses in the end."""
-        names = (name for each in self.requirements for name in each.name.split())
+        names = (name for requirement in self.requirements for name in requirement.name.split())
         return any(name.rpartition(":")[2] != "tpot" for name in names)
 
     def rounded(self, load: float) -> float:
@@ -274,13 +274,13 @@ def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
     middle = math.sqrt(low * high)
     if any(probe.failed and probe.load <= high for probe in probes):
         return Estimate(middle, low, high, "errors", fitted=False)
-    found = [
+    crossings = [
         crossing
         for index, requirement in enumerate(search.requirements)
-        if (crossing := crossing_of(requirement, index, probes, middle)) is not None
+        if (crossing := fit_crossing(requirement, index, probes, middle)) is not None
     ]
     known = Estimate(middle, *_undisputed(search, probes), _blame(search, probes), fitted=False)
-    best = min(found, key=lambda crossing: crossing.capacity or math.inf, default=None)
+    best = min(crossings, key=lambda crossing: crossing.capacity or math.inf, default=None)
     if best is not None and best.half_width > known.half_width:
         if _beyond_doubt(search, probes, low, high):
             return known
@@ -293,27 +293,31 @@ def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
     return best
 
 
-def supported(search: SearchSettings, found: Estimate, used: Sequence[Probe], short: Sequence[Probe]) -> Estimate:
+def supported(search: SearchSettings, estimated: Estimate, used: Sequence[Probe], short: Sequence[Probe]) -> Estimate:
     """The estimate that the probes support: without a fit, a load that was carried, never one between two probes.
 
     ``short``: probes that were too short to be ``used``. Such runs overstate the share within the limits, so a load
     that clearly missed them there also misses them in longer runs.
     """
-    if found.capacity is None:
-        return found
-    missed = [probe for probe in short if probe.load <= found.capacity and _clearly_missed(search, probe)]
+    if estimated.capacity is None:
+        return estimated
+    missed = [probe for probe in short if probe.load <= estimated.capacity and _clearly_missed(search, probe)]
     if missed:
         lowest = min(missed, key=lambda probe: probe.load)
         carried = [probe.load for probe in used if probe.load < lowest.load and probe.meets(search.requirements)]
         low = max(carried, default=0.0)
         return Estimate(low or None, low, lowest.load, _blame(search, [lowest]), fitted=False)
-    measured = found.fitted or (found.limited_by == "queue" and not search.waiting_counts)
-    return found if measured or not math.isfinite(found.high) else replace(found, capacity=found.low or None)
+    measured = estimated.fitted or (estimated.limited_by == "queue" and not search.waiting_counts)
+    return (
+        estimated
+        if measured or not math.isfinite(estimated.high)
+        else replace(estimated, capacity=estimated.low or None)
+    )
 
 
 def _clearly_missed(search: SearchSettings, probe: Probe) -> bool:
     """Whether a requirement was missed by more than two standard deviations."""
-    shares = enumerate(each.share for each in search.requirements)
+    shares = enumerate(requirement.share for requirement in search.requirements)
     return any(probe.counts[index].counted and _deviations([probe], index, share) < -2 for index, share in shares)
 
 
@@ -353,8 +357,10 @@ def _beyond_doubt(search: SearchSettings, probes: Sequence[Probe], low: float, h
         return False
     at_low, at_high = ([p for p in probes if p.load == load] for load in (low, high))
     requirements = list(enumerate(search.requirements))
-    sure = all(_deviations(at_low, index, each.share) > _SURE_DEVIATIONS for index, each in requirements)
-    short = any(_deviations(at_high, index, each.share) < -_SURE_DEVIATIONS for index, each in requirements)
+    sure = all(_deviations(at_low, index, requirement.share) > _SURE_DEVIATIONS for index, requirement in requirements)
+    short = any(
+        _deviations(at_high, index, requirement.share) < -_SURE_DEVIATIONS for index, requirement in requirements
+    )
     return sure and (short or all(probe.runaway for probe in at_high))
 
 

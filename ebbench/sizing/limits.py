@@ -85,7 +85,7 @@ class LatencyLimits:
         every = np.ones(len(columns.status), np.bool_)
         some: dict[str | None, Mask] = {name: columns.request_class == name for name in self.named}
         some |= {None: every, OTHERS: ~np.isin(columns.request_class, self.classes)}
-        return [some[each.of_class] for each in self.requirements()]
+        return [some[requirement.of_class] for requirement in self.requirements()]
 
     def __str__(self) -> str:
         of = "each class's" if self.classes else "the"

@@ -45,7 +45,7 @@ REFUSALS: Texts = {
 
 
 def parts(
-    found: DeploymentChoice,
+    choice: DeploymentChoice,
     task: PlanTask,
     prices: Mapping[str, float],
     priced_in: str = "",
@@ -58,31 +58,31 @@ def parts(
         f"models that hold as much KV cache as vLLM {task.vllm}{_types(task)}{_behind(task)}; "
         "reports/fidelity/ has the error of each."
     ]
-    if found.found:
-        lines += ["", _table(found, task, prices), *_legend(found, task)]
-        lines += ["", _efficiency(found, task, prices), _EFFICIENT]
+    if choice.carrying:
+        lines += ["", _table(choice, task, prices), *_legend(choice, task)]
+        lines += ["", _efficiency(choice, task, prices), _EFFICIENT]
         lines += [f"Prices in {priced_in}."] if priced_in else []
-        lines += ["", *_remarks(found, task, prices), ""]
+        lines += ["", *_remarks(choice, task, prices), ""]
     else:
         lines.append(f"No candidate carries {_carried(task)}{',' if task.spare else ''} within the limits.")
-    lines += _experts(found, task)
-    if found.unbounded:
+    lines += _experts(choice, task)
+    if choice.unbounded:
         lines.append(
             "The workload has too few sessions to fill a batch, so no saturated rate bounds the number of replicas: "
             "near saturation a queue may grow too slowly for runs of this length to show it."
         )
     reasons: dict[str, list[Candidate]] = {}
-    for candidate, reason in found.refused:
+    for candidate, reason in choice.refused:
         reasons.setdefault(reason.worded(REFUSALS), []).append(candidate)
     lines += [
-        f"{_count(candidates)} left out: {reason} ({_names(candidates, found)})."
+        f"{_count(candidates)} left out: {reason} ({_names(candidates, choice)})."
         for reason, candidates in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
-    if found.pruned:
+    if choice.pruned:
         lines.append(
-            f"{_count(found.pruned)} left out: at their saturated rate, which no load within limits exceeds "
+            f"{_count(choice.pruned)} left out: at their saturated rate, which no load within limits exceeds "
             f"({100 * (NOISE - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
-            f"cheapest ({_names(found.pruned, found)})."
+            f"cheapest ({_names(choice.pruned, choice)})."
         )
     return [*lines, *map(numbers.sentence, notes)]
 
@@ -91,9 +91,9 @@ def _count(candidates: Sequence[Candidate]) -> str:
     return f"{len(candidates)} candidate{'s' if len(candidates) > 1 else ''}"
 
 
-def _names(candidates: Sequence[Candidate], found: DeploymentChoice) -> str:
+def _names(candidates: Sequence[Candidate], choice: DeploymentChoice) -> str:
     """``l40s tp1, h100 tp1 tp2 (v1)``: the policies where not all candidates of a device and shape are named."""
-    every = _policies(_all_candidates(found))
+    every = _policies(_all_candidates(choice))
     by_device: dict[tuple[str, str], list[str]] = {}
     for (device, shape), policies in _policies(candidates).items():
         named = "" if policies == every.get((device, shape)) else f" ({', '.join(policies)})"
@@ -105,14 +105,20 @@ def _policies(candidates: Iterable[Candidate]) -> dict[tuple[str, str], list[str
     """The policies, with B and N where they differ, of each device and shape."""
     candidates = list(candidates)
     varied = _varied(candidates)
-    found: dict[tuple[str, str], list[str]] = {}
-    for one in sorted(candidates, key=lambda one: (one.device, one.gpus, one.policy, varied(one))):
-        found.setdefault((one.device, _short(one)), []).append(one.policy + varied(one))
-    return found
+    policies: dict[tuple[str, str], list[str]] = {}
+    for candidate in sorted(
+        candidates, key=lambda candidate: (candidate.device, candidate.gpus, candidate.policy, varied(candidate))
+    ):
+        policies.setdefault((candidate.device, _short(candidate)), []).append(candidate.policy + varied(candidate))
+    return policies
 
 
-def _all_candidates(found: DeploymentChoice) -> list[Candidate]:
-    return [*(one.deployment.candidate for one in found.found), *(one for one, _ in found.refused), *found.pruned]
+def _all_candidates(choice: DeploymentChoice) -> list[Candidate]:
+    return [
+        *(entry.deployment.candidate for entry in choice.carrying),
+        *(entry for entry, _ in choice.refused),
+        *choice.pruned,
+    ]
 
 
 def _behind(task: PlanTask) -> str:
@@ -122,8 +128,8 @@ def _behind(task: PlanTask) -> str:
     return f", behind {count} API server process{'es' if count > 1 else ''} per replica ({task.spec.server.api_server})"
 
 
-def _table(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
-    varied = _varied_of(found)
+def _table(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
+    varied = _varied_of(choice)
     table = framed()
     table.add_column("  device", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -132,15 +138,15 @@ def _table(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float])
     more, lost = f"at\nx{1 + _headroom(task):g}", f"{'one' if task.spare < 2 else task.spare}\nlost"
     for header in ("cost\nper h" if prices else "GPUs", *latencies, "met\nrate", more, lost):
         table.add_column(header, justify="right", no_wrap=True)
-    for each in found.found:
-        candidate = each.deployment.candidate
+    for costed in choice.carrying:
+        candidate = costed.deployment.candidate
         table.add_row(
-            ("* " if each.frontier else "  ") + candidate.device,
-            f"{each.deployment.replicas} x {_short(candidate)}",
+            ("* " if costed.frontier else "  ") + candidate.device,
+            f"{costed.deployment.replicas} x {_short(candidate)}",
             candidate.policy + varied(candidate),
-            f"{each.cost:.2f}" if prices else str(each.deployment.gpus),
-            *_measured(each),
-            style="bold" if each is found.found[0] else None,
+            f"{costed.cost:.2f}" if prices else str(costed.deployment.gpus),
+            *_measured(costed),
+            style="bold" if costed is choice.carrying[0] else None,
         )
     return table
 
@@ -150,8 +156,8 @@ def _short(candidate: Candidate) -> str:
     return candidate.shape.replace("=", "").replace(",", " ")
 
 
-def _varied_of(found: DeploymentChoice) -> Callable[[Candidate], str]:
-    return _varied([each.deployment.candidate for each in found.found])
+def _varied_of(choice: DeploymentChoice) -> Callable[[Candidate], str]:
+    return _varied([costed.deployment.candidate for costed in choice.carrying])
 
 
 def _varied(candidates: Sequence[Candidate]) -> Callable[[Candidate], str]:
@@ -176,38 +182,38 @@ def _lost(task: PlanTask) -> str:
     return "one replica" if task.spare < 2 else f"{task.spare} replicas"
 
 
-def _efficiency(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
+def _efficiency(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
     """Speed per user against throughput per GPU, and what tokens and requests cost."""
-    varied = _varied_of(found)
+    varied = _varied_of(choice)
     table = framed()
     table.add_column("  deployment", overflow="fold", min_width=20)
     costs = ("cost per 1M\noutput tok", "cost per\n1,000 req") if prices else ()
     for header in ("GPUs", "tok/s\nper user", "tok/s\nper GPU", *costs):
         table.add_column(header, justify="right", no_wrap=True)
-    for each in found.found:
-        candidate = each.deployment.candidate
+    for costed in choice.carrying:
+        candidate = costed.deployment.candidate
         table.add_row(
-            f"{'+ ' if each.efficient else '  '}{each.deployment.replicas} x {candidate.device} {_short(candidate)} "
-            f"{candidate.policy}{varied(candidate)}",
-            str(each.deployment.gpus),
-            numbers.rate(each.tokens_per_s_per_user),
-            numbers.rate(each.tokens_per_s_per_gpu),
-            *((f"{_per_million(each, prices):.3g}", f"{_per_thousand(each, task):.3g}") if prices else ()),
+            f"{'+ ' if costed.efficient else '  '}{costed.deployment.replicas} x {candidate.device} "
+            f"{_short(candidate)} {candidate.policy}{varied(candidate)}",
+            str(costed.deployment.gpus),
+            numbers.rate(costed.tokens_per_s_per_user),
+            numbers.rate(costed.tokens_per_s_per_gpu),
+            *((f"{_per_million(costed, prices):.3g}", f"{_per_thousand(costed, task):.3g}") if prices else ()),
         )
     return table
 
 
-def _per_thousand(each: Costed, task: PlanTask) -> float:
-    return 1000 * each.cost / 3600 / _requests_per_s(each, task)
+def _per_thousand(costed: Costed, task: PlanTask) -> float:
+    return 1000 * costed.cost / 3600 / _requests_per_s(costed, task)
 
 
-def _measured(each: Costed) -> tuple[str, ...]:
+def _measured(costed: Costed) -> tuple[str, ...]:
     """TTFT, TPOT and shares within the limits: of the whole deployment if it was simulated, else of one replica."""
-    if each.stress is not None:
-        found = each.stress
-        latencies = numbers.duration_ms(found.ttft_ms), numbers.duration_ms(found.tpot_ms)
-        return *latencies, _level(found.at_rate), _level(found.with_headroom), _level(found.lost)
-    reading = each.deployment.reading
+    if costed.stress is not None:
+        stress = costed.stress
+        latencies = numbers.duration_ms(stress.ttft_ms), numbers.duration_ms(stress.tpot_ms)
+        return *latencies, _level(stress.at_rate), _level(stress.with_headroom), _level(stress.lost)
+    reading = costed.deployment.reading
     if reading is None:
         return (numbers.DASH,) * 5
     latencies = numbers.duration_ms(reading.ttft_ms), numbers.duration_ms(reading.tpot_ms)
@@ -220,10 +226,10 @@ def _level(level: Level | None) -> str:
     return "over" if level.overloaded else f"{100 * level.attainment:.0f}"
 
 
-def _overloads(found: DeploymentChoice) -> Iterator[str]:
+def _overloads(choice: DeploymentChoice) -> Iterator[str]:
     """What "over" means, where the table has it."""
-    stressed = [each.stress for each in found.found if each.stress is not None]
-    levels = [level for each in stressed for level in (each.at_rate, each.with_headroom, each.lost)]
+    stressed = [costed.stress for costed in choice.carrying if costed.stress is not None]
+    levels = [level for costed in stressed for level in (costed.at_rate, costed.with_headroom, costed.lost)]
     if any(level is not None and level.overloaded for level in levels):
         yield "over: the queue grows for as long as requests come."
 
@@ -231,33 +237,33 @@ def _overloads(found: DeploymentChoice) -> Iterator[str]:
 _EFFICIENT = "+: none has as many output tokens/s both per user and per GPU."
 
 
-def _legend(found: DeploymentChoice, task: PlanTask) -> list[str]:
+def _legend(choice: DeploymentChoice, task: PlanTask) -> list[str]:
     """What the table of deployments shows."""
-    candidate = found.found[0].deployment.candidate
+    candidate = choice.carrying[0].deployment.candidate
     sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     return [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT.",
         f"met: % of the requests sent in the steady window that keep the limits, at the rate, at "
         f"{100 * (1 + _headroom(task)):g} % of it and at the rate with {_lost(task)} lost. "
         "Of the best deployments all replicas are simulated behind a least-outstanding dispatcher, of the others one.",
-        *_overloads(found),
-        *([] if _varied_of(found)(candidate) else [sizes]),
+        *_overloads(choice),
+        *([] if _varied_of(choice)(candidate) else [sizes]),
     ]
 
 
-def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
+def _remarks(choice: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
     """The answer, what it does not carry, and what it rests on."""
-    best = found.found[0]
+    best = choice.carrying[0]
     candidate, gpus = best.deployment.candidate, best.deployment.gpus
     return [
         f"Cheapest that carries {_carried(task)}: {best.deployment.replicas} x {candidate.device} "
-        f"{candidate.shape} under {candidate.policy}{_varied_of(found)(candidate)}, "
+        f"{candidate.shape} under {candidate.policy}{_varied_of(choice)(candidate)}, "
         f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
         *_weaknesses(best, task),
-        *_api_servers(found, task),
-        *map(numbers.sentence, _caveats(found, task)),
+        *_api_servers(choice, task),
+        *map(numbers.sentence, _caveats(choice, task)),
     ]
 
 
@@ -284,11 +290,11 @@ def _in_words(level: Level) -> str:
     return "the queue grows without bound" if level.overloaded else f"{100 * level.attainment:.0f} % met"
 
 
-def _experts(found: DeploymentChoice, task: PlanTask) -> list[str]:
+def _experts(choice: DeploymentChoice, task: PlanTask) -> list[str]:
     """A note if instances that share experts were possible and not among the candidates."""
-    candidates = _all_candidates(found)
-    most = max((one.gpus for one in candidates), default=1)
-    if most == 1 or any(one.ep > 1 for one in candidates) or not find_model(task.model).experts:
+    candidates = _all_candidates(choice)
+    most = max((candidate.gpus for candidate in candidates), default=1)
+    if most == 1 or any(candidate.ep > 1 for candidate in candidates) or not find_model(task.model).experts:
         return []
     return [
         f"No candidate shares experts between its GPUs; --instance tp={most},ep={most} and --instance "
@@ -302,42 +308,44 @@ def _types(task: PlanTask) -> str:
     return (f", weights in {task.spec.server.quantization}" if task.spec.server.quantization else "") + cache
 
 
-def _caveats(found: DeploymentChoice, task: PlanTask) -> list[str]:
+def _caveats(choice: DeploymentChoice, task: PlanTask) -> list[str]:
     """What is not measured, and matters, of the deployments shown: each said once, with those it holds for."""
-    shown = [each.deployment.candidate for each in found.found]
-    settings = [{"device": one.device, "instance": _short(one), "policy": one.policy} for one in shown]
+    shown = [costed.deployment.candidate for costed in choice.carrying]
+    settings = [
+        {"device": candidate.device, "instance": _short(candidate), "policy": candidate.policy} for candidate in shown
+    ]
     owner = by_settings(settings, lambda _, values: values, "deployments")
-    lines = told_once([_caveats_of(each, task) for each in found.found], owner)
+    lines = told_once([_caveats_of(costed, task) for costed in choice.carrying], owner)
     return [f"{line.removesuffix('.')}." for line in lines]
 
 
-def _caveats_of(each: Costed, task: PlanTask) -> tuple[str, ...]:
-    return caveats(task.on(each.deployment.candidate), each.deployment, each.stress)
+def _caveats_of(costed: Costed, task: PlanTask) -> tuple[str, ...]:
+    return caveats(task.on(costed.deployment.candidate), costed.deployment, costed.stress)
 
 
-def api_servers_left_out(found: DeploymentChoice, task: PlanTask) -> RunWarning | None:
+def api_servers_left_out(choice: DeploymentChoice, task: PlanTask) -> RunWarning | None:
     """A warning about the deployment whose API servers, which were left out, would be busiest: one per replica."""
-    needed = [each.deployment.reading.api_servers for each in found.found if each.deployment.reading]
+    needed = [costed.deployment.reading.api_servers for costed in choice.carrying if costed.deployment.reading]
     return left_out(max(needed), 1) if needed and task.spec.server.api_server == OFF else None
 
 
-def _api_servers(found: DeploymentChoice, task: PlanTask) -> list[str]:
-    warning = api_servers_left_out(found, task)
+def _api_servers(choice: DeploymentChoice, task: PlanTask) -> list[str]:
+    warning = api_servers_left_out(choice, task)
     return [] if warning is None else [f"Per replica: {warning}"]
 
 
-def _requests_per_s(each: Costed, task: PlanTask) -> float:
-    reading = each.deployment.reading
+def _requests_per_s(costed: Costed, task: PlanTask) -> float:
+    reading = costed.deployment.reading
     return task.rate * (reading.requests_per_session if reading else 1.0)
 
 
-def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
-    tokens = each.tokens_per_s_per_gpu * each.deployment.gpus
-    return each.cost / 3600 / tokens * 1e6 if prices and tokens else None
+def _per_million(costed: Costed, prices: Mapping[str, float]) -> float | None:
+    tokens = costed.tokens_per_s_per_gpu * costed.deployment.gpus
+    return costed.cost / 3600 / tokens * 1e6 if prices and tokens else None
 
 
 def as_dict(
-    found: DeploymentChoice,
+    choice: DeploymentChoice,
     task: PlanTask,
     prices: Mapping[str, float],
     priced_in: str = "",
@@ -361,9 +369,9 @@ def as_dict(
         "limits": str(task.limits),
         "prices_per_gpu_hour": dict(prices) or None,
         "priced_in": priced_in or None,
-        "deployments": [_deployment(each, task, prices) for each in found.found],
-        "refused": [{**vars(candidate), "reason": to_builtins(reason)} for candidate, reason in found.refused],
-        "left_out": [vars(candidate) for candidate in found.pruned],
+        "deployments": [_deployment(costed, task, prices) for costed in choice.carrying],
+        "refused": [{**vars(candidate), "reason": to_builtins(reason)} for candidate, reason in choice.refused],
+        "left_out": [vars(candidate) for candidate in choice.pruned],
         "notes": list(notes),
     }
 
@@ -372,26 +380,26 @@ def _with_headroom(stress: Stress, task: PlanTask) -> dict[str, Any]:
     return vars(stress.with_headroom) | {"headroom": _headroom(task)}
 
 
-def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
-    reading, stress = each.deployment.reading, each.stress
+def _deployment(costed: Costed, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
+    reading, stress = costed.deployment.reading, costed.stress
     return {
-        **vars(each.deployment.candidate),
-        "caveats": list(_caveats_of(each, task)),
-        "replicas": each.deployment.replicas,
-        "gpus": each.deployment.gpus,
-        "cost_per_hour": each.cost if prices else None,
-        "cost_per_million_output_tokens": _per_million(each, prices),
-        "cost_per_1000_requests": _per_thousand(each, task) if prices else None,
-        "median_ttft_ms": numbers.finite(each.ttft_ms),
-        "median_tpot_ms": numbers.finite(each.tpot_ms),
-        "tokens_per_s_per_user": each.tokens_per_s_per_user or None,
-        "tokens_per_s_per_gpu": each.tokens_per_s_per_gpu,
+        **vars(costed.deployment.candidate),
+        "caveats": list(_caveats_of(costed, task)),
+        "replicas": costed.deployment.replicas,
+        "gpus": costed.deployment.gpus,
+        "cost_per_hour": costed.cost if prices else None,
+        "cost_per_million_output_tokens": _per_million(costed, prices),
+        "cost_per_1000_requests": _per_thousand(costed, task) if prices else None,
+        "median_ttft_ms": numbers.finite(costed.ttft_ms),
+        "median_tpot_ms": numbers.finite(costed.tpot_ms),
+        "tokens_per_s_per_user": costed.tokens_per_s_per_user or None,
+        "tokens_per_s_per_gpu": costed.tokens_per_s_per_gpu,
         "attainment": reading.attainment if reading else None,
         "whole": vars(stress.at_rate) if stress else None,
         "whole_with_headroom": _with_headroom(stress, task) if stress else None,
         "whole_with_replicas_lost": vars(stress.lost) | {"lost": max(1, task.spare)}
         if stress and stress.lost
         else None,
-        "on_frontier": each.frontier,
-        "on_efficiency_frontier": each.efficient,
+        "on_frontier": costed.frontier,
+        "on_efficiency_frontier": costed.efficient,
     }

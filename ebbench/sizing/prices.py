@@ -69,7 +69,7 @@ def check_prices(texts: Iterable[str], devices: Iterable[str]) -> dict[str, floa
 def sources(texts: Iterable[str]) -> str:
     """Currencies and dates that the price files in ``texts`` state, such as "USD as of 2026-11-01"; "" if none does."""
     files = [load_toml(Path(text), PriceFile) for text in texts if not _pair(text)[0]]
-    stated = [" ".join(filter(None, (each.currency, each.as_of and f"as of {each.as_of}"))) for each in files]
+    stated = [" ".join(filter(None, (prices.currency, prices.as_of and f"as of {prices.as_of}"))) for prices in files]
     return " and ".join(dict.fromkeys(filter(None, stated)))
 
 
@@ -82,8 +82,8 @@ def _pair(text: str) -> tuple[str, str]:
 def _read(path: Path) -> dict[str, float]:
     if not path.is_file():
         raise UsageError(f"--price {str(path)!r}: neither NAME=PRICE, such as h200=3.5, nor a TOML file")
-    found = load_toml(path, PriceFile)
-    for name, value in found.gpu_hour.items():
+    prices = load_toml(path, PriceFile)
+    for name, value in prices.gpu_hour.items():
         if not (math.isfinite(value) and value > 0):
             raise InputFileError(path, f"gpu_hour.{name} must be a positive price, not {value:g}")
-    return dict(found.gpu_hour)
+    return dict(prices.gpu_hour)

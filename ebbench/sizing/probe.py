@@ -169,7 +169,7 @@ def read_measured(
         probe=probe,
         run_dir=run.run_dir,
         short=not failed and _is_short(columns, counts, runaway=runaway, enough=sessions >= per_open * mean_open),
-        correlated=not failed and not runaway and any(_correlated(each) for each in counts),
+        correlated=not failed and not runaway and any(_correlated(count) for count in counts),
         sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,
         mean_open=mean_open,
@@ -245,15 +245,15 @@ def _correlated(counts: MetCounts) -> bool:
 
 def _shares(columns: RequestColumns, counted: Mask, limits: LatencyLimits) -> dict[str, float]:
     """Share of the counted requests that met each limit alone."""
-    found = {}
-    each = list(zip(limits.requirements(), limits.slos(), limits.masks(columns), strict=True))
-    for at, (requirement, slo, of) in enumerate(each):
-        tail = at - (len(each) - len(limits.tails))
+    shares = {}
+    by_requirement = list(zip(limits.requirements(), limits.slos(), limits.masks(columns), strict=True))
+    for at, (requirement, slo, of) in enumerate(by_requirement):
+        tail = at - (len(by_requirement) - len(limits.tails))
         for name, (metric, limit) in zip(requirement.name.split(), slo.limits().items(), strict=True):
             met = meets(columns, counted & of & columns.ok, slo_from_limits({metric: limit}))
             key = str(limits.tails[tail]) if tail >= 0 else name
-            found[key] = float(met.sum() / max(1, int((counted & of).sum())))
-    return found
+            shares[key] = float(met.sum() / max(1, int((counted & of).sum())))
+    return shares
 
 
 def _queue_grows(columns: RequestColumns, windows: tuple[Window, ...]) -> bool:
@@ -333,12 +333,12 @@ def least_limits_ms(
     counted = counted & limits.masks(columns)[index]
     slo, share = limits.slos()[index], limits.requirements()[index].share
     values = [np.where(columns.ok, limited_ns(columns, name), np.inf)[counted] for name in slo.limits()]
-    ranked = [np.sort(each) for each in values]
+    ranked = [np.sort(latencies) for latencies in values]
     count = int(counted.sum())
     least = [math.inf] * len(values)
     for rank in range(math.ceil(share * count - 1e-9), count + 1):
-        least = [float(each[rank - 1]) for each in ranked]
-        met = np.logical_and.reduce([each <= limit for each, limit in zip(values, least, strict=True)])
+        least = [float(latencies[rank - 1]) for latencies in ranked]
+        met = np.logical_and.reduce([latencies <= limit for latencies, limit in zip(values, least, strict=True)])
         if met.sum() >= share * count:
             break
     return {name: limit / NS_PER_MS for name, limit in zip(slo.limits(), least, strict=True)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbench.records.run import MANIFEST, Run, slug, unused
-from ebbench.runs.progress import measured, planned
+from ebbench.runs.execute import measured, planned
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
@@ -60,12 +60,12 @@ class RunProber:
 
     def earlier(self) -> list[tuple[float, Run]]:
         """Finished probes of a stopped search, in the order in which they were made."""
-        found = []
+        runs = []
         for manifest in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"):
             run = Run.load(manifest.parent)
             if run.manifest.policy == self.spec.name and not run.manifest.interrupted:
-                found.append((self._load_of(run), run))
-        return sorted(found, key=lambda pair: pair[1].manifest.anchor_unix_ns)
+                runs.append((self._load_of(run), run))
+        return sorted(runs, key=lambda pair: pair[1].manifest.anchor_unix_ns)
 
     def _load_of(self, run: Run) -> float:
         if self.by_concurrency:

@@ -25,6 +25,7 @@ from ebbench.records.manifest import phase_facts
 from ebbench.records.plan import Plan
 from ebbench.records.run import MANIFEST, SEARCH
 from ebbench.records.warnings import Fact, fact
+from ebbench.runs.execute import stoppable
 from ebbench.runs.prepare import without_load
 from ebbench.sizing.sentences import SATURATION, not_saturated, saturation_begins
 
@@ -125,14 +126,14 @@ def with_saturation(
         messages.say(text, quiet=quiet)
 
     if engine.name in VIRTUAL_TIME:
-        found = _simulated(series, engine, device)
+        saturation = _simulated(series, engine, device)
     else:
         most = 2 * series.spec.server.max_num_seqs if engine.name == "vllm" else None
         folder = _folder(series, beside)
         say(saturation_begins(series.spec.plan.scenario, BUDGET_S, most, folder))
-        found = _measured(series, engine, device, messages, folder, most, quiet=quiet)
-    say(found.measured.worded(SATURATION))
-    return replace(series, spec=series.spec.changed(saturation_rate=found.rate))
+        saturation = _measured(series, engine, device, messages, folder, most, quiet=quiet)
+    say(saturation.measured.worded(SATURATION))
+    return replace(series, spec=series.spec.changed(saturation_rate=saturation.rate))
 
 
 def _units(topology: TopologySpec) -> int:
@@ -153,19 +154,20 @@ def _simulated(series: Series, engine: Engine, device: Device) -> Saturation:
     def loop(concurrency: int) -> tuple[float, bool]:
         sessions = SESSIONS_PER_OPEN * concurrency
         plan = make_plan(replace(spec.plan, scenario="saturated", max_concurrency=concurrency, num_prompts=sessions))
-        result = simulator.run(plan, policy, device, replace(spec.server, warmup=0), None)
+        result = simulator.run(plan, policy, device, replace(spec.server, warmup=0), stoppable(None))
+        result = result.uninterrupted()
         return completed_once_full(result.requests, plan, concurrency), shares_prefixes(plan)
 
     units = _units(simulator.topology) if simulator.topology is not None else 1
-    found = saturated_rate(loop, units * spec.server.max_num_seqs)
-    if not found.per_s:
+    saturated = saturated_rate(loop, units * spec.server.max_num_seqs)
+    if not saturated.per_s:
         raise UsageError(
             f"saturation could not be measured: {spec.plan.workload} has too few sessions to fill a batch; give "
             "--saturation-rate, or a smaller --max-num-seqs"
         )
-    rate = _rounded(found.per_s)
+    rate = _rounded(saturated.per_s)
     elsewhere = simulator is not engine
-    how = fact("simulated", rate=rate, policy=policy.name, sessions=found.concurrency, elsewhere=elsewhere)
+    how = fact("simulated", rate=rate, policy=policy.name, sessions=saturated.concurrency, elsewhere=elsewhere)
     return Saturation(rate, how)
 
 
@@ -199,26 +201,26 @@ def _measured(
     prober = RunProber(probing, "saturated", True, device, engine, messages, folder, quiet=quiet)
     try:
         with one_server(prober) as kept:
-            found = search_capacity(search, kept, SearchBudget(seconds=BUDGET_S))
+            outcome = search_capacity(search, kept, SearchBudget(seconds=BUDGET_S))
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted while saturation was measured; its runs are in {folder}") from None
     finally:
         if any(folder.glob(f"*/{MANIFEST}")):  # its runs are probes, which lists of runs show as one search
             files.write_text(json.dumps({"saturation": series.spec.plan.workload}) + "\n", folder / SEARCH)
-    return saturation_of(found, first.name, time.monotonic() - begun)
+    return read_saturation(outcome, first.name, time.monotonic() - begun)
 
 
-def saturation_of(found: SearchOutcome, policy: str, seconds: float) -> Saturation:
+def read_saturation(outcome: SearchOutcome, policy: str, seconds: float) -> Saturation:
     """The highest rate of all loops; with more sessions than a prefix cache serves the largest ones may be slower."""
-    usable = sorted((r for r in found.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
+    usable = sorted((r for r in outcome.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
     if not usable:
-        raise RunError(not_saturated(found))
+        raise RunError(not_saturated(outcome))
     rate = _rounded(max(reading.completed_sessions_per_s for reading in usable))
     return Saturation(
         rate,
         fact(
-            "measured", rate=rate, policy=policy, sessions=usable[-1].probe.load, runs=len(found.readings),
-            seconds=seconds, limited_by=found.limited_by, stopped=found.stopped,
+            "measured", rate=rate, policy=policy, sessions=usable[-1].probe.load, runs=len(outcome.readings),
+            seconds=seconds, limited_by=outcome.limited_by, stopped=outcome.stopped,
         ),
     )  # fmt: skip
 

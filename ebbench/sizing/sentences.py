@@ -28,11 +28,11 @@ from ebbench.sizing.probe import ProbeReading
 FILE = "capacity-answers.json"
 
 
-def rows_of(
-    found: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits, notes: Sequence[str] = ()
+def outcome_rows(
+    outcomes: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits, notes: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """One object per policy. ``notes``: warnings that all policies share."""
-    return [as_dict(name, outcome, by_concurrency, limits, notes) for name, outcome in found.items()]
+    return [as_dict(name, outcome, by_concurrency, limits, notes) for name, outcome in outcomes.items()]
 
 
 def store(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -94,14 +94,14 @@ def as_dict(
         "nearest_run_dir": near.run_dir,
         "nearest_load": factor * near.probe.load,
         "window": "steady",
-        "curve": [_point(each, factor) for each in sorted(outcome.readings, key=lambda each: each.probe.load)],
+        "curve": [_point(probed, factor) for probed in sorted(outcome.readings, key=lambda probed: probed.probe.load)],
         "run_dirs": [reading.run_dir for reading in outcome.readings],
     }
 
 
 def _classes(outcome: SearchOutcome, name: str, factor: float) -> dict[str, Any]:
     """Per class its share within its limits in the nearest probe, and the whole load up to which it keeps them."""
-    found = {
+    by_class = {
         of_class: {
             "attainment": share,
             name: None if alone.capacity is None else factor * alone.capacity,
@@ -111,27 +111,27 @@ def _classes(outcome: SearchOutcome, name: str, factor: float) -> dict[str, Any]
         }
         for of_class, share, alone in _by_class(outcome)
     }
-    return {"classes": found} if found else {}
+    return {"classes": by_class} if by_class else {}
 
 
 def _by_class(outcome: SearchOutcome) -> list[tuple[str, float, Estimate]]:
     """Classes with limits, the share of their requests within them in the nearest probe, and their own capacity."""
     counts = outcome.nearest.probe.counts
     return [
-        (each.of_class or "other classes", count.share, alone)
-        for (each, alone), count in zip(outcome.requirements, counts, strict=False)
-        if each.of_class is not None
+        (requirement.of_class or "other classes", count.share, alone)
+        for (requirement, alone), count in zip(outcome.requirements, counts, strict=False)
+        if requirement.of_class is not None
     ]
 
 
-def classes(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section | None:
+def classes(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section | None:
     """One row per class of requests and policy; None without limits of classes."""
     rows = [
         (
             name, policy, numbers.percent(share), _at_least(alone, by_concurrency), _range(alone, by_concurrency),
             alone.limited_by,
         )
-        for policy, outcome in found.items()
+        for policy, outcome in outcomes.items()
         for name, share, alone in _by_class(outcome)
     ]  # fmt: skip
     columns = (
@@ -176,9 +176,7 @@ def _missed_alone(
     why = [f"too many answers have no {name}" for name in without]
     known = ", ".join(f"{name}:{numbers.up(value)}" for name, value in least_ms.items())
     why += [f"the least that can be had is about {known}"] if known else []
-    share = (
-        f"{100 * met:.0f}" if round(met, 2) < required else f"{100 * met:.2f}"
-    )  # 94.6 is not shown as the 95 required
+    share = f"{100 * met:.0f}" if round(met, 2) < required else f"{100 * met:.2f}"  # 94.6 is not shown as 95
     return f"one request at a time, {share} % meet {limits}, and {100 * required:g} % must; {'; '.join(why)}"
 
 
@@ -235,14 +233,14 @@ def _measured(
 SATURATION: Texts = {"simulated": _simulated, "measured": _measured}
 
 
-def not_saturated(found: SearchOutcome) -> str:
+def not_saturated(outcome: SearchOutcome) -> str:
     """Why no run told the saturated rate."""
-    failed = next((r.probe.failed for r in found.readings if r.probe.failed), "no run was long enough")
-    why = failed if found.stopped is None else found.stopped.worded(ENDS)
+    failed = next((r.probe.failed for r in outcome.readings if r.probe.failed), "no run was long enough")
+    why = failed if outcome.stopped is None else outcome.stopped.worded(ENDS)
     return f"saturation could not be measured ({why}); give --saturation-rate"
 
 
-def end_of(stored: object) -> str:
+def end_sentence(stored: object) -> str:
     """Why a stored search ended; that of an earlier version is a sentence already."""
     return convert(stored, Fact).worded(ENDS) if isinstance(stored, dict) else str(stored)
 
@@ -287,7 +285,7 @@ def progress(policy: str, reading: ProbeReading, estimate: Estimate, by_concurre
     return f"{policy}: {_load(reading.probe.load, by_concurrency)}: {verdict}; so far {_interval(estimate)}"
 
 
-def table(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section:
+def table(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section:
     """One row per policy."""
     columns = (
         Column("policy", "label", fold=True),
@@ -299,9 +297,9 @@ def table(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Section:
         Column("median", group="TPOT"),
         *(Column(unit, group="goodput") for unit in ("req/s", "tok/s")),
     )
-    capacities = [outcome.estimate.capacity or 0.0 for outcome in found.values()]
-    best = capacities.index(max(capacities)) if len(found) > 1 and any(capacities) else None
-    return Section("", columns, tuple(_row(*item, by_concurrency) for item in found.items()), best)
+    capacities = [outcome.estimate.capacity or 0.0 for outcome in outcomes.values()]
+    best = capacities.index(max(capacities)) if len(outcomes) > 1 and any(capacities) else None
+    return Section("", columns, tuple(_row(*item, by_concurrency) for item in outcomes.items()), best)
 
 
 def _row(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> tuple[str, ...]:
@@ -322,22 +320,26 @@ def _row(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> tuple[str
 
 
 def remarks(
-    found: Mapping[str, SearchOutcome], limits: LatencyLimits, by_concurrency: bool, api_servers_left_out: int = 0, *,
+    outcomes: Mapping[str, SearchOutcome],
+    limits: LatencyLimits,
+    by_concurrency: bool,
+    api_servers_left_out: int = 0,
+    *,
     bars: bool = True,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Notes below the table: curves, why a search stopped, what the limit means.
 
     ``bars``: of characters, for the curves. ``api_servers_left_out``: processes of vLLM's API server that a
     simulation leaves out; 0 if it does not.
     """
     lines = []
-    if any(outcome.readings for outcome in found.values()):
-        near = ", ".join(_shown_probes(found, by_concurrency))
+    if any(outcome.readings for outcome in outcomes.values()):
+        near = ", ".join(_shown_probes(outcomes, by_concurrency))
         lines.append(
             f"Met, latencies and goodput: of the requests sent in the steady window of the probe nearest to capacity "
             f"that kept the limits ({near}). Limits: {limits}."
         )
-    for policy, outcome in found.items():
+    for policy, outcome in outcomes.items():
         if outcome.refused is not None:
             lines.append(f"{policy}: {outcome.refused.worded(ENDS)}.")
             continue
@@ -352,35 +354,35 @@ def remarks(
             why = outcome.stopped.worded(ENDS)
             lines.append(f"{policy}: stopped by {why} before the interval was as narrow as asked.")
         lines += _open_ends(policy, outcome, by_concurrency)
-    if (warning := beyond_api_servers(found, api_servers_left_out)) is not None:
+    if (warning := beyond_api_servers(outcomes, api_servers_left_out)) is not None:
         lines.append(str(warning))
     return lines
 
 
-def _shown_probes(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> dict[str, ProbeReading]:
+def _shown_probes(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> dict[str, ProbeReading]:
     """The probes that the table shows, by their loads: ``30.8/s``, or with several policies ``v1 30.8/s``."""
-    shown = {name: outcome.nearest for name, outcome in found.items() if outcome.readings}
+    shown = {name: outcome.nearest for name, outcome in outcomes.items() if outcome.readings}
     loads = {
-        name: "one request at a time" if near is found[name].alone else _load(near.probe.load, by_concurrency)
+        name: "one request at a time" if near is outcomes[name].alone else _load(near.probe.load, by_concurrency)
         for name, near in shown.items()
     }
     return {f"{name} {load}" if len(loads) > 1 else load: shown[name] for name, load in loads.items()}
 
 
-def beyond_api_servers(found: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
+def beyond_api_servers(outcomes: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
     """A warning if, at the highest capacity, API servers that were left out would be busy for most of the time."""
-    needed = [outcome.nearest.api_servers for outcome in found.values() if outcome.readings]
+    needed = [outcome.nearest.api_servers for outcome in outcomes.values() if outcome.readings]
     return left_out(max(needed), processes) if processes and needed else None
 
 
-def caveats(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> list[str]:
+def caveats(outcomes: Mapping[str, SearchOutcome], by_concurrency: bool) -> list[str]:
     """The caveats of plan and device, each once, with the policies whose probes have it unless all do.
 
     First what a full KV cache cost in the probes that the table shows: in those far above capacity it is always full.
     """
-    told = [(name, caveats) for name, outcome in found.items() for caveats in outcome.caveats]
+    told = [(name, caveats) for name, outcome in outcomes.items() for caveats in outcome.caveats]
     memory = [
-        f"At {at}: {text}" for at, near in _shown_probes(found, by_concurrency).items() for text in near.kv_warnings
+        f"At {at}: {text}" for at, near in _shown_probes(outcomes, by_concurrency).items() for text in near.kv_warnings
     ]
     return [*memory, *told_once([caveats for _, caveats in told], by_policy([name for name, _ in told]))]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from ebbench.config.declare import CLIENT, MOST_SECONDS, check_range, check_ranges, declare, declared_in
 from ebbench.config.server_url import Endpoint
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.network.credentials import api_key, forms_of
+from ebbench.network.credentials import api_key, written_forms
 from vllm_eb.settings import Setting
 
 # The limit on the lateness of sends, above which a run is INVALID.
@@ -204,8 +204,8 @@ class ClientOptions:
         """The declared settings that differ from their defaults."""
         return {
             name: getattr(self, name)
-            for name, one in declared_in(ClientOptions).items()
-            if getattr(self, name) != one.default
+            for name, declared in declared_in(ClientOptions).items()
+            if getattr(self, name) != declared.default
         }
 
 
@@ -217,4 +217,4 @@ def spacing_ns(options: ClientOptions) -> int:
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
     """The API key and the values of headers, which :func:`ebbench.network.credentials.redacted` removes from output."""
     key = api_key(environ)
-    return forms_of(([key] if key else []) + list(options.headers.values()))
+    return written_forms(([key] if key else []) + list(options.headers.values()))

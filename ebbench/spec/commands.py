@@ -19,7 +19,7 @@ from ebbench.config.declare import (
     Setting,
     declare,
     declared_in,
-    values_of,
+    parse_values,
 )
 from ebbench.spec.run import read_goodput
 
@@ -60,7 +60,7 @@ _ARRIVALS = "Arrivals: poisson (default), gamma, constant, or trace: a log's or 
 def read_loads(text: str) -> dict[str, tuple[int, ...]]:
     """``64,256``. Raises UsageError."""
     return {
-        "loads": tuple(sorted(set(values_of("--loads", text, Setting("", at_least=1, kind=int, example="64,256")))))
+        "loads": tuple(sorted(set(parse_values("--loads", text, Setting("", at_least=1, kind=int, example="64,256")))))
     }
 
 

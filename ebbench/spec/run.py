@@ -26,7 +26,14 @@ from ebbench.config.declare import (
 from ebbench.config.topology import TopologySpec
 from ebbench.errors import UsageError
 from ebbench.spec.client import ClientOptions
-from ebbench.spec.server import VIRTUAL_TIME, EngineOptions, HostCosts, is_server, version_defaults
+from ebbench.spec.server import (
+    VIRTUAL_TIME,
+    EngineOptions,
+    HostCosts,
+    drafts_synchronously,
+    is_server,
+    version_defaults,
+)
 from ebbench.workloads.options import PlanOptions, is_recorded, scenario_meant
 
 MOST_LETTERS = 200
@@ -63,7 +70,7 @@ class Labels:
 
     def in_job(self, environ: Mapping[str, str]) -> Labels:
         """The same with commit and label of the CI job that runs this process, where they are not given."""
-        job = job_of(environ)
+        job = ci_job(environ)
         return replace(self, commit=self.commit or job.commit or None, label=self.label or job.label or None)
 
 
@@ -108,9 +115,9 @@ _SYSTEMS = (
 _GITHUB_REQUEST = re.compile(r"refs/pull/(\d+)/")
 
 
-def job_of(environ: Mapping[str, str]) -> Job:
+def ci_job(environ: Mapping[str, str]) -> Job:
     """The CI job of this environment."""
-    system = next((one for one in _SYSTEMS if environ.get(one.sign)), None)
+    system = next((known for known in _SYSTEMS if environ.get(known.sign)), None)
     if system is None:
         return Job()
     number = re.search(r"(\d+)/?$", environ.get(system.request, ""))
@@ -223,24 +230,24 @@ class RunSpec:
 _SECTIONS: Mapping[str, type] = {
     "plan": PlanOptions, "server": EngineOptions, "cluster": ClusterOptions, "labels": Labels,
 }  # fmt: skip
-_OWN = frozenset(one.name for one in fields(RunSpec))
+_OWN = frozenset(member.name for member in fields(RunSpec))
 _FIRST = ("workload", "policy", "engine", "device", "model", "scenario", "seed", "num_prompts", "source")
 
 
 def _names(kind: type) -> frozenset[str]:
-    return frozenset(one.name for one in fields(kind))
+    return frozenset(member.name for member in fields(kind))
 
 
 @cache
 def known_settings() -> Mapping[str, Declared]:
     """Every declared setting by name, the most important ones first."""
-    found: dict[str, Declared] = {}
+    settings: dict[str, Declared] = {}
     for part, kind in (("plan", PlanOptions), ("", RunSpec), ("server", EngineOptions), ("cluster", ClusterOptions),
                        ("client", ClientOptions), ("labels", Labels)):  # fmt: skip
-        for name, one in declared_in(kind, part).items():
-            found.setdefault(name, one)
-    found["max_model_len"] = declared_in(EngineOptions, "server")["max_model_len"]
-    return {name: found[name] for name in (*_FIRST, *(name for name in found if name not in _FIRST))}
+        for name, declared in declared_in(kind, part).items():
+            settings.setdefault(name, declared)
+    settings["max_model_len"] = declared_in(EngineOptions, "server")["max_model_len"]
+    return {name: settings[name] for name in (*_FIRST, *(name for name in settings if name not in _FIRST))}
 
 
 _OPTION = re.compile(r"`ebbench [^`]*`|(?<![\w-])--([a-z][a-z-]*)")
@@ -255,13 +262,13 @@ def named_as_keys(text: str) -> str:
 def _key(option: re.Match[str]) -> str:
     if option[1] is None:
         return option[0]
-    for name, one in known_settings().items():
-        if option[0] in one.option_names:
-            return f"{name}=False" if one.option is not None and one.option.turns_off else name
+    for name, declared in known_settings().items():
+        if option[0] in declared.option_names:
+            return f"{name}=False" if declared.option is not None and declared.option.turns_off else name
     return option[1].replace("-", "_")
 
 
-def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> RunSpec:
+def make_spec(settings: Mapping[str, Any], *, with_text: bool | None = None) -> RunSpec:
     """The run with these settings by name; others have their defaults. Raises UsageError for an invalid value.
 
     A rate without a scenario means Poisson arrivals. Plans of simulated engines contain no text, unless ``with_text``
@@ -278,6 +285,8 @@ def spec_of(settings: Mapping[str, Any], *, with_text: bool | None = None) -> Ru
     if engine in VIRTUAL_TIME:
         own = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **own}
         server = version_defaults(server.get("vllm_version")) | server
+    elif drafts_synchronously(own.get("vllm_options", ())):
+        server["async_scheduling"] = False
     limit = server.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     plan["with_text"] = engine not in VIRTUAL_TIME if with_text is None else with_text
@@ -341,13 +350,14 @@ def simulated(
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
     """All declared settings of a run, in the order of :func:`known_settings`."""
-    found = {
-        name: getattr(getattr(spec, one.part) if one.part else spec, name) for name, one in known_settings().items()
+    settings = {
+        name: getattr(getattr(spec, declared.part) if declared.part else spec, name)
+        for name, declared in known_settings().items()
     }
-    found["max_model_len"] = spec.plan.max_model_len
+    settings["max_model_len"] = spec.plan.max_model_len
     if isinstance(spec.cluster.topology, TopologySpec):
-        found["topology"] = spec.cluster.topology.label
-    return found
+        settings["topology"] = spec.cluster.topology.label
+    return settings
 
 
 def as_dict(spec: RunSpec) -> dict[str, Any]:

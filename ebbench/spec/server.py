@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbench.config.declare import DEFAULT_VLLM, ENGINE, LOAD, check_ranges, declare
 from ebbench.config.server_url import is_server_url
@@ -40,6 +42,8 @@ METHODS = {
     "eagle3": Method(own_kv=True, layers=1, head_share=0.25),
     "ngram": Method(own_kv=False, layers=0, asynchronous=False),
 }
+_SYNCHRONOUS = frozenset({"ngram", "medusa", "mlp_speculator", "suffix"})
+"""Methods with which vLLM schedules no step before the drafts of the one before are known."""
 _ELSEWHERE = ("draft_model", "medusa", "mlp_speculator", "suffix", "dflash", "dspark", "ngram_gpu")
 
 
@@ -84,7 +88,7 @@ class Speculative:
 
 
 @cache
-def speculative_of(text: str) -> Speculative:
+def parse_speculative(text: str) -> Speculative:
     """Read the setting. Raises UsageError."""
     given = _pairs(text)
     method = given.pop("method", None)
@@ -98,36 +102,68 @@ def speculative_of(text: str) -> Speculative:
     rates = _acceptance(given.pop("acceptance", None), tokens)
     if given:
         raise UnknownNameError(f"setting of {OPTION}", next(iter(given)), ("method", "tokens", "acceptance"))
-    tokens = len(rates) if tokens is None else tokens
-    if len(rates) > tokens:
+    if len(rates) > (most := tokens or MOST_TOKENS):
         raise UsageError(
-            f"{OPTION}: acceptance has {len(rates)} rates for {tokens} drafted tokens; give at most one per token"
+            f"{OPTION}: acceptance has {len(rates)} rates for {most} drafted tokens; give at most one per token"
         )
+    tokens = tokens or len(rates)
     return Speculative(method, tokens, _continued(rates, tokens))
+
+
+def served_drafts(vllm_options: Sequence[str]) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` of a server with these arguments, in whichever way they give it.
+
+    Empty without one, and for what is no JSON object, which vLLM refuses.
+    """
+    settings: dict[str, Any] = {}
+    for word, following in zip(vllm_options, (*vllm_options[1:], ""), strict=False):
+        name, _, value = word.partition("=")
+        option, _, key = name.replace("_", "-").partition(".")
+        key = _SHORT.get(option) or key.replace("-", "_")
+        if option in ("--speculative-config", "-sc", *_SHORT):
+            read = _json_or_text(value or following)
+            settings |= {key: read} if key else read if isinstance(read, dict) else {}
+    return settings
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_SHORT = {"--spec-method": "method", "--spec-tokens": "num_speculative_tokens"}
+
+
+def drafts_synchronously(vllm_options: Sequence[str]) -> bool:
+    """Whether a server with these arguments drafts by a method without asynchronous scheduling."""
+    drafts = served_drafts(vllm_options)
+    return str(drafts.get("method", drafts.get("model", ""))).strip("[]") in _SYNCHRONOUS
 
 
 def _pairs(text: str) -> dict[str, str]:
     """``a=1,b=2,3`` by name: a part without a name belongs to the one before it."""
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     name = ""
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if equals:
             name = key.strip()
-            if name in found:
+            if name in pairs:
                 raise UsageError(f"{OPTION}: {name} is given twice")
-            found[name] = value.strip()
+            pairs[name] = value.strip()
         elif name:
-            found[name] += f",{part.strip()}"
+            pairs[name] += f",{part.strip()}"
         else:
             raise UsageError(f"{OPTION} {text!r}: expected name=value, for example {EXAMPLE}")
-    return found
+    return pairs
 
 
 def _tokens(text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MOST_TOKENS:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MOST_TOKENS:
         raise UsageError(f"{OPTION}: tokens must be a whole number from 1 to {MOST_TOKENS}, not {text}")
     return int(text)
 
@@ -156,8 +192,8 @@ def published_acceptance() -> dict[str, tuple[float, ...]]:
     """Published rates by name; the file has their sources."""
     from ebbench.foreign.documents import read_toml
 
-    found = read_toml(Path(__file__).with_name("acceptance.toml"))
-    return {name: tuple(about["rates"]) for name, about in found.items()}
+    published = read_toml(Path(__file__).with_name("acceptance.toml"))
+    return {name: tuple(about["rates"]) for name, about in published.items()}
 
 
 def _checked(rates: tuple[float, ...]) -> tuple[float, ...]:
@@ -174,16 +210,25 @@ def _checked(rates: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _measured(path: Path) -> tuple[float, ...]:
-    """``acceptance`` of a JSON file, as `ebbench show RUN --json` gives it."""
+    """``acceptance`` of a JSON file as `ebbench show RUN --json` prints it, or of an object with it.
+
+    The mean per position over several runs.
+    """
+    from msgspec import ValidationError, convert
+
     from ebbench.foreign.documents import read_json
 
     read = read_json(path)
     try:
-        rates = tuple(float(rate) for rate in read["acceptance"])
-    except (ValueError, TypeError, KeyError):
-        raise UsageError(f'{OPTION}: {path} must be a JSON object with "acceptance": [0.8, 0.6, ...]') from None
+        runs = [convert(run["acceptance"], list[float]) for run in (read if isinstance(read, list) else [read])]
+    except (ValidationError, TypeError, KeyError):
+        raise UsageError(
+            f"{OPTION}: {path} must be what `ebbench show RUN --json` prints of a run with drafts, or a JSON object "
+            'with "acceptance": [0.8, 0.6, ...]'
+        ) from None
+    rates = tuple(sum(position) / len(position) for position in zip(*runs, strict=False))
     if not rates:
-        raise UsageError(f"{OPTION}: {path} has no acceptance rates")
+        raise UsageError(f"{OPTION}: {path} has no acceptance rates by position")
     return _checked(rates)
 
 
@@ -191,10 +236,10 @@ def _continued(rates: tuple[float, ...], tokens: int) -> tuple[float, ...]:
     """The rates of all positions: further drafted tokens are accepted as often, given those before, as the last one."""
     before = rates[-2] if len(rates) > 1 else 1.0
     share = rates[-1] / before if before else 0.0
-    found = list(rates)
-    while len(found) < tokens:
-        found.append(found[-1] * share)
-    return tuple(found)
+    continued = list(rates)
+    while len(continued) < tokens:
+        continued.append(continued[-1] * share)
+    return tuple(continued)
 
 
 # The free constants of a device and model, which a run may replace.
@@ -233,10 +278,10 @@ class HostCosts:
         )
 
 
-def release_of(version: str) -> tuple[int, int] | None:
+def parse_release(version: str) -> tuple[int, int] | None:
     """Major and minor number of a version such as ``0.32`` or ``0.25.1``; None for another text."""
-    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
-    return None if found is None else (int(found[1]), int(found[2]))
+    matched = re.fullmatch(r"(\d+)\.(\d+)(?:\.\w+)*", version)
+    return None if matched is None else (int(matched[1]), int(matched[2]))
 
 
 _SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}
@@ -245,7 +290,7 @@ _SINCE = {"async_scheduling": (0, 14), "scheduler_reserve_full_isl": (0, 19)}
 
 def version_defaults(version: str | None) -> dict[str, bool]:
     """Settings that are off by default in this version of vLLM, unlike here; {} for None and for other texts."""
-    release = release_of(version or "")
+    release = parse_release(version or "")
     return {} if release is None else {name: False for name, since in _SINCE.items() if release < since}
 
 
@@ -385,7 +430,7 @@ class EngineOptions:
         check_ranges(self)
         if self.speculative is None:
             return
-        drafts = speculative_of(self.speculative)
+        drafts = parse_speculative(self.speculative)
         # A run's settings hold the rates, not the file that they are read from.
         object.__setattr__(self, "speculative", drafts.text)
         if not drafts.rules.asynchronous:
@@ -394,7 +439,7 @@ class EngineOptions:
     @property
     def drafts(self) -> Speculative | None:
         """How the server drafts tokens; None: not at all. Raises UsageError."""
-        return None if self.speculative is None else speculative_of(self.speculative)
+        return None if self.speculative is None else parse_speculative(self.speculative)
 
     @property
     def running_limit(self) -> int:

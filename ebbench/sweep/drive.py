@@ -18,14 +18,14 @@ import pyarrow as pa
 
 from ebbench.analysis.explain import FIGURES as KV_FIGURES
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UnknownNameError, UsageError
-from ebbench.network.credentials import HIDDEN, LONG, api_key, forms_of, redacted
+from ebbench.network.credentials import HIDDEN, LONG, api_key, redacted, written_forms
 from ebbench.records import files
 from ebbench.records.files import sole_use
 from ebbench.records.run import unused
 from ebbench.runs.api_server import as_answered
 from ebbench.runs.execute import Made, make
 from ebbench.runs.file import plain, plain_type
-from ebbench.runs.key import key_of
+from ebbench.runs.key import result_key
 from ebbench.runs.pool import InProcess, Outcome, Pool, Processes, RayCluster
 from ebbench.runs.store import Job, Measured, RunStore, run_cells
 from ebbench.spec.run import RunSpec, known_settings, settings_of
@@ -53,7 +53,7 @@ _TYPES = {str: pa.string(), bool: pa.bool_(), float: pa.float64(), int: pa.int64
 
 SCHEMA = pa.schema(
     [pa.field("key", pa.string(), nullable=False)]
-    + [pa.field(one.name, _TYPES[plain_type(one.kind)]) for one in known_settings().values()]
+    + [pa.field(declared.name, _TYPES[plain_type(declared.kind)]) for declared in known_settings().values()]
     + [pa.field(name, pa.float64()) for name in FIGURES]
     + [pa.field("valid", pa.bool_()), pa.field("reasons", pa.string()), pa.field("warnings", pa.string())]
     + [pa.field("plan_hash", pa.string()), pa.field("git_commit", pa.string())]
@@ -109,30 +109,30 @@ class SweepStore:
     def failed(self, cell: RunSpec, error: EbbenchError, seconds: float) -> None:
         """Store why a cell failed. Raises RunError if the disk is full."""
         content = {
-            "key": key_of(cell),
+            "key": result_key(cell),
             "settings": _shown(cell),
             "error": self._redacted(cell, error),
             "seconds": seconds,
         }
-        files.write_bytes(msgspec.json.encode(content), self._failed / f"{key_of(cell)}.json")
+        files.write_bytes(msgspec.json.encode(content), self._failed / f"{result_key(cell)}.json")
 
     def _redacted(self, cell: RunSpec, error: EbbenchError) -> str:
         key = api_key()
-        return redacted(str(error), forms_of([*header_values([cell]), *([key] if key else [])]))
+        return redacted(str(error), written_forms([*header_values([cell]), *([key] if key else [])]))
 
     def succeeded(self, cell: RunSpec) -> None:
         """Remove the stored error of an earlier attempt."""
         with suppress(OSError):
-            (self._failed / f"{key_of(cell)}.json").unlink(missing_ok=True)
+            (self._failed / f"{result_key(cell)}.json").unlink(missing_ok=True)
 
     def load(self, cells: Sequence[RunSpec]) -> list[Finished]:
         """Finished cells among ``cells``, in their order. Raises DataError naming a damaged file."""
-        return [Finished(cell, found) for cell in cells if (found := self.runs.get(cell)) is not None]
+        return [Finished(cell, measured) for cell in cells if (measured := self.runs.get(cell)) is not None]
 
     def write_results(self, entries: Sequence[Finished]) -> Path:
         """Write all results as one table."""
         path = self.directory / RESULTS
-        files.write_table(pa.Table.from_pylist([row_of(entry) for entry in entries], schema=SCHEMA), path)
+        files.write_table(pa.Table.from_pylist([results_row(entry) for entry in entries], schema=SCHEMA), path)
         return path
 
 
@@ -143,7 +143,7 @@ def _without(spec: bytes, values: Iterable[str]) -> bytes:
     for value in given:
         for quoted in (json.dumps(value, ensure_ascii=False), json.dumps(value), f"'{value}'"):
             text = text.replace(quoted, f'"{HIDDEN}"')
-    text = redacted(text, forms_of(value for value in given if len(value) >= LONG))
+    text = redacted(text, written_forms(value for value in given if len(value) >= LONG))
     try:
         left = any(value in _strings(tomllib.loads(text)) for value in given)
     except tomllib.TOMLDecodeError:
@@ -167,17 +167,17 @@ def header_values(cells: Iterable[RunSpec]) -> set[str]:
 
 def _shown(cell: RunSpec) -> dict[str, Any]:
     """The stored settings: only the names of headers, whose values may be secret; None for what a server decides."""
-    found = settings_of(cell)
-    own = [name for name, one in known_settings().items() if one.part == "server" and name != "warmup"]
+    settings = settings_of(cell)
+    own = [name for name, declared in known_settings().items() if declared.part == "server" and name != "warmup"]
     decided = dict.fromkeys(own) if is_server(cell.engine) else {}
-    return found | decided | {"headers": dict.fromkeys(found["headers"], "")}
+    return settings | decided | {"headers": dict.fromkeys(settings["headers"], "")}
 
 
-def row_of(entry: Finished) -> dict[str, Any]:
+def results_row(entry: Finished) -> dict[str, Any]:
     """A finished cell as a row of SCHEMA."""
     figures: Mapping[str, Any] = entry.measured.figures
     return (
-        {"key": key_of(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
+        {"key": result_key(entry.cell), "seconds": entry.measured.seconds, "worker": entry.measured.worker}
         | {name: plain(value) for name, value in _shown(entry.cell).items()}
         | {name: _real(figures.get(name)) for name in FIGURES}
         | {name: figures.get(name) for name in ("valid", "plan_hash", "git_commit")}
@@ -325,8 +325,8 @@ def behind_api_servers(sweep: Sweep, store: SweepStore) -> Sweep:
     """
 
     def figures(cell: RunSpec) -> Mapping[str, Any] | None:
-        found = store.runs.get(cell)
-        return None if found is None else found.figures
+        measured = store.runs.get(cell)
+        return None if measured is None else measured.figures
 
     answered = as_answered(sweep.cells, figures)
     return replace(sweep, cells=tuple(answered[cell] for cell in sweep.cells))
@@ -349,15 +349,15 @@ def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str
     from ebbench.runs.file import plain
     from ebbench.spec.run import settings_of
 
-    found = []
+    problems = []
     for entry in cells:
         settings = settings_of(entry.cell)
         where = ", ".join(f"{name}={plain(settings[name])}" for name in axes) or "the only cell"
-        found.append((where, "; ".join(entry.measured.figures.get("reasons") or ())))
-    return found
+        problems.append((where, "; ".join(entry.measured.figures.get("reasons") or ())))
+    return problems
 
 
-def pool_of(grid: Sweep, workers: int | None, executor: str, ray_address: str | None, gpus: float | None) -> Pool:
+def sweep_pool(grid: Sweep, workers: int | None, executor: str, ray_address: str | None, gpus: float | None) -> Pool:
     """The chosen pool. The vllm engine gets a GPU per cell on a cluster, and one cell at a time on this machine.
 
     ``gpus``: per cell on a cluster. Raises UnknownNameError, UsageError.

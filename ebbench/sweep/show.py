@@ -25,11 +25,11 @@ from ebbench.render.documents import Console
 from ebbench.render.live import Work, shown
 from ebbench.render.report import notes
 from ebbench.runs.file import plain
-from ebbench.runs.key import key_of
+from ebbench.runs.key import result_key
 from ebbench.spec.run import RunSpec, settings_of
 from ebbench.spec.server import DEFAULT_CLASS, OFF, is_server
 from ebbench.sweep.drive import Finished, Result, SweepProgress, named, summary_lines
-from ebbench.sweep.spec import Sweep, problem_of
+from ebbench.sweep.spec import Sweep, cell_problem
 
 # Results of a sweep: per policy and setting of the other axes, the best configuration and the sensitivity.
 
@@ -59,7 +59,7 @@ class Finding:
     gain_shown: bool = True
 
 
-def metric_of(cells: Sequence[RunSpec]) -> str:
+def deciding_metric(cells: Sequence[RunSpec]) -> str:
     """The figure that ranks if none was chosen: goodput if all cells have limits, else requests/s."""
     return GOODPUT if all(cell.goodput for cell in cells) else METRIC
 
@@ -67,7 +67,7 @@ def metric_of(cells: Sequence[RunSpec]) -> str:
 def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = METRIC) -> list[Finding]:
     """One entry per setting and policy, in grid order. INVALID cells are counted and left out.
 
-    ``gain``: best throughput over the best of :func:`baseline_of` in the same setting, minus one.
+    ``gain``: best throughput over the best of :func:`baseline_policy` in the same setting, minus one.
     """
     others = tuple(name for name in axes if name not in _CONFIGURATION)
     settings: dict[tuple[Any, ...], dict[str, list[Finished]]] = {}
@@ -75,14 +75,23 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
         own = settings_of(entry.cell)
         setting = tuple(plain(own[name]) for name in others)
         settings.setdefault(setting, {}).setdefault(entry.cell.policy, []).append(entry)
-    found = [
+    all_findings = [
         finding
         for setting, policies in settings.items()
         for finding in _of_setting(tuple(zip(others, setting, strict=True)), policies, metric)
     ]
-    baseline = baseline_of(found)
-    bests = {one.setting: one.sensitivity.best for one in found if one.policy == baseline}
-    return [_with_gain(one, bests.get(one.setting)) if one.policy != baseline else one for one in found]
+    baseline = baseline_policy(all_findings)
+    bests = {
+        finding_of_policy.setting: finding_of_policy.sensitivity.best
+        for finding_of_policy in all_findings
+        if finding_of_policy.policy == baseline
+    }
+    return [
+        _with_gain(finding_of_policy, bests.get(finding_of_policy.setting))
+        if finding_of_policy.policy != baseline
+        else finding_of_policy
+        for finding_of_policy in all_findings
+    ]
 
 
 def _of_setting(
@@ -90,10 +99,12 @@ def _of_setting(
 ) -> list[Finding]:
     """The findings of one setting, whose policies and configurations share their noise."""
     values = {policy: _values_by_configuration(members, metric) for policy, members in policies.items()}
-    noise = least_difference({(policy, each): seeds for policy, own in values.items() for each, seeds in own.items()})
-    found = []
+    noise = least_difference(
+        {(policy, configuration): seeds for policy, own in values.items() for configuration, seeds in own.items()}
+    )
+    findings_of = []
     for policy, members in policies.items():
-        means = {each: fmean(seeds.values()) for each, seeds in values[policy].items()}
+        means = {configuration: fmean(seeds.values()) for configuration, seeds in values[policy].items()}
         if not means:
             continue
         best = sensitivity(means)
@@ -101,18 +112,18 @@ def _of_setting(
         if any(is_server(entry.cell.engine) for entry in members):
             best, equal = replace(best, best_budget=None, best_size=None), ()
         invalid = len(members) - sum(len(seeds) for seeds in values[policy].values())
-        found.append(Finding(setting, policy, best, None, invalid, equal, noise))
-    return found
+        findings_of.append(Finding(setting, policy, best, None, invalid, equal, noise))
+    return findings_of
 
 
 def _values_by_configuration(members: Sequence[Finished], metric: str) -> dict[Configuration, dict[int, float]]:
     """The figure of the valid cells by configuration and seed."""
-    found: dict[Configuration, dict[int, float]] = {}
+    values: dict[Configuration, dict[int, float]] = {}
     for entry in members:
         value = entry.measured.figures.get(metric)
         if entry.measured.valid and value is not None:
-            found.setdefault(_configuration(entry.cell), {})[entry.cell.plan.seed] = float(value)
-    return found
+            values.setdefault(_configuration(entry.cell), {})[entry.cell.plan.seed] = float(value)
+    return values
 
 
 def _equal(means: Mapping[Configuration, float], noise: float | None) -> tuple[Configuration, ...]:
@@ -130,9 +141,9 @@ def _with_gain(finding: Finding, baseline: float | None) -> Finding:
     return replace(finding, gain=gain, gain_shown=abs(math.log1p(gain)) > math.log1p(reach) if gain > -1 else True)
 
 
-def baseline_of(found: Sequence[Finding]) -> str:
+def baseline_policy(bests: Sequence[Finding]) -> str:
     """The policy that the others are compared with: v1, else the first one of the grid."""
-    policies = [finding.policy for finding in found]
+    policies = [finding.policy for finding in bests]
     return policies[0] if policies and _BASELINE not in policies else _BASELINE
 
 
@@ -168,7 +179,7 @@ def dry_run(sweep: Sweep, todo: Sequence[RunSpec]) -> RenderableType:
         values = dict.fromkeys(str(plain(settings_of(cell)[name])) for cell in sweep.cells)
         lines.append(f"  {name}: {', '.join(values)}")
     lines += [f"  {name}: {_values(sweep, name)}" for name in _SHARED if name not in sweep.axes]
-    problems = [problem for cell in sweep.cells if (problem := problem_of(cell))]
+    problems = [problem for cell in sweep.cells if (problem := cell_problem(cell))]
     if problems:
         lines += ["these cannot run:", *(f"  {line}" for line in summary_lines(problems))]
     return Stack(*(Text(line) for line in lines))
@@ -179,10 +190,10 @@ _SHARED = ("workload", "engine", "device", "model", "scenario", "num_prompts", "
 
 
 def _values(sweep: Sweep, name: str) -> str:
-    found = Counter(plain(settings_of(cell)[name]) for cell in sweep.cells)
-    if len(found) == 1:
-        return str(next(iter(found)) or "default")
-    return ", ".join(f"{value or 'default'} ({count} cells)" for value, count in found.items())
+    counts = Counter(plain(settings_of(cell)[name]) for cell in sweep.cells)
+    if len(counts) == 1:
+        return str(next(iter(counts)) or "default")
+    return ", ".join(f"{value or 'default'} ({count} cells)" for value, count in counts.items())
 
 
 def behind_api_server(sweep: Sweep) -> int:
@@ -200,16 +211,16 @@ def _api_server_note(sweep: Sweep) -> str:
     )
 
 
-def console_report(result: Result, found: Sequence[Finding], metric: str) -> RenderableType:
+def console_report(result: Result, bests: Sequence[Finding], metric: str) -> RenderableType:
     """Findings, failures and paths of the results."""
     p = result.progress
     parts: list[RenderableType] = [
         Text(_heading(result.sweep), style="bold"),
         Text(),
-        *findings_parts(found, metric),
+        *findings_parts(bests, metric),
         Text(),
-        *_equal_lines(found),
-        Text(_legend(metric, found), style="dim"),
+        *_equal_lines(bests),
+        Text(_legend(metric, bests), style="dim"),
     ]
     if result.failed:
         parts += [
@@ -241,7 +252,7 @@ def caveats(result: Result) -> list[str]:
     """The caveats of the devices whose figures are shown, each once, with the cells that have it unless all do."""
     valid = [entry for entry in result.finished if entry.measured.valid]
     settings = [settings_of(entry.cell) for entry in valid]
-    axes = [{name: str(plain(each[name])) for name in result.sweep.axes} for each in settings]
+    axes = [{name: str(plain(own[name])) for name in result.sweep.axes} for own in settings]
     said = [entry.measured.caveats for entry in valid]
     return told_once(said, by_settings(axes, lambda name, values: f"{name}={values}", "cells"))
 
@@ -263,11 +274,11 @@ def _heading(sweep: Sweep) -> str:
     return f"{sweep.name}: {', '.join(shared)}" if shared else sweep.name
 
 
-def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType]:
+def findings_parts(bests: Sequence[Finding], metric: str) -> list[RenderableType]:
     """One table per setting, one row per policy; all have the same columns, so only the first has headers."""
-    settings = list(dict.fromkeys(finding.setting for finding in found))
-    width = max((len(finding.policy) for finding in found), default=0)
-    headers = _headers(metric, baseline_of(found), limits=any(one.sensitivity.best_budget for one in found))
+    settings = list(dict.fromkeys(finding.setting for finding in bests))
+    width = max((len(finding.policy) for finding in bests), default=0)
+    headers = _headers(metric, baseline_policy(bests), limits=any(entry.sensitivity.best_budget for entry in bests))
     parts: list[RenderableType] = []
     for place, setting in enumerate(settings):
         if setting:
@@ -279,7 +290,7 @@ def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType
             table.add_column(
                 header, justify="right", overflow="fold", no_wrap=len(header) <= wide, min_width=wide, max_width=wide
             )
-        for finding in found:
+        for finding in bests:
             if finding.setting == setting:
                 table.add_row(finding.policy, *_figures(finding)[-len(headers) :])
         parts.append(table)
@@ -316,15 +327,15 @@ def _figures(finding: Finding) -> list[str]:
     ]  # fmt: skip
 
 
-def _equal_lines(found: Sequence[Finding]) -> list[Text]:
+def _equal_lines(bests: Sequence[Finding]) -> list[Text]:
     """Configurations that are as good as the best one, per finding; nothing where all or none are."""
     lines = []
-    for one in found:
-        if one.equal and len(one.equal) + 1 < one.sensitivity.cells:
-            where = ", ".join([*(f"{name}={value}" for name, value in one.setting), one.policy])
-            shown = ", ".join(f"B {budget} N {size}" for budget, size in one.equal[:SHOWN_EQUAL])
-            more = len(one.equal) - SHOWN_EQUAL
-            best = f"B {one.sensitivity.best_budget} N {one.sensitivity.best_size}"
+    for finding in bests:
+        if finding.equal and len(finding.equal) + 1 < finding.sensitivity.cells:
+            where = ", ".join([*(f"{name}={value}" for name, value in finding.setting), finding.policy])
+            shown = ", ".join(f"B {budget} N {size}" for budget, size in finding.equal[:SHOWN_EQUAL])
+            more = len(finding.equal) - SHOWN_EQUAL
+            best = f"B {finding.sensitivity.best_budget} N {finding.sensitivity.best_size}"
             lines.append(Text(f"{where}: equal to {best}: {shown}{f' and {more} more' if more > 0 else ''}"))
     return lines
 
@@ -333,8 +344,8 @@ SHOWN_EQUAL = 6
 """Equal configurations that are named."""
 
 
-def _legend(metric: str, found: Sequence[Finding]) -> str:
-    known = sorted({numbers.percent(one.noise) for one in found if one.noise is not None})
+def _legend(metric: str, bests: Sequence[Finding]) -> str:
+    known = sorted({numbers.percent(finding.noise) for finding in bests if finding.noise is not None})
     noise = (
         f"equal: within the noise between seeds ({' to '.join(dict.fromkeys([known[0], known[-1]]))}; Tukey's test at "
         "5 %); "
@@ -342,7 +353,7 @@ def _legend(metric: str, found: Sequence[Finding]) -> str:
         else f"equal: within {numbers.percent(TIE)}, since the noise between runs is not known (it takes two repeats "
         "or more, and no figure of 0); "
     )
-    unknown = any(one.sensitivity.best_budget is None for one in found)
+    unknown = any(finding.sensitivity.best_budget is None for finding in bests)
     return (
         f"best: configuration with the highest {metric}, mean over seeds; {noise}CV, range, B-Sens and N-Sens over the "
         "whole grid of token budgets B and batch sizes N, – where it has holes or one value."
@@ -350,7 +361,7 @@ def _legend(metric: str, found: Sequence[Finding]) -> str:
     )
 
 
-def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, Any]:
+def to_json(result: Result, bests: Sequence[Finding], metric: str) -> dict[str, Any]:
     """One JSON object."""
     return {
         "name": result.sweep.name,
@@ -359,9 +370,9 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
         "finished": len(result.finished),
         "from_before": result.progress.kept,
         "kept_since_unix_s": result.kept_since_unix_s,
-        "failed": [{"key": key_of(e.cell), "error": str(e.error)} for e in result.failed],
+        "failed": [{"key": result_key(e.cell), "error": str(e.error)} for e in result.failed],
         "invalid": [
-            {"key": key_of(entry.cell), "cell": where, "reasons": why}
+            {"key": result_key(entry.cell), "cell": where, "reasons": why}
             for entry, (where, why) in zip(result.invalid, named(result.invalid, result.sweep.axes), strict=True)
         ],
         "warnings": caveats(result),
@@ -370,13 +381,13 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
         "interrupted": result.interrupted,
         "results": str(result.results),
         "metric": metric,
-        "baseline": baseline_of(found),
+        "baseline": baseline_policy(bests),
         "findings": [
             dict(f.setting)
             | {"policy": f.policy, "gain": f.gain, "gain_shown": f.gain_shown, "invalid": f.invalid, "noise": f.noise}
             | {"equal": [{"max_num_batched_tokens": b, "max_num_seqs": n} for b, n in f.equal]}
             | asdict(f.sensitivity)
-            for f in found
+            for f in bests
         ],
     }
 
@@ -392,13 +403,14 @@ def ranking_metric(grid: Sweep, asked: str | None) -> str:
         raise UsageError(
             '--metric request_goodput needs limits for all cells: goodput = "ttft:500 tpot:50" in [common]'
         )
-    return asked or metric_of(grid.cells)
+    return asked or deciding_metric(grid.cells)
 
 
 def dry_run_json(grid: Sweep, todo: Sequence[RunSpec]) -> dict[str, Any]:
     """The cells with what is left to run, as one JSON object."""
     left = set(todo)
     cells = [
-        {"key": key_of(cell), "finished": cell not in left, "problem": problem_of(cell) or None} for cell in grid.cells
+        {"key": result_key(cell), "finished": cell not in left, "problem": cell_problem(cell) or None}
+        for cell in grid.cells
     ]
     return {"name": grid.name, "cells": cells, "axes": list(grid.axes)}

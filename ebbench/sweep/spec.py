@@ -20,7 +20,7 @@ from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.foreign.documents import load_toml
 from ebbench.runs.file import settings_table, spec_of_file
 from ebbench.spec.run import RunSpec, known_settings
-from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, speculative_of
+from ebbench.spec.server import AUTO, DEFAULT_CLASS, EngineOptions, is_server, parse_speculative
 from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
@@ -31,7 +31,10 @@ _SETTINGS = known_settings()
 _Common = settings_table("Common")
 _Grid: Any = msgspec.defstruct(
     "Grid",
-    [(one.name, GenericAlias(list, (one.kind,)) | msgspec.UnsetType, msgspec.UNSET) for one in _SETTINGS.values()],
+    [
+        (name, GenericAlias(list, (declared.kind,)) | msgspec.UnsetType, msgspec.UNSET)
+        for name, declared in _SETTINGS.items()
+    ],
     forbid_unknown_fields=True,
 )
 _Override: Any = msgspec.defstruct("Override", [("when", _Common), ("set", _Common)], forbid_unknown_fields=True)
@@ -150,14 +153,14 @@ _Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides:
     """Pairs of conditions on a cell and settings for it. The axes stay as listed in the grid."""
-    found = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
-    for when, change in found:
+    overrides = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
+    for when, change in overrides:
         if not when or not change:
             raise InputFileError(path, "an override needs both `when` and `set`")
         axis = next((name for name in change if name in lists and len(lists[name]) > 1), None)
         if axis is not None:
             raise InputFileError(path, f"an override sets {axis}, which the grid varies; set something else")
-    return found
+    return overrides
 
 
 def _overridden(path: Path, grid: list[dict[str, Any]], overrides: _Overrides) -> list[dict[str, Any]]:
@@ -202,7 +205,7 @@ def check_cells(cells: Sequence[RunSpec]) -> None:
     cell."""
     _check_names(cells)
     _check_labels(cells)
-    problems = [problem_of(cell) for cell in cells]
+    problems = [cell_problem(cell) for cell in cells]
     if all(problems):
         raise UsageError(f"no cell of the grid can run: {problems[0]}")
     _check_engines(cells)
@@ -218,7 +221,7 @@ def _check_labels(cells: Sequence[RunSpec]) -> None:
             )
 
 
-def problem_of(cell: RunSpec) -> str:
+def cell_problem(cell: RunSpec) -> str:
     """Why no engine can run a cell's scheduler settings; empty if one can."""
     return _problem(cell.server, cell.policy)
 
@@ -278,7 +281,7 @@ def _check_names(cells: Sequence[RunSpec]) -> None:
     for model, assumed, drafts in dict.fromkeys(served):
         geometry = find_model(as_decoder(model) if assumed else model)
         if drafts is not None:
-            check_drafts(speculative_of(drafts), geometry)
+            check_drafts(parse_speculative(drafts), geometry)
 
 
 def trace_notes(cells: Sequence[RunSpec]) -> list[str]:
@@ -290,7 +293,7 @@ def trace_notes(cells: Sequence[RunSpec]) -> list[str]:
         for plan in (cell.plan for cell in cells)
         if is_recorded(plan.workload) and (plan.scenario is None or load_scenario(plan.scenario).loop == "trace")
     )
-    return [_trace_note(*each) for each in replayed]
+    return [_trace_note(*trace) for trace in replayed]
 
 
 @lru_cache(maxsize=64)
@@ -304,4 +307,4 @@ def _trace_note(workload: str, time_unit: str | None, columns: str | None, token
 
 
 def _values(owners: Sequence[Any], name: str) -> list[Any]:
-    return list(dict.fromkeys(value for one in owners if (value := getattr(one, name))))
+    return list(dict.fromkeys(value for owner in owners if (value := getattr(owner, name))))

@@ -48,8 +48,8 @@ def step_edges(count: int, per_step: float) -> Ints:
 
 def gaps_at(shares: Floats, means: Sequence[float]) -> Floats:
     """The gaps below which these shares lie, from means of equally many sorted gaps."""
-    found: Floats = np.interp(shares, (np.arange(len(means)) + 0.5) / len(means), means)
-    return found
+    gaps: Floats = np.interp(shares, (np.arange(len(means)) + 0.5) / len(means), means)
+    return gaps
 
 
 def stepped_gaps(
@@ -97,9 +97,9 @@ def _with_longest(gaps: Floats, starts: Ints, sizes: Ints, total: Floats) -> Flo
     longest = order[ends - 1]
     second = np.where(sizes > 1, gaps[order[np.maximum(ends - 2, 0)]], 0.0)
     left = total - (np.add.reduceat(gaps, starts) - gaps[longest])
-    found = gaps.copy()
-    found[longest] = np.where(left >= second, left, gaps[longest])
-    return found
+    filled = gaps.copy()
+    filled[longest] = np.where(left >= second, left, gaps[longest])
+    return filled
 
 
 # Permutes values so that each stretch of consecutive places has a given mean, mean square root or centre.
@@ -123,11 +123,11 @@ _SWAPS, _CLOSE_CENTRE = 100, 0.005
 """Pairs that are tried per stretch to bring its centre into place; error left, in the length of the stretch."""
 
 
-def roots_of(values: Any) -> Floats:
+def relative_roots(values: Any) -> Floats:
     """Square roots of the values in their mean."""
     held = np.asarray(values, np.float64)
-    found: Floats = np.sqrt(held / max(float(held.mean()), 1e-12))
-    return found
+    roots: Floats = np.sqrt(held / max(float(held.mean()), 1e-12))
+    return roots
 
 
 def order_with(
@@ -146,8 +146,8 @@ def order_with(
     until the mean roots fit, and the spreads until the means fit; without ``roots`` the shifts until the means fit.
     Both hold as far as the values allow. Values of one stretch are in random order.
 
-    ``stretch``: of each place. ``means``: relative ones; ``roots``: see :func:`roots_of`. ``group``: values only change
-    places within a group.
+    ``stretch``: of each place. ``means``: relative ones; ``roots``: see :func:`relative_roots`. ``group``: values only
+    change places within a group.
     """
     n = len(values)
     if not n:
@@ -155,7 +155,7 @@ def order_with(
     groups = np.zeros(n, np.int64) if group is None else group
     sizes, relative = np.asarray(values, np.float64), np.asarray(means, np.float64)
     by_size = np.lexsort((rng.random(n), sizes, groups))  # equal values in random order
-    ordered, ordered_roots = sizes[by_size], roots_of(sizes)[by_size]
+    ordered, ordered_roots = sizes[by_size], relative_roots(sizes)[by_size]
     held = np.bincount(stretch, minlength=len(relative))
     noise = _normal(stretch, held, rng)
     mean, wanted_root = _mean_of(relative, held, sizes), np.asarray(roots, np.float64)
@@ -167,46 +167,46 @@ def order_with(
         if len(wanted_root):
             placed[places] = ordered_roots
             off.insert(0, _off(wanted_root, placed, stretch, held, _CLOSE))
-        if not any(one.any() for one in off):
+        if not any(error.any() for error in off):
             break
         for corrected, by in zip((shift, spread), off, strict=False):
             corrected.correct(by)
         places = np.lexsort((shift.values[stretch] + np.exp(spread.values[stretch]) * noise, groups))
-    found = np.empty(n, np.int64)
-    found[places] = by_size
-    return found
+    order = np.empty(n, np.int64)
+    order[places] = by_size
+    return order
 
 
-def centres_of(stretch: Int64s, values: Floats) -> Floats:
+def stretch_centres(stretch: Int64s, values: Floats) -> Floats:
     """Where in each stretch its values lie: near 0 with all of their sum in its first place, near 1 in its last.
 
     ``stretch``: of each place, rising by 1 from 0.
     """
     place, _, _ = _places(stretch)
     total = np.bincount(stretch, values)
-    found: Floats = np.full(len(total), 0.5)
-    np.divide(np.bincount(stretch, values * place), total, out=found, where=total > 0)
-    return found
+    centres: Floats = np.full(len(total), 0.5)
+    np.divide(np.bincount(stretch, values * place), total, out=centres, where=total > 0)
+    return centres
 
 
 def order_centred(stretch: Int64s, values: Floats, centres: npt.ArrayLike, rng: np.random.Generator) -> Int64s:
     """An order (indices into ``values``) in which values change places within their stretch, so that it has its centre.
 
     Two places of a stretch are drawn, and their values swapped if that brings the centre nearer; and so on.
-    ``stretch`` and ``centres``: see :func:`centres_of`.
+    ``stretch`` and ``centres``: see :func:`stretch_centres`.
     """
     place, starts, lengths = _places(stretch)
     order, total = np.arange(len(values)), np.bincount(stretch, values)
-    off = (np.asarray(centres, np.float64) - centres_of(stretch, values)) * total
+    off = (np.asarray(centres, np.float64) - stretch_centres(stretch, values)) * total
     for _ in range(_SWAPS):
         at = np.flatnonzero(np.abs(off) > _CLOSE_CENTRE * total)
         if not len(at):
             break
-        one, other = (starts[at] + (rng.random(len(at)) * lengths[at]).astype(np.int64) for _ in range(2))
-        change = (values[order[one]] - values[order[other]]) * (place[other] - place[one])
+        left, right = (starts[at] + (rng.random(len(at)) * lengths[at]).astype(np.int64) for _ in range(2))
+        change = (values[order[left]] - values[order[right]]) * (place[right] - place[left])
         nearer = np.abs(off[at] - change) < np.abs(off[at])
-        one, other = one[nearer], other[nearer]
-        order[one], order[other] = order[other], order[one]
+        left, right = left[nearer], right[nearer]
+        order[left], order[right] = order[right], order[left]
         off[at[nearer]] -= change[nearer]
     return order
 
@@ -253,10 +253,10 @@ def _normal(stretch: Int64s, held: Int64s, rng: np.random.Generator) -> Floats:
 
 def _mean_of(relative: Floats, held: Int64s, values: Floats) -> Floats:
     """Mean value per stretch, such that the mean over all places is that of ``values``."""
-    found = np.where(held > 0, relative, 0.0)
-    found /= found.max() if found.any() else 1.0  # sums of levels near 0 would vanish, and quotients overflow
-    mean = float(found @ held) / len(values)
-    scaled: Floats = found * (float(values.mean()) / mean if mean > 0 else 0.0)
+    levels = np.where(held > 0, relative, 0.0)
+    levels /= levels.max() if levels.any() else 1.0  # sums of levels near 0 would vanish, and quotients overflow
+    mean = float(levels @ held) / len(values)
+    scaled: Floats = levels * (float(values.mean()) / mean if mean > 0 else 0.0)
     return scaled
 
 

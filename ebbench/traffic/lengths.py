@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.errors import UsageError
-from ebbench.foreign.documents import given_of, not_positive
+from ebbench.foreign.documents import given_keys, not_positive
 
 CensoredFamily = Literal["gamma", "lognormal"]
 # Fits a length distribution so that its mean and spread *after* a cap equal published ones.
@@ -147,7 +147,7 @@ _OPTIONAL = ("std", "shape", "spread", "offset", "statistics")
 
 
 def _problem(spec: LengthSpec) -> str:
-    idle = given_of(spec, (key for key in _OPTIONAL if key not in _USES[spec.family]))
+    idle = given_keys(spec, (key for key in _OPTIONAL if key not in _USES[spec.family]))
     if idle:
         takes = ", ".join(("mean", *_USES[spec.family], "max"))
         return f"{idle[0]} has no effect in family '{spec.family}', which uses {takes}; leave it out"

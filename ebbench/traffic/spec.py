@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ebbench.config.topology import TopologySpec
 from ebbench.errors import UsageError
-from ebbench.foreign.documents import given_of, load_toml, not_positive
+from ebbench.foreign.documents import given_keys, load_toml, not_positive
 from ebbench.installation import bundled_dir, resolve
 from ebbench.records.plan import ClosedPhase
 from ebbench.traffic.arrivals import Curve, Process, arrival_times, substream
@@ -152,10 +152,10 @@ def _problem(spec: ScenarioSpec) -> str:
         if spec.loop == "open" and (phase.process is None or phase.max_concurrency):
             return f"{label} of an open loop needs process; its cap is the scenario's max_concurrency"
         if spec.loop == "closed" and (
-            idle := given_of(phase, ("rate", "share", "level", "burstiness", "curve", "tick_s"))
+            idle := given_keys(phase, ("rate", "share", "level", "burstiness", "curve", "tick_s"))
         ):
             return f"{label} of a closed loop has no {idle[0]}: a request is sent when one ends; leave it out"
-        if phase.process != "gamma" and given_of(phase, ("burstiness",)):
+        if phase.process != "gamma" and given_keys(phase, ("burstiness",)):
             return f"{label}: burstiness shapes gamma gaps; write process = 'gamma', or leave it out"
     return ""
 

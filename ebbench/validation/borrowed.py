@@ -124,8 +124,11 @@ def pack(folder: Path, vllm: str, python: str, model: Path, parcel_mib: int, wit
         kept = Path("models") / model.resolve().parent.name / "config.json"
         (tree / kept).parent.mkdir(parents=True)
         shutil.copy(model, tree / kept)
-        found = {one.name: one.version for one in importlib.metadata.distributions(path=[str(site)])}
-        contents = Contents(str(kept), {"python": python, "torch": _torch(site, vllm)}, git_commit(), found)
+        versions = {
+            distribution.name: distribution.version
+            for distribution in importlib.metadata.distributions(path=[str(site)])
+        }
+        contents = Contents(str(kept), {"python": python, "torch": _torch(site, vllm)}, git_commit(), versions)
         contents = cut(tree, folder, parcel_mib * MIB, contents)
     shutil.copy(__file__, folder)
     return contents
@@ -216,12 +219,12 @@ def check_machine(contents: Contents) -> None:
     here = ".".join(map(str, sys.version_info[:2]))
     for name, needed in contents.needs.items():
         try:
-            found = here if name == "python" else importlib.metadata.version(name).split("+")[0]
+            installed = here if name == "python" else importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
-            found = "not installed"
-        if found != needed:
+            installed = "not installed"
+        if installed != needed:
             raise BorrowedError(
-                f"the parcels are for {name} {needed}; {sys.executable} has {found}: pack again for this machine"
+                f"the parcels are for {name} {needed}; {sys.executable} has {installed}: pack again for this machine"
             )
 
 
@@ -417,12 +420,12 @@ class TorchSteps:
             return self._on_gpu(step) if self._device == "cuda" else self._on_cpu(step)
 
     def _on_cpu(self, step: Callable[[], Any]) -> list[float]:
-        found = []
+        times_s = []
         for _ in range(2 + self._grid.repeats):
             begun = time.perf_counter()
             step()
-            found.append(time.perf_counter() - begun)
-        return found[2:]
+            times_s.append(time.perf_counter() - begun)
+        return times_s[2:]
 
     def _on_gpu(self, step: Callable[[], Any]) -> list[float]:
         cuda = self.torch.cuda
@@ -440,7 +443,7 @@ class TorchSteps:
             if event is not events[-1]:
                 graph.replay()
         cuda.synchronize()
-        return [one.elapsed_time(two) / 1e3 for one, two in pairwise(events)]
+        return [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(events)]
 
     def _step(self, point: Point, attention: str) -> Callable[[], Any]:
         torch, decoder = self.torch, self._decoder
@@ -459,14 +462,14 @@ class TorchSteps:
             return torch.nn.functional.rms_norm(x, (decoder.hidden,))
 
         def rotated(x: Any) -> Any:
-            one, two = x.chunk(2, -1)
-            return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+            first, second = x.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
         def step() -> Any:
             x = hidden
             for (qkv, out, up, down), (keys, values) in zip(self._weights, self._cache, strict=True):
-                each = (normed(x) @ qkv).view(-1, heads + 2 * kv, decoder.head_dim)
-                q, k, v = each.split((heads, kv, kv), 1)
+                projected = (normed(x) @ qkv).view(-1, heads + 2 * kv, decoder.head_dim)
+                q, k, v = projected.split((heads, kv, kv), 1)
                 keys.index_copy_(0, slots, rotated(k))
                 values.index_copy_(0, slots, v)
                 x = x + attend(rotated(q), keys, values).reshape(len(hidden), -1) @ out
@@ -480,7 +483,7 @@ class TorchSteps:
         torch = self.torch
         prompt, seqs, context = point
         decoded = seqs * context
-        each = self._decoder.kv_heads, self._decoder.head_dim
+        sizes = self._decoder.kv_heads, self._decoder.head_dim
         if attention == "varlen":
             queries = [*range(seqs + 1), *([seqs + prompt] if prompt else [])]
             cached = [context * number for number in range(seqs + 1)] + ([decoded + prompt] if prompt else [])
@@ -495,15 +498,15 @@ class TorchSteps:
         attend = torch.nn.functional.scaled_dot_product_attention
 
         def apart(q: Any, k: Any, v: Any) -> Any:
-            found = []
+            parts = []
             if seqs:
-                past = (one[:decoded].view(seqs, context, *each).transpose(1, 2) for one in (k, v))
-                found.append(attend(q[:seqs].unsqueeze(2), *past, enable_gqa=True).squeeze(2))
+                past = (kept[:decoded].view(seqs, context, *sizes).transpose(1, 2) for kept in (k, v))
+                parts.append(attend(q[:seqs].unsqueeze(2), *past, enable_gqa=True).squeeze(2))
             if prompt:
-                own = (one[decoded : decoded + prompt].transpose(0, 1).unsqueeze(0) for one in (k, v))
+                own = (kept[decoded : decoded + prompt].transpose(0, 1).unsqueeze(0) for kept in (k, v))
                 whole = attend(q[seqs:].transpose(0, 1).unsqueeze(0), *own, is_causal=True, enable_gqa=True)
-                found.append(whole.squeeze(0).transpose(0, 1))
-            return torch.cat(found)
+                parts.append(whole.squeeze(0).transpose(0, 1))
+            return torch.cat(parts)
 
         return apart
 
@@ -531,7 +534,7 @@ def steps(decoder: Decoder, grid: StepGrid, output: Path, clock: Clock) -> int:
             begun = time.monotonic()
             try:
                 measured = measured or TorchSteps(decoder, grid, device)
-                found = measured.seconds(point, attention)
+                times_s = measured.seconds(point, attention)
             except RuntimeError as error:  # out of memory, or no such kernel in this build of torch
                 clock.say(
                     f"{attention}: a step of {point} failed: {str(error).splitlines()[0]} (for less memory: smaller "
@@ -539,7 +542,7 @@ def steps(decoder: Decoder, grid: StepGrid, output: Path, clock: Clock) -> int:
                 )
                 break
             longest_s = max(longest_s, time.monotonic() - begun)
-            times[point] = found
+            times[point] = times_s
             _write_steps(path, decoder, grid, attention, times, _device_facts(torch))
         else:
             complete = True
@@ -569,7 +572,7 @@ def _measured_before(path: Path, decoder: Decoder, grid: StepGrid) -> dict[Point
     stored = json.loads(path.read_bytes())
     if stored["decoder"] != asdict(decoder) or stored["grid"] != json.loads(json.dumps(asdict(grid))):
         raise BorrowedError(f"{path} is of another decoder or grid: give another --output")
-    return {tuple(one["step"]): one["times_s"] for one in stored["steps"]}
+    return {tuple(step["step"]): step["times_s"] for step in stored["steps"]}
 
 
 def _write_steps(
@@ -582,7 +585,7 @@ def _write_steps(
             "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
-        "steps": [{"step": list(point), "times_s": found} for point, found in times.items()],
+        "steps": [{"step": list(point), "times_s": times_s} for point, times_s in times.items()],
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
@@ -592,7 +595,7 @@ def _write_steps(
 
 def _show_steps(grid: StepGrid, times: dict[Point, list[float]]) -> None:
     """Print mixed steps beside the sum of their parts, by the share r of decodes among their tokens."""
-    ms = {point: 1e3 * statistics.median(found) for point, found in times.items()}
+    ms = {point: 1e3 * statistics.median(times_s) for point, times_s in times.items()}
     print("   r  prompt  decodes  context   mixed ms  its parts ms  mixed us per token")
     for point in sorted(grid.points(), key=lambda point: point[1] / max(point[0] + point[1], 1)):
         prompt, seqs, context = point
@@ -608,36 +611,38 @@ def _show_steps(grid: StepGrid, times: dict[Point, list[float]]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="borrowed", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("pack", help="build the parcels, where there is a network and uv")
-    one.add_argument("--dest", type=Path, default=Path("parcels"), help="an empty folder (parcels)")
-    one.add_argument("--vllm", default="vllm==0.25.1", help="what to install (vllm==0.25.1)")
-    one.add_argument("--python", default="3.12", help="Python of the machine (3.12)")
+    packing = commands.add_parser("pack", help="build the parcels, where there is a network and uv")
+    packing.add_argument("--dest", type=Path, default=Path("parcels"), help="an empty folder (parcels)")
+    packing.add_argument("--vllm", default="vllm==0.25.1", help="what to install (vllm==0.25.1)")
+    packing.add_argument("--python", default="3.12", help="Python of the machine (3.12)")
     model = CHECKOUT / "reports" / "measured" / "configs" / "qwen3-8b" / "config.json"
-    one.add_argument("--model", type=Path, default=model, help="a config.json (qwen3-8b)")
-    one.add_argument("--parcel-mib", type=int, default=50, help="largest size of a parcel in MiB (50)")
-    one.add_argument("--without", action="append", default=[], help="leave out a distribution (on the machine); repeat")
-    two = commands.add_parser(
+    packing.add_argument("--model", type=Path, default=model, help="a config.json (qwen3-8b)")
+    packing.add_argument("--parcel-mib", type=int, default=50, help="largest size of a parcel in MiB (50)")
+    packing.add_argument(
+        "--without", action="append", default=[], help="leave out a distribution (on the machine); repeat"
+    )
+    measuring = commands.add_parser(
         "measure",
         help="take parcels over; with all of them, unpack and measure",
         epilog=f"Options of ebbench validate go after --; without any: {' '.join(MEASUREMENT)}",
     )
-    three = commands.add_parser("steps", help="measure step times with torch alone, without parcels")
-    three.add_argument("--model", type=Path, help="a config.json of a dense decoder (Qwen3-8B's sizes)")
+    stepping = commands.add_parser("steps", help="measure step times with torch alone, without parcels")
+    stepping.add_argument("--model", type=Path, help="a config.json of a dense decoder (Qwen3-8B's sizes)")
     for name in ("tokens", "seqs", "contexts"):
         sizes = ",".join(map(str, getattr(StepGrid, name)))
-        three.add_argument(f"--{name}", type=_sizes, default=sizes, help=f"increasing sizes ({sizes})")
-    for one in (two, three):
-        one.add_argument("--output", type=Path, default=Path("measured"), help="folder of the results (measured)")
-        one.add_argument("--seconds", type=float, default=560.0, help="time of this call (560)")
+        stepping.add_argument(f"--{name}", type=_sizes, default=sizes, help=f"increasing sizes ({sizes})")
+    for packing in (measuring, stepping):
+        packing.add_argument("--output", type=Path, default=Path("measured"), help="folder of the results (measured)")
+        packing.add_argument("--seconds", type=float, default=560.0, help="time of this call (560)")
     store = Path(tempfile.gettempdir()) / "ebbench-borrowed"
-    two.add_argument("--store", type=Path, default=store, help=f"where parcels and runs are kept ({store})")
+    measuring.add_argument("--store", type=Path, default=store, help=f"where parcels and runs are kept ({store})")
     return parser
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     """At least two increasing sizes, separated by commas. Raises ValueError."""
-    sizes = tuple(int(one) for one in text.split(","))
-    if len(sizes) < 2 or sizes[0] < 1 or any(two <= one for one, two in pairwise(sizes)):
+    sizes = tuple(int(size) for size in text.split(","))
+    if len(sizes) < 2 or sizes[0] < 1 or any(larger <= size for size, larger in pairwise(sizes)):
         raise ValueError
     return sizes
 

@@ -39,16 +39,16 @@ def as_dict(
 ) -> dict[str, Any]:
     """The whole result. Shares as fractions of 1, times in the units of their names; None: unknown."""
     steps = [
-        {name: value for name, value in asdict(one).items() if name not in ("profile", "costs")}
-        | {"slowness": one.slowness(outcomes.steps[0])}
-        for one in outcomes.steps
+        {name: value for name, value in asdict(entry).items() if name not in ("profile", "costs")}
+        | {"slowness": entry.slowness(outcomes.steps[0])}
+        for entry in outcomes.steps
     ]
     return {
         "format": FORMAT,
         "verdict": judged.verdict.word,
         "sentence": judged.verdict.sentence,
         "directions": {"right": judged.verdict.directions_right, "clear": judged.verdict.directions_clear},
-        "metrics": [finite(asdict(one)) for one in judged.verdict.metrics],
+        "metrics": [finite(asdict(entry)) for entry in judged.verdict.metrics],
         "errors": [finite(asdict(error)) for error in judged.errors],
         "gains": [finite(asdict(gain)) for gain in judged.gains],
         "runs": {
@@ -60,7 +60,7 @@ def as_dict(
             "stopped": outcomes.stopped,
         },
         "step_times": steps,
-        "observations": [asdict(one) for one in outcomes.observations],
+        "observations": [asdict(entry) for entry in outcomes.observations],
         "machine": dict(machine),
     }
 
@@ -77,20 +77,20 @@ def as_document(
     sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
     sections.append(_gains(question, judged.gains))
     title = f"{TITLE}: {question.model} on {machine['name']}"
-    found = notes(question, outcomes, judged)
+    lines = notes(question, outcomes, judged)
     cpus, server_cpus = machine["usable_cpus"], machine["server_cpus"]
     if server_cpus < cpus:
-        found.append(f"vLLM ran on {server_cpus} of {cpus} processors, so that the client kept its schedule")
+        lines.append(f"vLLM ran on {server_cpus} of {cpus} processors, so that the client kept its schedule")
     if machine["cpu_build"]:
-        found.append(
+        lines.append(
             "vLLM's CPU build ran the model in the engine core's process, eager (--enforce-eager), as its steps were "
             "measured; a server started by hand uses a process more and torch.compile"
         )
     if question.engine == "vllm" and load_average:
-        found.append(
+        lines.append(
             f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs during the measurement"
         )
-    return Document("validation", title, tuple(filter(None, sections)), tuple(found))
+    return Document("validation", title, tuple(filter(None, sections)), tuple(lines))
 
 
 def _errors(name: str, judged: Judgement, metric: str) -> Section | None:
@@ -146,7 +146,7 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
     loads = " and ".join(
         f"{count} requests at {load} open" for load, count in zip(question.loads, schedule.requests, strict=True)
     )
-    found = [
+    lines = [
         f"{len(outcomes.observations)} of {outcomes.planned} runs measured, {outcomes.invalid} of them INVALID and "
         f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.input_tokens} and outputs of "
         f"{question.output_tokens} tokens on average",
@@ -154,33 +154,33 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
         "error: predicted over measured, mean over the rounds; noise: half its 95 % interval, from the differences "
         "between rounds of the same run; lowest, highest: of the measured runs",
     ]
-    found += [_bias(one) for one in judged.verdict.metrics]
+    lines += [_bias(of_metric) for of_metric in judged.verdict.metrics]
     if question.engine == "vllm":
-        found.append(
+        lines.append(
             "asynchronous scheduling and prefix caching are off in prediction and measurement: steps are measured one "
             f"at a time. {_outside_the_engine(question)}"
         )
     else:
-        found.append(
+        lines.append(
             "a rehearsal without vLLM: in place of the measurement, policies compute from the device's own costs"
         )
     if outcomes.stopped:
-        found.append(f"incomplete: {outcomes.stopped}; the same command measures the rest")
-    return found
+        lines.append(f"incomplete: {outcomes.stopped}; the same command measures the rest")
+    return lines
 
 
 def _step_times(rounds: Sequence[StepTimes]) -> str:
     """How the step times were measured, and how the machine's speed changed between the rounds."""
     first = rounds[0]
-    found = (
+    line = (
         f"{first.steps} steps measured before each round's runs, which they predict; fits R2 {first.prefill_r2:.3f} "
         f"prefill, {first.decode_r2:.3f} decode"
     )
-    slowness = [one.slowness(first) for one in rounds[1:]]
+    slowness = [ratio.slowness(first) for ratio in rounds[1:]]
     if not slowness:
-        return found
-    words = ["other batches fit" if one is None else f"{one:.2f}" for one in slowness]
-    return f"{found}; steps of later rounds took {', '.join(words)} times as long as the first round's"
+        return line
+    words = ["other batches fit" if ratio is None else f"{ratio:.2f}" for ratio in slowness]
+    return f"{line}; steps of later rounds took {', '.join(words)} times as long as the first round's"
 
 
 def _outside_the_engine(question: ValidationQuestion) -> str:
@@ -193,12 +193,12 @@ def _outside_the_engine(question: ValidationQuestion) -> str:
     )
 
 
-def _bias(one: MetricVerdict) -> str:
+def _bias(metric: MetricVerdict) -> str:
     kept = {True: "within the limit", False: "beyond the limit", None: "undecided because of noise"}
-    noise = f"{100 * one.noise:.1f} %" if math.isfinite(one.noise) else "unknown"
+    noise = f"{100 * metric.noise:.1f} %" if math.isfinite(metric.noise) else "unknown"
     return (
-        f"{METRICS[one.metric]}: median error {100 * one.median_error:.1f} % ({kept[one.within_limit]}), "
-        f"worst {100 * one.worst_error:.1f} %, signed median {100 * one.bias:+.1f} %; "
+        f"{METRICS[metric.metric]}: median error {100 * metric.median_error:.1f} % ({kept[metric.within_limit]}), "
+        f"worst {100 * metric.worst_error:.1f} %, signed median {100 * metric.bias:+.1f} %; "
         f"standard deviation between rounds {noise}"
     )
 
@@ -246,10 +246,10 @@ def _run_validation(
     judged = judge(outcomes.observations, question.policies[0])
     machine = describe_machine(question)
     document = as_document(question, outcomes, judged, machine, load_average)
-    found = as_dict(question, outcomes, judged, machine)
-    _store(folder, found, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
+    content = as_dict(question, outcomes, judged, machine)
+    _store(folder, content, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
     else:
         _show(Console(highlight=False), document, judged, folder)
     return judged.verdict.word
@@ -305,8 +305,8 @@ def _check_same(question: ValidationQuestion, path: Path) -> None:
         raise UsageError(f"{path.parent} holds a validation of {rounds} rounds; --rounds {question.rounds} is fewer")
 
 
-def _store(folder: Path, found: dict[str, Any], tables: str) -> None:
-    files.write_bytes(json.dumps(found, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
+def _store(folder: Path, content: dict[str, Any], tables: str) -> None:
+    files.write_bytes(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
     files.write_bytes(tables.encode(), folder / TABLES)
 
 

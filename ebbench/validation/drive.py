@@ -77,8 +77,8 @@ def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
         status, _ = run_supervised(command(question, folder), GRACE_S, stdout=output, stderr=errors, env=environ)
     if status:
         raise _failed(status, log)
-    found = json.loads(out.read_bytes()) | {"seconds": time.monotonic() - began}
-    files.write_bytes(json.dumps(found, indent=1).encode() + b"\n", folder / RESULT)
+    measured = json.loads(out.read_bytes()) | {"seconds": time.monotonic() - began}
+    files.write_bytes(json.dumps(measured, indent=1).encode() + b"\n", folder / RESULT)
     return stored_step_times(folder)
 
 
@@ -96,24 +96,24 @@ def command(question: ValidationQuestion, folder: Path) -> list[str]:
 def stored_step_times(folder: Path) -> StepTimes:
     """Read what :func:`measure_step_times` stored. Raises DataError for a damaged file."""
     path = folder / RESULT
-    found = files.read_stored_json(path)
+    stored = files.read_stored_json(path)
     try:
         profile = folder / "profile" / "profile.toml"
-        grid = found["calibration"]["grid"]
+        grid = stored["calibration"]["grid"]
         return StepTimes(
             profile,
             profile.with_name("calibration.json"),
-            int(found["kv_capacity_tokens"]),
-            int(found["largest_batch_seqs"]),
-            found["drift"],
-            found["steps"],
-            found["prefill_r2"],
-            found["decode_r2"],
-            found["mixed_r2"],
-            found["request_s"],
+            int(stored["kv_capacity_tokens"]),
+            int(stored["largest_batch_seqs"]),
+            stored["drift"],
+            stored["steps"],
+            stored["prefill_r2"],
+            stored["decode_r2"],
+            stored["mixed_r2"],
+            stored["request_s"],
             (*grid["prefill"], *chain.from_iterable(grid["decode"])),
-            found["start_s"],
-            found["seconds"],
+            stored["start_s"],
+            stored["seconds"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete {folder} to measure again") from None
@@ -151,7 +151,7 @@ class Outcomes:
     @property
     def invalid(self) -> int:
         """Measured runs that are INVALID."""
-        return sum(not one.valid for one in self.observations)
+        return sum(not observation.valid for observation in self.observations)
 
 
 def validate(
@@ -170,8 +170,10 @@ def validate(
     rounds.predict(first)
     say(announcement(question, schedule, first, rounds.stored_runs()))
     stopped = rounds.measure()
-    settings = [one for number in range(len(rounds.steps)) for one in _settings(question, number)]
-    observations = tuple(found for one in settings if (found := rounds.observation(one)) is not None)
+    settings = [setting for number in range(len(rounds.steps)) for setting in _settings(question, number)]
+    observations = tuple(
+        observation for setting in settings if (observation := rounds.observation(setting)) is not None
+    )
     planned = schedule.rounds * len(question.policies) * len(question.loads)
     return Outcomes(tuple(rounds.steps), schedule, observations, planned, stopped)
 
@@ -188,8 +190,8 @@ def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, step
     start_s = server_start_s(question, steps)
     total_s = schedule.rounds * policies * (start_s + schedule.server_s) + (schedule.rounds - 1) * steps.seconds
     left_s = total_s * (1.0 - stored / runs)
-    each = f"starts of about {start_s:.0f} s and {schedule.server_s:.0f} s of runs per server"
-    return f"{words}; vLLM measures them, about {left_s / 60:.0f} min more ({each})"
+    how = f"starts of about {start_s:.0f} s and {schedule.server_s:.0f} s of runs per server"
+    return f"{words}; vLLM measures them, about {left_s / 60:.0f} min more ({how})"
 
 
 def _step_times(question: ValidationQuestion, folder: Path, number: int, say: Say) -> StepTimes:
@@ -238,7 +240,7 @@ class _Rounds:
     def predict(self, steps: StepTimes) -> None:
         """Predict the runs of the next round, which has these step times."""
         self.steps.append(steps)
-        cells = [self._cell(predicted_cell, one) for one in _settings(self.question, len(self.steps) - 1)]
+        cells = [self._cell(predicted_cell, run) for run in _settings(self.question, len(self.steps) - 1)]
         _check_device(cells[0])
         run_missing(cells, self.predicted, whole=True)
 
@@ -264,12 +266,12 @@ class _Rounds:
     def observation(self, setting: PlannedRun) -> Observation | None:
         """The run, predicted and measured; None if it was not measured."""
         expected = self.predicted.get(self._cell(predicted_cell, setting))
-        found = self.measured.get(self._cell(measured_cell, setting))
-        if expected is None or found is None:
+        observed = self.measured.get(self._cell(measured_cell, setting))
+        if expected is None or observed is None:
             return None
         load = self.question.loads[setting.load_index]
-        predicted, measured = ({key: one.get(key) for key in METRICS} for one in (expected, found))
-        return Observation(setting.policy, load, setting.round, predicted, measured, found.valid)
+        predicted, measured = ({key: figures.get(key) for key in METRICS} for figures in (expected, observed))
+        return Observation(setting.policy, load, setting.round, predicted, measured, observed.valid)
 
     def _cell(self, kind: Callable[..., RunSpec], setting: PlannedRun) -> RunSpec:
         return kind(self.question, self.steps[setting.round], setting, self.schedule)
@@ -287,8 +289,8 @@ class _Rounds:
 
     def _measure_policy(self, policy: str, number: int) -> bool:
         """Measure what is missing of a policy's runs in a round; False if too little time is left."""
-        runs = [one for one in _settings(self.question, number) if one.policy == policy]
-        missing = self.measured.missing([self._cell(measured_cell, one) for one in runs], whole=True)
+        runs = [run for run in _settings(self.question, number) if run.policy == policy]
+        missing = self.measured.missing([self._cell(measured_cell, run) for run in runs], whole=True)
         if not missing:
             return True
         if self._too_late(self.server_s):
@@ -330,8 +332,8 @@ def _no_progress(_log: Path) -> Callable[[float], None]:
     return lambda _waited_s: None
 
 
-def _tell(say: Say, where: str, cell: RunSpec, found: Measured) -> None:
-    load, rate = cell.plan.max_concurrency, found.get("output_throughput")
+def _tell(say: Say, where: str, cell: RunSpec, measured: Measured) -> None:
+    load, rate = cell.plan.max_concurrency, measured.get("output_throughput")
     figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
-    invalid = "" if found.valid else f"; INVALID: {'; '.join(found.figures.get('reasons', ()))}"
-    say(f"{where}, {cell.policy} at {load} open: {figures} in {found.seconds:.0f} s{invalid}")
+    invalid = "" if measured.valid else f"; INVALID: {'; '.join(measured.figures.get('reasons', ()))}"
+    say(f"{where}, {cell.policy} at {load} open: {figures} in {measured.seconds:.0f} s{invalid}")

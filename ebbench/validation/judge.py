@@ -123,7 +123,7 @@ class Judgement:
 
 def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
     """Compare valid runs; ``baseline`` is the policy whose throughput gains are relative to."""
-    sound = [one for one in observations if one.valid]
+    sound = [observation for observation in observations if observation.valid]
     errors = tuple(error for metric in METRICS for error in _errors(sound, metric))
     gains = tuple(_gains(sound, baseline))
     return Judgement(errors, gains, _verdict(errors, gains))
@@ -132,18 +132,20 @@ def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
 def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
     logs: dict[tuple[str, int], dict[int, float]] = {}
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for one in observations:
-        predicted, measured = one.predicted.get(metric), one.measured.get(metric)
+    for observation in observations:
+        predicted, measured = observation.predicted.get(metric), observation.measured.get(metric)
         if predicted and measured:
-            logs.setdefault((one.policy, one.load), {})[one.round] = math.log(predicted / measured)
-            pairs.setdefault((one.policy, one.load), []).append((predicted, measured))
+            logs.setdefault((observation.policy, observation.load), {})[observation.round] = math.log(
+                predicted / measured
+            )
+            pairs.setdefault((observation.policy, observation.load), []).append((predicted, measured))
     groups = [list(by_round.values()) for by_round in logs.values()]
-    typical, sigmas = noise_of(groups)
+    typical, sigmas = noise_between_rounds(groups)
     t = interval_factor(error_freedom(list(logs.values())))
-    found = []
+    errors = []
     for (policy, load), values, sigma in zip(logs, groups, sigmas, strict=True):
         measured_values = [measured for _, measured in pairs[policy, load]]
-        found.append(
+        errors.append(
             Error(
                 policy,
                 load,
@@ -158,10 +160,10 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
                 typical,
             )
         )
-    return found
+    return errors
 
 
-def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
+def noise_between_rounds(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
     """The typical standard deviation within groups, and that of each group, at least the typical one.
 
     The typical one is the median over groups, divided by the median of a standard deviation of as many values of
@@ -195,10 +197,10 @@ def error_freedom(groups: Sequence[Mapping[int, float]]) -> float:
         for number, value in values.items():
             offsets.setdefault(number, []).append(value - mean(values.values()))
     rounds, settings = len(offsets), len(groups)
-    within = sum(offset**2 for found in offsets.values() for offset in found) / max(apart, 1)
+    within = sum(offset**2 for of_round in offsets.values() for offset in of_round) / max(apart, 1)
     if rounds < FEWEST_ROUNDS or settings < 2 or not within:
         return apart
-    of_means = sum(mean(found) ** 2 for found in offsets.values()) / (rounds - 1)
+    of_means = sum(mean(of_round) ** 2 for of_round in offsets.values()) / (rounds - 1)
     common = min(max((settings * of_means / within - 1.0) / (settings - 1), 0.0), 1.0)
     return 1.0 / (common**2 / (rounds - 1) + (1.0 - common) ** 2 / apart)
 
@@ -215,20 +217,27 @@ def interval_factor(degrees: float, together: int = 1) -> float:
 
 
 def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:
-    base = {(one.load, one.round): one for one in observations if one.policy == baseline}
+    base = {
+        (observation.load, observation.round): observation
+        for observation in observations
+        if observation.policy == baseline
+    }
     logs: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for one in observations:
-        against = base.get((one.load, one.round))
-        if one.policy == baseline or against is None:
+    for observation in observations:
+        against = base.get((observation.load, observation.round))
+        if observation.policy == baseline or against is None:
             continue
-        values = [side.get(THROUGHPUT) for side in (one.predicted, against.predicted, one.measured, against.measured)]
+        values = [
+            side.get(THROUGHPUT)
+            for side in (observation.predicted, against.predicted, observation.measured, against.measured)
+        ]
         if all(values):
             ours, theirs, measured, measured_base = (float(value) for value in values if value)
-            logs.setdefault((one.policy, one.load), []).append(
+            logs.setdefault((observation.policy, observation.load), []).append(
                 (math.log(ours / theirs), math.log(measured / measured_base))
             )
     measured_gains = [[measured for _, measured in pairs] for pairs in logs.values()]
-    _, sigmas = noise_of(measured_gains)
+    _, sigmas = noise_between_rounds(measured_gains)
     t = interval_factor(freedom(measured_gains), len(measured_gains))
     for ((policy, load), pairs), sigma in zip(logs.items(), sigmas, strict=True):
         predicted_gain, measured_gain = (mean(part) for part in zip(*pairs, strict=True))
@@ -249,9 +258,9 @@ def _verdict(errors: Sequence[Error], gains: Sequence[GainPrediction]) -> Valida
     right = sum(bool(gain.right) for gain in clear)
     word, reason = _word(errors, metrics, right, len(clear))
     figures = "; ".join(
-        f"{METRICS[one.metric]} {100 * one.median_error:.1f} % off in the median, "
-        f"{100 * one.worst_error:.1f} % at worst"
-        for one in metrics
+        f"{METRICS[metric_verdict.metric]} {100 * metric_verdict.median_error:.1f} % off in the median, "
+        f"{100 * metric_verdict.worst_error:.1f} % at worst"
+        for metric_verdict in metrics
     )
     directions = f"direction of the gain right in {right} of {len(clear)} clear cases"
     if not clear:
@@ -306,15 +315,17 @@ def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int,
     coarse = _keeps(throughput, CHOICE_LIMIT)
     if coarse is False:
         return "neither", f": throughput is more than {100 * CHOICE_LIMIT:.0f} % off"
-    kept = [one.within_limit for one in metrics]
+    kept = [metric_verdict.within_limit for metric_verdict in metrics]
     if all(kept):
         return "figures", f", though {wrong} of {clear} directions of gains were wrong" if wrong else ""
-    beyond = ", ".join(METRICS[one.metric] for one in metrics if one.within_limit is False)
+    beyond = ", ".join(
+        METRICS[metric_verdict.metric] for metric_verdict in metrics if metric_verdict.within_limit is False
+    )
     if beyond and coarse and clear:
         return "choices", f": {beyond} beyond the limit"
     if beyond and coarse:
         return "undecided", f": {beyond} beyond the limit, and no gain was clear enough to test a direction"
-    noise = max(one.noise for one in metrics)
+    noise = max(metric_verdict.noise for metric_verdict in metrics)
     return "undecided", (
         f": rounds of the same run differ by up to {100 * noise:.0f} % (standard deviation), too much to decide; "
         "give more --rounds, which continue this measurement, on an idle machine"

@@ -144,7 +144,7 @@ def write_manifest(folder: Path, question: ValidationQuestion, call: Call) -> li
     path = folder / MANIFEST
     try:
         earlier = files.read_stored_json(path)["calls"] if path.exists() else []
-        loads = [sample for one in earlier for sample in one["load_average"]]
+        loads = [sample for call_before in earlier for sample in call_before["load_average"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); delete it") from None
     content = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ebbench.calibration.measure import ProbeGrid, grid_of
+from ebbench.calibration.measure import ProbeGrid, parse_grid
 from ebbench.config.declare import DEFAULT_DEVICE
 from ebbench.devices.profiles import chosen_api_server
 from ebbench.engines.checks import check_counts
@@ -270,18 +270,18 @@ def find_schedule(
     """The schedule of an earlier call, with more rounds if the question has more now; else one that fits the remaining
     time. ``steps``: of the first round."""
     path = folder / SCHEDULE
-    found = _stored(path)
-    if found is not None:
-        longer = found.with_rounds(question.rounds)
-        if longer != found:
+    schedule = _stored(path)
+    if schedule is not None:
+        longer = schedule.with_rounds(question.rounds)
+        if longer != schedule:
             _store(longer, path)
         return longer
     rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
     real = question.engine == "vllm"  # runs in virtual time need no limit
     left_s, steps_s = (budget.left_s, steps.seconds) if real else (math.inf, 0.0)
-    found = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
-    _store(found, path)
-    return found
+    schedule = fitted_schedule(question, rates, server_start_s(question, steps), left_s, steps_s)
+    _store(schedule, path)
+    return schedule
 
 
 def _stored(path: Path) -> MeasuringSchedule | None:
@@ -326,13 +326,13 @@ def fitted_schedule(
             for rate, load in zip(rates, question.loads, strict=True)
         )
         run_s = tuple((count + question.options.warmup) / rate for count, rate in zip(requests, rates, strict=True))
-        found = MeasuringSchedule(rounds, requests, run_s, question.rounds)
-        if rounds <= 2 or rounds * len(question.policies) * (start_s + found.server_s) <= runs_s:
-            return found
+        schedule = MeasuringSchedule(rounds, requests, run_s, question.rounds)
+        if rounds <= 2 or rounds * len(question.policies) * (start_s + schedule.server_s) <= runs_s:
+            return schedule
         rounds -= 1
 
 
-def question_of(given: Mapping[str, Any]) -> ValidationQuestion:
+def validation_question(given: Mapping[str, Any]) -> ValidationQuestion:
     """The question. ``given``: settings of a run and of :class:`ValidationCommand`, by name.
 
     Raises UsageError for invalid options.
@@ -351,7 +351,7 @@ def question_of(given: Mapping[str, Any]) -> ValidationQuestion:
         raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
     if engine != "vllm" and api_server is not None:
         raise UsageError(f"--api-server is for engine vllm; with engine {engine} neither side has one")
-    grid = grid_of(engine, asked)
+    grid = parse_grid(engine, asked)
     needed = random_weight_options(model, vllm_options) if engine == "vllm" else ()
     return ValidationQuestion(
         model=model,

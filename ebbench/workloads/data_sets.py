@@ -20,7 +20,7 @@ from ebbench.errors import EbbenchError, InputFileError, RunError, UsageError
 from ebbench.records.warnings import caveat
 from ebbench.traffic.arrivals import substream
 from ebbench.workloads.files import FileRecord, read_file, read_json
-from ebbench.workloads.requests import Int32s, Requests, part_of, repeatable, single_turn, strings, with_history
+from ebbench.workloads.requests import Int32s, Requests, first_sessions, repeatable, single_turn, strings, with_history
 from ebbench.workloads.spec import Hub, Records, Schema, Selection, WorkloadSpec
 from ebbench.workloads.tokens import TokenCounter, token_counter
 
@@ -120,7 +120,7 @@ _KINDS: Mapping[Schema, _Kind] = {
 }
 
 
-def columns_of(schema: Schema) -> list[str]:
+def schema_columns(schema: Schema) -> list[str]:
     """Names of the record's fields that are read."""
     return [field.encode_name for field in msgspec.structs.fields(_KINDS[schema].struct)]
 
@@ -373,12 +373,12 @@ class Cache:
 
     def find(self, sessions: int) -> Path | None:
         """The smallest file with at least ``sessions`` sessions, or with the whole data set; None if there is none."""
-        found = []
+        caches = []
         for path in self._folder.glob(f"{self._stem}-*.jsonl"):
             size = path.stem.rpartition("-")[2]
             if size == "all" or (size.isdigit() and int(size) >= sessions):
-                found.append((float("inf") if size == "all" else int(size), path))
-        return min(found)[1] if found else None
+                caches.append((float("inf") if size == "all" else int(size), path))
+        return min(caches)[1] if caches else None
 
     def keep(self, records: Iterable[Any], sessions: int | None) -> Path:
         """Write the records atomically; ``sessions`` None means that the data set holds no more."""
@@ -401,7 +401,7 @@ def from_file(workload: WorkloadSpec, path: Path, selection: Selection) -> Reque
     """Requests from the records of a file. Raises InputFileError if none passes the workload's rules."""
     assert workload.records is not None  # checked by _check
     rules = workload.records
-    requests = _select(read_file(path, columns_of(rules.schema)), str(path), rules, selection).requests
+    requests = _select(read_file(path, schema_columns(rules.schema)), str(path), rules, selection).requests
     if not len(requests):
         raise InputFileError(path, f"holds no {rules.schema} record that passes the selection rules of {workload.name}")
     return _described(requests, f"file:{path}", "asked for", selection)
@@ -479,10 +479,10 @@ def _select(records: Iterable[FileRecord], name: str, rules: Records, selection:
 
     def talks() -> Iterator[Conversation]:
         for record in checked(records, rules.schema, name):
-            found = conversations(record, rules)
-            if found:
+            talks_of_record = conversations(record, rules)
+            if talks_of_record:
                 used.append(plain(record))
-            yield from found
+            yield from talks_of_record
 
     counter = token_counter(selection.tokenizer)
     cut = substream(selection.seed, "content/cut")
@@ -500,7 +500,7 @@ def _described(requests: Requests, source: str, reason: str, selection: Selectio
     if have < selection.sessions:
         again = selection.redraw and repeatable(requests)
         if again:
-            requests = part_of(requests, selection.sessions)
+            requests = first_sessions(requests, selection.sessions)
         held = caveat("source-too-short", source=source, sessions=have, asked=selection.sessions, again=again)
         warnings = (*warnings, held)
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

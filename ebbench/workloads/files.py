@@ -24,10 +24,10 @@ from ebbench.foreign.documents import (
     decoded,
     json_document,
     json_value,
-    lines_of,
     not_text,
     open_unpacked,
     parquet_rows,
+    read_lines,
     read_rest,
     too_deep,
     with_unique_keys,
@@ -119,9 +119,9 @@ class _Text:
     def skip_white(self) -> None:
         """Move to the next character that is not white space or a byte order mark."""
         while True:
-            found = _NOT_WHITE.search(self.window, self.at)
-            self.advance(len(self.window) if found is None else found.start())
-            if found is not None or not self.fill():
+            matched = _NOT_WHITE.search(self.window, self.at)
+            self.advance(len(self.window) if matched is None else matched.start())
+            if matched is not None or not self.fill():
                 self.blank = 0
                 return
             self.blank += CHUNK_BYTES
@@ -277,15 +277,15 @@ class LogFile:
     def records(self) -> Iterator[LogRecord]:
         """All records in order. Raises InputFileError with the line."""
         if self.parts:
-            return chain.from_iterable(one.records() for one in self.files())
+            return chain.from_iterable(file.records() for file in self.files())
         return _READERS[self.kind](self.path)
 
 
-def files_of(path: Path) -> tuple[Path, ...]:
+def log_files(path: Path) -> tuple[Path, ...]:
     """The files of a log: those of a folder that end in .json or .jsonl (also .gz), by name; else the file itself."""
     if not path.is_dir():
         return (path,)
-    return tuple(one for one in sorted(path.iterdir()) if one.is_file() and one.name.endswith(_IN_FOLDERS))
+    return tuple(entry for entry in sorted(path.iterdir()) if entry.is_file() and entry.name.endswith(_IN_FOLDERS))
 
 
 def open_log(path: Path) -> LogFile:
@@ -302,7 +302,7 @@ def open_log(path: Path) -> LogFile:
 
 
 def _open_folder(path: Path) -> LogFile:
-    parts = files_of(path)
+    parts = log_files(path)
     if not parts:
         raise InputFileError(path, f"is a folder without files that end in {', '.join(_IN_FOLDERS)}")
     first = open_log(parts[0])
@@ -331,7 +331,7 @@ def _kind_of(path: Path) -> Kind:
             code = "utf-16be" if start[0] == 0 else "utf-16le"  # without its mark
             problem = f"is UTF-16 text; convert it first: iconv -f {code} -t utf-8"
             raise InputFileError(path, problem)
-        number, line = next(lines_of(path, stream), (1, b""))
+        number, line = next(read_lines(path, stream), (1, b""))
     text = decoded(path, line, number).strip()
     if not text:
         raise InputFileError(path, "is empty; expected one record per line, a table with a header, or JSON")
@@ -355,7 +355,7 @@ def _is_json(text: str) -> bool:
 
 def _json_lines(path: Path) -> Iterator[LogRecord]:
     with open_unpacked(path) as stream:
-        for number, line in lines_of(path, stream):
+        for number, line in read_lines(path, stream):
             try:
                 value = json_value(line)
             except BadValueError as error:
@@ -427,7 +427,7 @@ _LONG_LINE = 4000
 
 def _access_log(path: Path) -> Iterator[LogRecord]:
     with open_unpacked(path) as stream:
-        for number, line in lines_of(path, stream):
+        for number, line in read_lines(path, stream):
             yield LogRecord(number, _access_fields(decoded(path, line, number)))
 
 

@@ -9,10 +9,20 @@ import numpy as np
 from msgspec.structs import replace
 
 from ebbench.errors import UsageError
-from ebbench.traffic.arrivals import centres_of, roots_of, step_edges
+from ebbench.traffic.arrivals import relative_roots, step_edges, stretch_centres
 from ebbench.traffic.lengths import LengthSpec
-from ebbench.workloads.fitted import GROUP, Arrivals, Fitted, Lengths, Prefixes, Repeated, Sessions, drift_of, points_of
-from ebbench.workloads.overlap import MAIN, fit_overlap, starts_of
+from ebbench.workloads.fitted import (
+    GROUP,
+    Arrivals,
+    Fitted,
+    Lengths,
+    Prefixes,
+    Repeated,
+    Sessions,
+    fit_drift,
+    fit_points,
+)
+from ebbench.workloads.overlap import MAIN, find_starts, fit_overlap
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.shared_prefix import Repeats, repeats_in
 from ebbench.workloads.spec import Profile, WorkloadSpec
@@ -61,13 +71,13 @@ def _bursty(starts: Floats, period: float, burstiness: float) -> Arrivals:
     per_step = count / min(_MOST_STEPS_OF_BURSTS, count // GROUP)
     edges = step_edges(count, per_step)
     widths = np.maximum(np.add.reduceat(gaps, edges[:-1]), _SHORTEST_STEP_S)
-    roots = np.add.reduceat(roots_of(gaps), edges[:-1]) / np.diff(edges)
-    centres = centres_of(np.repeat(np.arange(len(widths)), np.diff(edges)), gaps)
+    roots = np.add.reduceat(relative_roots(gaps), edges[:-1]) / np.diff(edges)
+    centres = stretch_centres(np.repeat(np.arange(len(widths)), np.diff(edges)), gaps)
     return Arrivals(
         rate=round(count / period, 6),
         period_s=round(period, 6),
         burstiness=round(burstiness, 4),
-        gaps=points_of(gaps / gaps.mean(), 6, _MOST_GAPS),
+        gaps=fit_points(gaps / gaps.mean(), 6, _MOST_GAPS),
         steps_s=tuple(round(float(width), 6) for width in widths),
         step_roots=tuple(round(float(root), 4) for root in roots),
         step_centres=tuple(round(float(centre), 3) for centre in centres),
@@ -104,13 +114,13 @@ def _residual(times: Floats, counts: Any, period: float, tick: float | None) -> 
     curve = np.concatenate([[0.0], np.cumsum(counts)])
     places = np.linspace(0.0, period, len(counts) + 1)
     if tick is not None:
-        found = np.bincount(np.rint(times / tick).astype(int))
-        expected = np.diff(np.interp(np.arange(len(found) + 1) * tick, places, curve))
-        variation = float(((found - expected) ** 2).sum() / max(expected.sum(), 1e-12))
+        observed = np.bincount(np.rint(times / tick).astype(int))
+        expected = np.diff(np.interp(np.arange(len(observed) + 1) * tick, places, curve))
+        variation = float(((observed - expected) ** 2).sum() / max(expected.sum(), 1e-12))
         return _shape(variation), ()
     gaps = np.diff(np.interp(times, places, curve))  # mean gap of 1
     gaps /= max(gaps.mean(), 1e-12)
-    return _shape(float(gaps.var())), points_of(gaps, 6, _MOST_GAPS)
+    return _shape(float(gaps.var())), fit_points(gaps, 6, _MOST_GAPS)
 
 
 def _shape(variation: float) -> float:
@@ -138,12 +148,12 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
     single = not several and repeats is None
     fitted = Fitted(
         lengths=_lengths(requests, first if several else np.ones(len(requests), bool), repeats),
-        outputs=points_of(requests.output_tokens, most=_MOST_OUTPUTS, tailed=True) if single else (),
+        outputs=fit_points(requests.output_tokens, most=_MOST_OUTPUTS, tailed=True) if single else (),
         arrivals=None if requests.arrival_s is None else fit_arrivals(requests.arrival_s),
         sessions=sessions,
         prefixes=None if repeats is None else _prefixes(requests, repeats),
         # Which prompts repeat which depends on their order already; with a drift Mooncake came no closer.
-        drift=None if repeats is not None else drift_of(_sizes(requests), None if several else requests.output_tokens),
+        drift=None if repeats is not None else fit_drift(_sizes(requests), None if several else requests.output_tokens),
     )
     profile = Profile(input=_summary(requests.input_tokens), output=_summary(requests.output_tokens))
     return WorkloadSpec(
@@ -167,24 +177,24 @@ def _lengths(requests: Requests, of_output: Any, repeats: Repeats | None) -> tup
     inputs, outputs = requests.input_tokens[of_output], requests.output_tokens
     own_outputs = outputs
     if requests.after is not None:  # those of requests that overlap are learned apart
-        starts = starts_of(requests)
+        starts = find_starts(requests)
         own_outputs = np.delete(outputs, starts.rows[starts.overlaps > 0])
     shared = np.zeros(len(requests)) if repeats is None else _repeated(requests, repeats)
     order = np.argsort(inputs, kind="stable")
     count = max(1, min(_MOST_BINS, len(order) // _BIN))
-    found = []
+    bins = []
     for rows in np.array_split(order, count):
         own = np.flatnonzero(of_output)[rows]
         made = own_outputs if not of_output.all() else outputs[own]
-        found.append(
+        bins.append(
             Lengths(
                 share=round(len(rows) / len(order), 6),
-                input=points_of(inputs[rows]),
-                output=points_of(made),
-                repeated=() if repeats is None else points_of(shared[own], 4),
+                input=fit_points(inputs[rows]),
+                output=fit_points(made),
+                repeated=() if repeats is None else fit_points(shared[own], 4),
             )
         )
-    return tuple(found)
+    return tuple(bins)
 
 
 def _sizes(requests: Requests) -> Floats:
@@ -212,7 +222,7 @@ def _prefixes(requests: Requests, repeats: Repeats) -> Prefixes | None:
         rows = (blocks > low) & (blocks <= top)
         if rows.sum() >= GROUP:
             mean = blocks[rows].mean() if top == tops[-1] else top
-            ranges.append(Repeated(blocks=float(mean), lag=points_of(lags[rows]), depth=points_of(depths[rows], 4)))
+            ranges.append(Repeated(blocks=float(mean), lag=fit_points(lags[rows]), depth=fit_points(depths[rows], 4)))
             low = top
     return Prefixes(block_tokens=requests.block_tokens or 512, ranges=tuple(ranges)) if ranges else None
 
@@ -227,25 +237,25 @@ def _sessions(requests: Requests) -> Sessions:
     aside = grown[~np.isin(_streams(requests)[grown - 1], _streams(requests)[requests.turn == 0])]
     pauses = () if requests.pause_s is None else requests.pause_s[later][~np.isnan(requests.pause_s[later])]
     return Sessions(
-        turns=points_of(np.bincount(requests.session)),
-        added=points_of(np.maximum(added, 1)) if len(added) else (1.0,),
-        pause_s=points_of(np.maximum(pauses, 0.0), 4) if len(pauses) else (),
+        turns=fit_points(np.bincount(requests.session)),
+        added=fit_points(np.maximum(added, 1)) if len(added) else (1.0,),
+        pause_s=fit_points(np.maximum(pauses, 0.0), 4) if len(pauses) else (),
         fresh=round(len(anew) / len(later), 4),
-        fresh_input=points_of(anew) if len(anew) else (),
+        fresh_input=fit_points(anew) if len(anew) else (),
         resumes=round(float((previous[aside] != aside - 1).mean()), 4) if len(aside) else 0.0,
     )
 
 
-def _with_overlap(found: Sessions, requests: Requests, s_per_output_token: float) -> Sessions:
+def _with_overlap(sessions: Sessions, requests: Requests, s_per_output_token: float) -> Sessions:
     """The sessions with how their requests overlap; then pauses and added tokens are those of the session itself."""
-    starts = starts_of(requests)
+    starts = find_starts(requests)
     previous = _previous(requests)[starts.rows]
     total = requests.input_tokens.astype(np.int64) + requests.output_tokens
     added = np.maximum(requests.input_tokens[starts.rows] - total[previous], 1)
     pauses = np.zeros(len(starts.rows)) if requests.pause_s is None else np.maximum(requests.pause_s[starts.rows], 0.0)
 
     def points(values: Any, where: Any, digits: int) -> tuple[float, ...]:
-        return points_of(values[where], digits) if where.any() else ()
+        return fit_points(values[where], digits) if where.any() else ()
 
     waited, side = starts.ended > 0, starts.kind != MAIN
     at_once = starts.rows[~waited]
@@ -262,8 +272,10 @@ def _with_overlap(found: Sessions, requests: Requests, s_per_output_token: float
         side_added=points(added, side & (previous >= 0), 2),
         side_output=points(requests.output_tokens[starts.rows], starts.overlaps > 0, 2),
     )
-    own = points(added, ~side, 2) or found.added
-    return replace(found, added=own, pause_s=points(pauses, starts.overlaps == 0, 4) or found.pause_s, overlap=overlap)
+    own = points(added, ~side, 2) or sessions.added
+    return replace(
+        sessions, added=own, pause_s=points(pauses, starts.overlaps == 0, 4) or sessions.pause_s, overlap=overlap
+    )
 
 
 def _streams(requests: Requests) -> Int64s:
@@ -275,9 +287,9 @@ def _previous(requests: Requests) -> Int64s:
     streams = _streams(requests)
     order = np.argsort(streams, kind="stable")
     same = np.flatnonzero(np.diff(streams[order]) == 0)
-    found: Int64s = np.full(len(streams), -1, np.int64)
-    found[order[same + 1]] = order[same]
-    return found
+    previous: Int64s = np.full(len(streams), -1, np.int64)
+    previous[order[same + 1]] = order[same]
+    return previous
 
 
 def as_toml(workload: WorkloadSpec, source: str) -> str:
@@ -285,9 +297,9 @@ def as_toml(workload: WorkloadSpec, source: str) -> str:
 
     Written here, since tomli-w puts every number of a list on a line of its own: thousands of lines instead of 200.
     """
-    found = _given(workload)
+    tables = _given(workload)
     lines = [f"# Fitted by `ebbench workloads fit {source}`: distributions, no record of the log.", ""]
-    _write(found, (), lines)
+    _write(tables, (), lines)
     return "\n".join(lines) + "\n"
 
 
@@ -322,5 +334,5 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()
     if isinstance(value, list):
-        return f"[{', '.join(_literal(one) for one in value)}]"
+        return f"[{', '.join(_literal(entry) for entry in value)}]"
     return repr(value)

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.traffic.arrivals import order_with, roots_of, substream
+from ebbench.traffic.arrivals import order_with, relative_roots, substream
 from ebbench.traffic.lengths import LONGEST
-from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_of
+from ebbench.workloads.overlap import MAIN, Overlap, draw_order, draw_session, pauses_before
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
 from ebbench.workloads.shared_prefix import shared_prefixes
 
@@ -50,7 +50,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def __post_init__(self) -> None:
         if self.sessions_per_level <= 0 or not self.prompts or min(self.prompts + self.outputs) < 0:
             raise ValueError("a drift needs sessions_per_level above 0 and at least one level, none below 0")
-        if {len(one) for one in (self.outputs, self.output_roots)} - {0, len(self.prompts)}:
+        if {len(levels) for levels in (self.outputs, self.output_roots)} - {0, len(self.prompts)}:
             raise ValueError("a drift needs as many levels of outputs and of output_roots as of prompts")
         if self.output_roots and not self.outputs:
             raise ValueError("output_roots need outputs")
@@ -58,21 +58,24 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def level_of(self, sessions: int, rate_scale: float) -> Int64s:
         """Index of the level of each session. At twice the rate twice as many sessions have a level."""
         place = np.arange(sessions) / (self.sessions_per_level * rate_scale)
-        found: Int64s = place.astype(np.int64) % len(self.prompts)
-        return found
+        level: Int64s = place.astype(np.int64) % len(self.prompts)
+        return level
 
 
-def drift_of(prompts: Any, outputs: Any | None = None) -> Drift | None:
+def fit_drift(prompts: Any, outputs: Any | None = None) -> Drift | None:
     """The drift of sessions with these tokens, in the order of their starts; None of too few sessions."""
     count = min(_MOST_LEVELS, len(prompts) // _SESSIONS_PER_LEVEL)
     if count < 2:
         return None
     drift = Drift(sessions_per_level=round(len(prompts) / count, 6), prompts=(1.0,) * count)
     level = drift.level_of(len(prompts), 1.0)
-    found = {"prompts": _levels(level, count, prompts)}
+    levels = {"prompts": _levels(level, count, prompts)}
     if outputs is not None:
-        found |= {"outputs": _levels(level, count, outputs), "output_roots": _means(level, count, roots_of(outputs))}
-    return msgspec.structs.replace(drift, **found)
+        levels |= {
+            "outputs": _levels(level, count, outputs),
+            "output_roots": _means(level, count, relative_roots(outputs)),
+        }
+    return msgspec.structs.replace(drift, **levels)
 
 
 def _levels(level: Int64s, count: int, tokens: Any) -> tuple[float, ...]:
@@ -81,7 +84,7 @@ def _levels(level: Int64s, count: int, tokens: Any) -> tuple[float, ...]:
 
 def _means(level: Int64s, count: int, values: Any) -> tuple[float, ...]:
     means = np.bincount(level, values, count) / np.maximum(np.bincount(level, minlength=count), 1)
-    return tuple(round(float(one), 4) for one in means)
+    return tuple(round(float(mean), 4) for mean in means)
 
 
 # Distributions by means of equally many sorted values, so that none of the values stands in a file.
@@ -102,23 +105,23 @@ class Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def at(self, shares: Floats) -> Floats:
         """The values below which these shares of the distribution lie; shape of ``shares``."""
         places = (np.arange(len(self.means)) + 0.5) / len(self.means)
-        found: Floats = np.interp(shares, places, self.means)
-        return found
+        values: Floats = np.interp(shares, places, self.means)
+        return values
 
     def tailed_at(self, shares: Floats) -> Floats:
         """As :meth:`at`, with an exponential tail: the values of the highest group are above those of the next by
         exponential numbers, and have its mean. Without one none would be above that mean."""
-        found = self.at(shares)
+        values = self.at(shares)
         count = len(self.means)
         if count > 1:
             below, mean = sum(self.means[-2:]) / 2, self.means[-1]
             highest = shares > 1 - 1 / count
             above = np.minimum(shares[highest] * count - (count - 1), 1 - 1e-9)
-            found[highest] = below - (mean - below) * np.log1p(-above)
-        return found
+            values[highest] = below - (mean - below) * np.log1p(-above)
+        return values
 
 
-def points_of(values: Any, digits: int = 2, most: int = 48, tailed: bool = False) -> tuple[float, ...]:
+def fit_points(values: Any, digits: int = 2, most: int = 48, tailed: bool = False) -> tuple[float, ...]:
     """Means of groups of sorted values for :class:`Points`, moved so that draws have the values' mean."""
     ordered = np.sort(np.asarray(values, np.float64))
     count = max(1, min(most, len(ordered) // GROUP))
@@ -128,7 +131,7 @@ def points_of(values: Any, digits: int = 2, most: int = 48, tailed: bool = False
         drawn += (means[-1] - means[-2]) / 8 / count  # tailed_at has the mean of the highest group, at less
     if drawn > 0 and (ordered >= 0).all():
         means = means * (ordered.mean() / drawn)
-    return tuple(round(float(one), digits) for one in means)
+    return tuple(round(float(mean), digits) for mean in means)
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -224,24 +227,24 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The arrivals as an open loop; None if the log had no times."""
         from ebbench.traffic.spec import CurveSpec, Phase, ScenarioSpec
 
-        found = self.arrivals
-        if found is None:
+        arrivals = self.arrivals
+        if arrivals is None:
             return None
-        levels = tuple(1.0 / width for width in found.steps_s) or found.levels
+        levels = tuple(1.0 / width for width in arrivals.steps_s) or arrivals.levels
         curve = None
         if len(levels) > 1:
-            curve = CurveSpec(levels=levels, period_s=found.period_s, widths=found.steps_s)
+            curve = CurveSpec(levels=levels, period_s=arrivals.period_s, widths=arrivals.steps_s)
         phase = Phase(
             name="fitted",
             process="gamma",
-            rate=found.rate,
-            burstiness=found.burstiness,
-            gaps=found.gaps,
+            rate=arrivals.rate,
+            burstiness=arrivals.burstiness,
+            gaps=arrivals.gaps,
             curve=curve,
-            tick_s=found.tick_s,
+            tick_s=arrivals.tick_s,
             even=True,
-            roots=found.step_roots,
-            centres=found.step_centres,
+            roots=arrivals.step_roots,
+            centres=arrivals.step_centres,
         )
         return ScenarioSpec(name="fitted", description="arrivals fitted to a log", loop="open", phases=(phase,))
 
@@ -279,12 +282,12 @@ def draw_fitted(fitted: Fitted, sessions: int, seed: int, rate_scale: float = 1.
 
 def _draw_repeats(ranges: tuple[Repeated, ...], blocks: Int64s, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """Lag and depth for each number of repeated blocks."""
-    which = np.minimum(np.searchsorted([one.blocks for one in ranges], blocks), len(ranges) - 1)
+    which = np.minimum(np.searchsorted([repeated.blocks for repeated in ranges], blocks), len(ranges) - 1)
     lags, depths = np.ones(len(blocks)), np.ones(len(blocks))
-    for place, one in enumerate(ranges):
+    for place, repeated in enumerate(ranges):
         rows = np.flatnonzero(which == place)
-        lags[rows] = Points(means=one.lag).at(_even(rng, len(rows)))
-        depths[rows] = Points(means=one.depth).at(_even(rng, len(rows)))
+        lags[rows] = Points(means=repeated.lag).at(_even(rng, len(rows)))
+        depths[rows] = Points(means=repeated.depth).at(_even(rng, len(rows)))
     return lags, depths
 
 
@@ -302,15 +305,15 @@ def _draw_lengths(
     ``all_outputs``: the outputs have this distribution, in the order of those of their ranges.
     """
     rng = substream(seed, "content/fitted")
-    shares = np.array([one.share for one in bins])
+    shares = np.array([lengths.share for lengths in bins])
     which = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], _even(rng, n), side="right")
     inputs, outputs, repeated = np.ones(n), np.ones(n), np.zeros(n)
-    for place, one in enumerate(bins):
+    for place, lengths in enumerate(bins):
         rows = np.flatnonzero(which == place)
-        inputs[rows] = Points(means=one.input).at(_even(rng, len(rows)))
-        outputs[rows] = Points(means=one.output).at(_even(rng, len(rows)))
-        if one.repeated:
-            repeated[rows] = Points(means=one.repeated).at(_even(rng, len(rows)))
+        inputs[rows] = Points(means=lengths.input).at(_even(rng, len(rows)))
+        outputs[rows] = Points(means=lengths.output).at(_even(rng, len(rows)))
+        if lengths.repeated:
+            repeated[rows] = Points(means=lengths.repeated).at(_even(rng, len(rows)))
     if all_outputs:
         shares = np.sort(_even(rng, n))
         drawn = Points(means=all_outputs).tailed_at(shares)
@@ -323,39 +326,41 @@ def _ranges(tokens: Int32s, count: int, rng: np.random.Generator) -> Int64s:
     requests and tokens, so that the few longest requests have ranges of their own."""
     rising = np.lexsort((rng.random(len(tokens)), tokens))
     share = np.arange(len(tokens)) / max(len(tokens), 1) + np.cumsum(tokens[rising]) / max(int(tokens.sum()), 1)
-    found = np.empty(len(tokens), np.int64)
-    found[rising] = np.minimum(share / 2 * count, count - 1)
-    return found
+    ranges = np.empty(len(tokens), np.int64)
+    ranges[rising] = np.minimum(share / 2 * count, count - 1)
+    return ranges
 
 
 def _tokens(values: Floats) -> Int32s:
     return np.clip(np.rint(values), 1, LONGEST).astype(np.int32)
 
 
-def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) -> Requests:
+def _draw_sessions(fitted: Fitted, fitted_sessions: Sessions, sessions: int, seed: int) -> Requests:
     rng = substream(seed, "content/turns")
-    turns = np.maximum(1, np.rint(Points(means=found.turns).at(_even(rng, sessions)))).astype(np.int64)
+    turns = np.maximum(1, np.rint(Points(means=fitted_sessions.turns).at(_even(rng, sessions)))).astype(np.int64)
     n = int(turns.sum())
     inputs, outputs, _ = _draw_lengths(fitted.lengths, n, seed)
     session = np.repeat(np.arange(sessions), turns)
     turn = (np.arange(n) - np.repeat(np.cumsum(turns) - turns, turns)).astype(np.int32)
-    added = Points(means=found.added).at(_even(rng, n))
-    if found.overlap is not None:
-        return _draw_overlapping(found, found.overlap, (session, turn, inputs, outputs, added), seed)
-    fresh = rng.random(n) < found.fresh
+    added = Points(means=fitted_sessions.added).at(_even(rng, n))
+    if fitted_sessions.overlap is not None:
+        return _draw_overlapping(
+            fitted_sessions, fitted_sessions.overlap, (session, turn, inputs, outputs, added), seed
+        )
+    fresh = rng.random(n) < fitted_sessions.fresh
     aside = substream(seed, "content/fresh")
-    if found.fresh_input:
+    if fitted_sessions.fresh_input:
         rows = np.flatnonzero(fresh & (turn > 0))
-        inputs[rows] = _tokens(Points(means=found.fresh_input).at(_even(aside, len(rows))))
-    prompts, content = _growing(turn, inputs, outputs, added, fresh, aside.random(n) < found.resumes)
+        inputs[rows] = _tokens(Points(means=fitted_sessions.fresh_input).at(_even(aside, len(rows))))
+    prompts, content = _growing(turn, inputs, outputs, added, fresh, aside.random(n) < fitted_sessions.resumes)
     pause: Any = None
-    if found.pause_s:
-        pause = np.where(turn > 0, Points(means=found.pause_s).at(_even(rng, n)), np.nan)
+    if fitted_sessions.pause_s:
+        pause = np.where(turn > 0, Points(means=fitted_sessions.pause_s).at(_even(rng, n)), np.nan)
     return Requests(session, turn, prompts, outputs, content=content, pause_s=pause)
 
 
 def _draw_overlapping(
-    found: Sessions, overlap: Overlap, drawn: tuple[Int64s, Int32s, Int32s, Int32s, Floats], seed: int
+    fitted_sessions: Sessions, overlap: Overlap, drawn: tuple[Int64s, Int32s, Int32s, Int32s, Floats], seed: int
 ) -> Requests:
     """Sessions whose requests overlap. ``drawn``: session, turn, first prompt, output and added tokens of each row."""
     session, turn, inputs, outputs, added = drawn
@@ -364,19 +369,19 @@ def _draw_overlapping(
     def of(means: tuple[float, ...], otherwise: tuple[float, ...] = (0.0,)) -> Floats:
         return Points(means=means or otherwise).at(_even(rng, n))
 
-    pauses = [of(each).tolist() for each in (found.pause_s, overlap.fork_pause_s, overlap.side_pause_s)]
-    staggers, fresh = of(overlap.stagger_s).tolist(), _tokens(of(found.fresh_input))
-    side_added, side = of(overlap.side_added, found.added), _tokens(of(overlap.side_output, (1.0,)))
+    pauses = [of(seconds).tolist() for seconds in (fitted_sessions.pause_s, overlap.fork_pause_s, overlap.side_pause_s)]
+    staggers, fresh = of(overlap.stagger_s).tolist(), _tokens(of(fitted_sessions.fresh_input))
+    side_added, side = of(overlap.side_added, fitted_sessions.added), _tokens(of(overlap.side_output, (1.0,)))
     after: list[list[int] | None] = []
     content, pause, streams = np.zeros(n, np.int64), np.full(n, np.nan), 0
     starts = np.flatnonzero(turn == 0)
     for first, last in zip(starts.tolist(), [*starts[1:].tolist(), n], strict=True):
-        one = draw_session(overlap, last - first, rng)
+        drawn_session = draw_session(overlap, last - first, rng)
         if overlap.side_output:
-            outputs[first:last] = np.where(one.overlaps, side[first:last], outputs[first:last])
-        own_pauses = pauses_of(one, [each[first:last] for each in pauses], staggers[first:last])
+            outputs[first:last] = np.where(drawn_session.overlaps, side[first:last], outputs[first:last])
+        own_pauses = pauses_before(drawn_session, [seconds[first:last] for seconds in pauses], staggers[first:last])
         lasts_s = (outputs[first:last] * overlap.s_per_output_token).tolist()
-        order = draw_order(overlap, one, lasts_s, own_pauses, rng)
+        order = draw_order(overlap, drawn_session, lasts_s, own_pauses, rng)
         pause[first + 1 : last] = own_pauses[1:]
         after += [None if waits == [at - 1] or not at else waits for at, waits in enumerate(order.after)]
         for row, (kind, grew) in enumerate(zip(order.kind, order.grew_from, strict=True), start=first):
@@ -387,7 +392,7 @@ def _draw_overlapping(
                 inputs[row] = min(LONGEST // 2, history + max(1, round(more)))
             else:
                 content[row], streams = streams, streams + 1
-                inputs[row] = fresh[row] if row > first and found.fresh_input else inputs[row]
+                inputs[row] = fresh[row] if row > first and fitted_sessions.fresh_input else inputs[row]
     return Requests(session, turn, inputs, outputs, content=content, pause_s=pause, after=after)
 
 

@@ -25,7 +25,7 @@ from ebbench.workloads.recorded import (
     Rows,
     TraceFormat,
     converted,
-    tokens_of,
+    read_tokens,
     unusable,
 )
 from ebbench.workloads.trace_times import read_stamp
@@ -76,8 +76,8 @@ class _WekaSession(msgspec.Struct):
 
 
 def _inner(log: LogFile, record: LogRecord, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = converted(log, record.line, request, _WekaRequest).requests or []
-    return found
+    requests: list[dict[str, Any]] = converted(log, record.line, request, _WekaRequest).requests or []
+    return requests
 
 
 def _weka_rows(log: LogFile, size: Any) -> Rows:
@@ -94,13 +94,13 @@ def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[
     """The requests of session ``number``. ``ids`` numbers blocks by scope and hash id, over all sessions."""
     scope = -1 if record.value.get("hash_id_scope") == "global" else number
     requests = converted(log, record.line, record.value, _WekaSession).requests
-    for request in (one for each in requests for one in (each, *_inner(log, record, each))):
+    for request in (inner for outer in requests for inner in (outer, *_inner(log, record, outer))):
         converted(log, record.line, request, _WekaRequest)
     chains = list(_weka_requests(requests))
     timed = all(isinstance(request.get("api_time"), int | float) for _, request in chains)
     for chain, request in chains:
-        blocks = [ids.setdefault((scope, one), len(ids)) for one in request.get("hash_ids") or ()]
-        inputs, outputs = (tokens_of(log, record, name, request.get(name)) for name in ("in", "out"))
+        blocks = [ids.setdefault((scope, inner), len(ids)) for inner in request.get("hash_ids") or ()]
+        inputs, outputs = (read_tokens(log, record, name, request.get(name)) for name in ("in", "out"))
         reason = unusable(inputs, outputs)
         if reason or inputs is None or outputs is None:
             yield Dropped(record.line, reason)
@@ -127,8 +127,8 @@ def _weka_requests(requests: list[Any]) -> Iterator[tuple[tuple[Any, ...], Mappi
         start = request.get("t") or 0.0
         # The definition counts inner times from the sub-agent's start; published files count from the session's.
         shift = start if inner and (inner[0].get("t") or 0.0) < start else 0.0
-        for each in inner:
-            yield (place,), {**each, "t": (each.get("t") or 0.0) + shift}
+        for inner_request in inner:
+            yield (place,), {**inner_request, "t": (inner_request.get("t") or 0.0) + shift}
 
 
 class _Span(NamedTuple):
@@ -165,7 +165,7 @@ def _is_otel(log: LogFile) -> bool:
 
 
 def _of_objects(record: LogRecord) -> bool:
-    return all(isinstance(one, dict) for one in record.value["data"])
+    return all(isinstance(entry, dict) for entry in record.value["data"])
 
 
 def _otel(log: LogFile, options: ReadOptions) -> Reading:
@@ -182,7 +182,7 @@ def _otel_rows(log: LogFile) -> Rows:
             if str(operation).lower() in _OTHER_WORK or (operation is None and inputs is None):
                 continue  # a tool, an agent or a span of another kind is no request
             cached = _first(attributes, _CACHED)
-            counts = [tokens_of(log, record, "a span's token counts", value) for value in (inputs, outputs, cached)]
+            counts = [read_tokens(log, record, "a span's token counts", value) for value in (inputs, outputs, cached)]
             reason = "an error" if span.failed else unusable(*counts[:2])
             if reason or counts[0] is None or counts[1] is None:
                 yield Dropped(span.line, reason)
@@ -219,7 +219,7 @@ def _spans(log: LogFile, record: LogRecord) -> Iterator[_Span]:
     nested: Iterator[Any]
     if "resourceSpans" in value:
         resources = converted(log, record.line, value, _Otlp).resourceSpans or []
-        nested = (span for one in resources for scope in one.scopeSpans or [] for span in scope.spans or [])
+        nested = (span for resource in resources for scope in resource.scopeSpans or [] for span in scope.spans or [])
     else:
         lists = [value[name] for name in _SPAN_LISTS if isinstance(value.get(name), list)]
         nested = iter(converted(log, record.line, lists[0], list[dict[str, Any]]) if lists else [value])
@@ -246,21 +246,21 @@ def _span_attributes(span: Mapping[str, Any]) -> dict[str, Any]:
 def _attributes(value: Any) -> dict[str, Any]:
     """Attributes as a mapping, nested ones with dots; OTLP JSON writes them as a list of keys and typed values."""
     if isinstance(value, Mapping):
-        found = {}
+        attributes = {}
         for key, inner in value.items():
             if isinstance(inner, Mapping):
-                found.update({f"{key}.{name}": one for name, one in _attributes(inner).items()})
+                attributes.update({f"{key}.{name}": inner_value for name, inner_value in _attributes(inner).items()})
             else:
-                found[key] = inner
-        return found
+                attributes[key] = inner
+        return attributes
     if not isinstance(value, list):
         return {}
-    found = {}
+    attributes = {}
     for pair in value:
         if isinstance(pair, Mapping) and isinstance(pair.get("value"), Mapping):
             kind, inner = next(iter(pair["value"].items()), ("", None))
-            found[str(pair.get("key"))] = (inner or 0) if kind == "intValue" else inner
-    return found
+            attributes[str(pair.get("key"))] = (inner or 0) if kind == "intValue" else inner
+    return attributes
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:

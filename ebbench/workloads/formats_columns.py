@@ -18,7 +18,7 @@ from ebbench.workloads.files import LogFile, LogRecord
 from ebbench.workloads.log_columns import (
     ALIASES,
     Columns,
-    failure_of,
+    failure_reader,
     names_in,
     plain_name,
     recognise,
@@ -34,11 +34,11 @@ from ebbench.workloads.recorded import (
     Recorded,
     Rows,
     TraceFormat,
-    answer_of,
-    class_of,
-    text_of,
-    tokens_of,
-    turn_of,
+    answer_text,
+    joined_text,
+    read_class,
+    read_tokens,
+    read_turn,
     unusable,
 )
 from ebbench.workloads.trace_times import Stamp, parse_stamp, read_stamp
@@ -80,7 +80,7 @@ def _like_times(values: Sequence[object]) -> bool:
     if all(stamp.iso for stamp in stamps):
         return True
     numbers = [stamp.value for stamp in stamps]
-    return numbers[0] < numbers[-1] and all(one <= later for one, later in pairwise(numbers))
+    return numbers[0] < numbers[-1] and all(earlier <= later for earlier, later in pairwise(numbers))
 
 
 def looks_like_values(names: Sequence[str]) -> bool:
@@ -192,8 +192,8 @@ def with_columns(name: str, expected: str, fields: tuple[str, ...], definition: 
     """A format that is recognised by having all of ``fields`` (names compared as plain names)."""
 
     def recognises(log: LogFile) -> bool:
-        names = {plain_name(one) for one in names_in(record.value for record in log.sample)}
-        return all(plain_name(one) in names for one in fields)
+        names = {plain_name(column) for column in names_in(record.value for record in log.sample)}
+        return all(plain_name(column) in names for column in fields)
 
     def read(log: LogFile, options: ReadOptions) -> Reading:
         return read_columns(log, options, definition)
@@ -239,11 +239,11 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
 def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
     """Columns that look like times, as a clause for a message; empty if there are none."""
     unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
-    found = columns_like_times(log, unused)
-    if not found:
+    columns_of_times = columns_like_times(log, unused)
+    if not columns_of_times:
         return ""
-    look = "looks like its times" if len(found) == 1 else "look like times"
-    return f"{', '.join(map(repr, found[:3]))} {look}: --columns time={found[0]}"
+    look = "looks like its times" if len(columns_of_times) == 1 else "look like times"
+    return f"{', '.join(map(repr, columns_of_times[:3]))} {look}: --columns time={columns_of_times[0]}"
 
 
 def _spelled(column: str, names: list[str]) -> str:
@@ -254,7 +254,7 @@ def _spelled(column: str, names: list[str]) -> str:
 def _with_fitting_values(columns: Columns, log: LogFile, asked: Mapping[str, str]) -> Columns:
     """Leave out columns that are named like texts or a status and hold neither, as ``output`` or ``code`` may."""
     names = dict(columns.names)
-    for role, reads in (("messages", text_of), ("prompt", text_of), ("answer", answer_of)):
+    for role, reads in (("messages", joined_text), ("prompt", joined_text), ("answer", answer_text)):
         get = value_at(names.get(role))
         if role in names and not any(reads(get(record.value)) for record in log.sample):
             del names[role]
@@ -330,7 +330,7 @@ class _Reader:
         self.from_texts = "hash_ids" not in have and ("messages" in have or "prompt" in have)
         self._prompt = columns.getter("messages" if "messages" in have else "prompt")
         self._answered = holds_answers(have, log)
-        self._answer, self._failure = columns.getter("answer"), failure_of(columns, log)
+        self._answer, self._failure = columns.getter("answer"), failure_reader(columns, log)
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
         self._session, self._cached = self._session_of(), columns.getter("cached")
         self._class = columns.getter("class")
@@ -359,7 +359,7 @@ class _Reader:
                 continue
             inputs, outputs, text = self._lengths(record, inputs_of(value), outputs_of(value))
             if added and inputs is not None:
-                inputs += sum(tokens_of(self._log, record, name, get(value)) or 0 for name, get in self._added)
+                inputs += sum(read_tokens(self._log, record, name, get(value)) or 0 for name, get in self._added)
             if not inputs or not outputs:
                 yield Dropped(record.line, unusable(inputs, outputs))
                 continue
@@ -376,28 +376,28 @@ class _Reader:
             stamp, end = stamp._replace(value=stamp.value - lasted), stamp
         blocks = self._texts.prefix_ids(text, row.input_tokens) if self.from_texts else self._hash_ids(value)
         names = self._columns.names
-        cached = tokens_of(self._log, record, names.get("cached", "cached"), self._cached(value))
-        turn = turn_of(self._log, record.line, names.get("turn", "turn"), self._turns(value))
+        cached = read_tokens(self._log, record, names.get("cached", "cached"), self._cached(value))
+        turn = read_turn(self._log, record.line, names.get("turn", "turn"), self._turns(value))
         return Recorded(
             row.line, stamp, row.input_tokens, row.output_tokens, self._blocks(record, blocks), self._session(value),
             turn, end, lasted, text if self._texts.keep and text else None, cached,
-            request_class=class_of(self._log, record.line, names.get("class", "class"), self._class(value)),
+            request_class=read_class(self._log, record.line, names.get("class", "class"), self._class(value)),
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:
         """Token counts from the columns, or counted from the texts, and the prompt's text."""
         names = self._columns.names
-        input_tokens = tokens_of(self._log, record, names.get("input", "input"), inputs)
-        output_tokens = tokens_of(self._log, record, names.get("output", "output"), outputs)
+        input_tokens = read_tokens(self._log, record, names.get("input", "input"), inputs)
+        output_tokens = read_tokens(self._log, record, names.get("output", "output"), outputs)
         if not self.from_texts and output_tokens is not None:
             return input_tokens, output_tokens, ""
         prompt, answer = self._prompt(record.value), self._answer(record.value)
         if self._answered:
             prompt, answer = without_answer(prompt)
-        text = text_of(prompt) if self.from_texts else ""
+        text = joined_text(prompt) if self.from_texts else ""
         if input_tokens is None and text:
             input_tokens = self._texts.tokens(text)
-        if output_tokens is None and (answered := answer_of(answer)):
+        if output_tokens is None and (answered := answer_text(answer)):
             output_tokens = self._texts.tokens(answered)
         return input_tokens, output_tokens, text
 
@@ -439,8 +439,8 @@ class _Reader:
         roots: dict[Any, Any] = {}
 
         def root(record: Mapping[str, Any]) -> Any:
-            found = roots[own(record)] = roots.get(parent(record), own(record))
-            return found
+            first = roots[own(record)] = roots.get(parent(record), own(record))
+            return first
 
         return root
 
@@ -449,10 +449,10 @@ def _named(get: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, An
     """The name that a column gives, None if it is empty; one that is a list or an object as text."""
 
     def name(record: Mapping[str, Any]) -> Any:
-        found = get(record)
-        if found in ("", None, "-"):
+        value = get(record)
+        if value in ("", None, "-"):
             return None
-        return found if isinstance(found, str | int | float) else str(found)
+        return value if isinstance(value, str | int | float) else str(value)
 
     return name
 

@@ -22,8 +22,8 @@ from ebbench.workloads.recorded import (
     Rows,
     TraceFormat,
     converted,
-    tokens_of,
-    turn_of,
+    read_tokens,
+    read_turn,
     unusable,
 )
 from ebbench.workloads.trace_times import Stamp, parse_stamp
@@ -78,8 +78,8 @@ def _request(
     **more: Any,
 ) -> Recorded | Dropped:
     """One request with token counts as written; dropped if it has none, or in a ``timed`` file no start."""
-    inputs = tokens_of(log, record, "the prompt's length", lengths[0])
-    outputs = tokens_of(log, record, "the output's length", lengths[1])
+    inputs = read_tokens(log, record, "the prompt's length", lengths[0])
+    outputs = read_tokens(log, record, "the output's length", lengths[1])
     reason = unusable(inputs, outputs)
     stamp = _number(start)
     if reason or inputs is None or outputs is None:
@@ -125,7 +125,7 @@ def _guidellm(log: LogFile, options: ReadOptions) -> Reading:
     benchmarks = converted(log, record.line, record.value["benchmarks"], list[dict[str, Any]])
     chosen = options.columns.get("benchmark")
     if len(benchmarks) > 1 and chosen is None:
-        kinds = ", ".join(_strategy(one) for one in benchmarks)
+        kinds = ", ".join(_strategy(benchmark) for benchmark in benchmarks)
         problem = f"holds {len(benchmarks)} benchmarks ({kinds}); choose one with --columns benchmark=1"
         raise InputFileError(log.path, problem)
     number = int(chosen or 1)
@@ -155,15 +155,15 @@ def _guidellm_rows(log: LogFile, record: LogRecord, benchmark: Mapping[str, Any]
             lengths = (_guidellm_tokens(request, "prompt"), _guidellm_tokens(request, "output"))
             start, end = (value_at(f"info.timings.request_{what}")(request) for what in ("start", "end"))
             session = value_at("info.conversation_id")(request)
-            turn = turn_of(log, record.line, "turn_index", value_at("info.turn_index")(request))
+            turn = read_turn(log, record.line, "turn_index", value_at("info.turn_index")(request))
             yield _request(log, record, lengths, start, end, session=session, turn=turn)
 
 
 def _guidellm_tokens(request: Mapping[str, Any], side: str) -> Any:
     """The request's own figure, or the sum of its usage in files without the computed figures."""
-    found = request.get(f"{side}_tokens")
-    if found is not None:
-        return found
+    tokens = request.get(f"{side}_tokens")
+    if tokens is not None:
+        return tokens
     return value_at(f"{'input' if side == 'prompt' else 'output'}_metrics.text_tokens")(request)
 
 
@@ -183,7 +183,7 @@ def _aiperf_rows(log: LogFile) -> Rows:
             yield _request(
                 log, record, (input_tokens(record.value), output_tokens(record.value)), about.get("request_start_ns"),
                 about.get("request_end_ns"), session=about.get("x_correlation_id"),
-                turn=turn_of(log, record.line, "turn_index", about.get("turn_index")),
+                turn=read_turn(log, record.line, "turn_index", about.get("turn_index")),
             )  # fmt: skip
 
 

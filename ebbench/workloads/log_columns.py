@@ -55,7 +55,7 @@ _NOTHING = {
 """Values of an error's column without an error, in small letters."""
 
 
-def failure_of(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
+def failure_reader(columns: Columns, log: LogFile) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
     """A function that returns why a record's request failed, with the role that says so; None if it did not."""
     status = columns.getter("status")
     http = any(_HTTP.fullmatch(_plain(status(record.value))) for record in log.sample)
@@ -74,7 +74,7 @@ def tells_failures(column: str, log: LogFile) -> bool:
         return True
     get = value_at(column)
     values = [value for record in log.sample if (value := get(record.value)) not in (None, "")]
-    return bool(values) and all(type(one) in (str, int, float) and _is_status(_plain(one)) for one in values)
+    return bool(values) and all(type(known) in (str, int, float) and _is_status(_plain(known)) for known in values)
 
 
 def keeps_failed(failed_by: Collection[str], columns: Mapping[str, str]) -> str:
@@ -235,7 +235,7 @@ def plain_name(name: str) -> str:
 
 def parse_columns(text: str | None) -> dict[str, str]:
     """``input=a,output=b`` as a mapping from role to column. Raises UsageError."""
-    found: dict[str, str] = {}
+    by_role: dict[str, str] = {}
     for pair in filter(None, (text or "").split(",")):
         role, equals, column = (part.strip() for part in pair.partition("="))
         if not equals or not column:
@@ -244,30 +244,30 @@ def parse_columns(text: str | None) -> dict[str, str]:
             raise UsageError(f"--columns knows no {role!r}; {name_hint(role, (*ALIASES, *NUMBERS))}")
         if role in NUMBERS and not (column.isdigit() and int(column)):
             raise UsageError(f"--columns {role}= takes a positive whole number, not {column!r}")
-        if role in found:
+        if role in by_role:
             raise UsageError(f"--columns names {role} twice")
-        found[role] = column
-    return found
+        by_role[role] = column
+    return by_role
 
 
 def names_in(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Column names of the records, nested ones with dots, in order of appearance."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for record in records:
-        _collect(record, "", found, 0)
-    return list(found)
+        _collect(record, "", names, 0)
+    return list(names)
 
 
 _MOST_NESTED, _MOST_NAMES = 200, 5_000
 """Keys of a nested object, and names in all, from which on nested ones are data, such as probabilities by token."""
 
 
-def _collect(value: Mapping[str, Any], prefix: str, found: dict[str, None], depth: int) -> None:
+def _collect(value: Mapping[str, Any], prefix: str, names: dict[str, None], depth: int) -> None:
     for key, inner in value.items():
         name = f"{prefix}{key}"
-        found.setdefault(name)
-        if isinstance(inner, Mapping) and depth < 5 and len(inner) <= _MOST_NESTED and len(found) < _MOST_NAMES:
-            _collect(inner, f"{name}.", found, depth + 1)
+        names.setdefault(name)
+        if isinstance(inner, Mapping) and depth < 5 and len(inner) <= _MOST_NESTED and len(names) < _MOST_NAMES:
+            _collect(inner, f"{name}.", names, depth + 1)
 
 
 def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
@@ -282,7 +282,7 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
         if (column := asked.get(role)) is not None:
             if column == "-":
                 continue
-            if role_of := next((one for one, taken in chosen.items() if taken == column), None):
+            if role_of := next((other_role for other_role, taken in chosen.items() if taken == column), None):
                 raise UsageError(f"column {column!r} cannot be both {role_of} and {role}; --columns gives each its own")
             if column not in names:
                 raise UsageError(f"has no column {column!r} for --columns {role}=; its columns are {_listed(names)}")
@@ -310,7 +310,7 @@ def _matches(role: str, names: Sequence[str], taken: Iterable[str]) -> list[str]
     """Columns with a name of this role, the preferred alias and the outermost first."""
     used = set(taken)
     rank = {alias: place for place, alias in enumerate(ALIASES[role])}
-    found = []
+    ranked = []
     for place, name in enumerate(names):
         if name in used:
             continue
@@ -318,8 +318,8 @@ def _matches(role: str, names: Sequence[str], taken: Iterable[str]) -> list[str]
         if role in _TIMES and plain not in rank:
             plain = _UNIT.sub("", plain)
         if plain in rank:
-            found.append((name.count("."), rank[plain], place, name))
-    return [name for *_, name in sorted(found)]
+            ranked.append((name.count("."), rank[plain], place, name))
+    return [name for *_, name in sorted(ranked)]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ def poisson_instead(workload: str, settings: Mapping[str, Any]) -> str:
     starts = _own_starts(workload, settings)
     if starts is None or not len(starts) or not starts[-1]:
         return ""
-    gaps = gaps_of(starts)
+    gaps = describe_gaps(starts)
     of = "recorded ones" if recorded_file(workload) else "ones fitted to a log"
     compared = (
         _differ(gaps["gap_variation"], gaps.get("dispersion_per_minute"))
@@ -89,41 +89,41 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
     """Facts for ``ebbench workloads show log:FILE``, as plain values; times in s. Raises UsageError."""
     rows = trace.collected
     dropped = [{"reason": reason, "rows": count, "first_line": line} for reason, (count, line) in rows.dropped.items()]
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "format": trace.name,
         "columns": {} if trace.columns is None else dict(trace.columns.names),
         "rows": len(rows) + sum(count for count, _ in rows.dropped.values()),
         "requests": len(rows),
         "dropped": dropped,
     }
-    if keeps := keeps_failed(rows.failed_by, found["columns"]):
-        found["failed_are_kept_with"] = keeps
+    if keeps := keeps_failed(rows.failed_by, described["columns"]):
+        described["failed_are_kept_with"] = keeps
     requests = trace.requests
     if trace.stamps is None:
-        found["time_hint"] = trace.reading.time_hint
+        described["time_hint"] = trace.reading.time_hint
     else:
         requests = trace.timed(time_unit)
-        found["arrivals"] = gaps_of(_starts(trace, time_unit))
+        described["arrivals"] = describe_gaps(_starts(trace, time_unit))
     if rows.sessions:
-        found["sessions"] = _sessions(requests)
+        described["sessions"] = _sessions(requests)
     if rows.cached_share is not None:
-        found["cached_share"] = rows.cached_share
+        described["cached_share"] = rows.cached_share
     if requests.hash_ids is not None:
-        found["prefixes"] = repeated_prefixes(requests)
-    return found
+        described["prefixes"] = repeated_prefixes(requests)
+    return described
 
 
 def _starts(trace: Trace, time_unit: str | None) -> Floats:
     return np.sort(trace.seconds(time_unit)[1])
 
 
-def gaps_of(starts: Floats) -> dict[str, Any]:
+def describe_gaps(starts: Floats) -> dict[str, Any]:
     """Gaps between sorted times (s), their coefficient of variation, and the dispersion of counts per minute."""
     gaps = np.diff(starts)
     if not gaps.size or not starts[-1]:
         return {"requests_per_s": None, "span_s": float(starts[-1])}
     points = np.percentile(gaps, (5, 50, 95, 99))
-    found = {
+    described = {
         "span_s": float(starts[-1]),
         "requests_per_s": float(len(gaps) / starts[-1]),
         "gap_mean_s": float(gaps.mean()),
@@ -132,14 +132,14 @@ def gaps_of(starts: Floats) -> dict[str, Any]:
         "gap_variation": float(gaps.std() / gaps.mean()),
     }
     if starts[-1] >= 60 * _WINDOWS:
-        found["dispersion_per_minute"] = dispersion(starts, 60.0)
-    return found
+        described["dispersion_per_minute"] = dispersion(starts, 60.0)
+    return described
 
 
 def _sessions(requests: Requests) -> Mapping[str, Any]:
     """Sessions, their turns, and the known pauses between turns (s)."""
     turns = np.bincount(requests.session)
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "sessions": requests.sessions,
         "several_turns": int((turns > 1).sum()),
         "turns_mean": float(turns.mean()),
@@ -151,11 +151,11 @@ def _sessions(requests: Requests) -> Mapping[str, Any]:
         if repeats.any():
             begins = np.zeros(len(requests), bool)
             begins[np.unique(requests.content, return_index=True)[1]] = True
-            found["turns_with_history"] = float((~begins[repeats]).mean())
+            described["turns_with_history"] = float((~begins[repeats]).mean())
     if requests.pause_s is not None and (known := requests.pause_s[~np.isnan(requests.pause_s)]).size:
-        found["pause_median_s"] = float(np.median(known))
-        found["pause_mean_s"] = float(known.mean())
-    return found
+        described["pause_median_s"] = float(np.median(known))
+        described["pause_mean_s"] = float(known.mean())
+    return described
 
 
 def repeated_prefixes(requests: Requests) -> Mapping[str, Any]:

@@ -150,8 +150,8 @@ class Collected:
             return None
         ends = _padded(self.ends, len(self), _UNKNOWN)
         scale = 1.0 if unit.unit == "iso" else TIME_UNITS[unit.unit]
-        found: Floats = (ends - (float(stamps.first - self.times.base))) / scale
-        return found
+        seconds: Floats = (ends - (float(stamps.first - self.times.base))) / scale
+        return seconds
 
     @property
     def lasted_s(self) -> Floats | None:
@@ -166,20 +166,20 @@ class Collected:
     @property
     def session_codes(self) -> Int64s:
         """``session`` with an entry for every row."""
-        found: Int64s = _padded(self.session, len(self), _NO_SESSION)
-        return found
+        codes: Int64s = _padded(self.session, len(self), _NO_SESSION)
+        return codes
 
     @property
     def turns(self) -> Floats:
         """``turn`` with an entry for every row, NaN where unknown."""
-        found: Floats = _padded(self.turn, len(self), _UNKNOWN)
-        return found
+        numbers: Floats = _padded(self.turn, len(self), _UNKNOWN)
+        return numbers
 
     @property
     def ids_per_row(self) -> Int64s:
         """``hash_counts`` with an entry for every row."""
-        found: Int64s = _padded(self.hash_counts, len(self), _NO_IDS)
-        return found
+        counts: Int64s = _padded(self.hash_counts, len(self), _NO_IDS)
+        return counts
 
 
 def _name(session: Any) -> Any:
@@ -201,30 +201,30 @@ def _padded(column: Any, rows: int, missing: Any) -> Any:
 
 def collect(log: LogFile, reading: Reading) -> Collected:
     """Read all rows. Raises InputFileError with the line."""
-    found = Collected()
+    collected = Collected()
     for row in reading.rows:
         if isinstance(row, Recorded):
             if row.end is not None and row.stamp is not None and row.end[1:] != row.stamp[1:]:
                 problem = "its start and its end are not written one way (ISO 8601, with or without a zone, or numbers)"
                 raise InputFileError(log.path, problem, row.line)
-            found.add(row)
+            collected.add(row)
         else:
-            found.drop(row)
-    if found.times.offsets and len(found.times.offsets) != len(found):
-        raise InputFileError(log.path, "some requests have a time and some have none", int(found.line[-1]))
-    for texts in filter(None, (found.prompts, found.classes)):
-        texts += [None] * (len(found) - len(texts))
-    if (classes := len(set(found.classes) - {None})) > MOST_CLASSES:
+            collected.drop(row)
+    if collected.times.offsets and len(collected.times.offsets) != len(collected):
+        raise InputFileError(log.path, "some requests have a time and some have none", int(collected.line[-1]))
+    for texts in filter(None, (collected.prompts, collected.classes)):
+        texts += [None] * (len(collected) - len(texts))
+    if (classes := len(set(collected.classes) - {None})) > MOST_CLASSES:
         column = "class" if reading.columns is None else reading.columns.names.get("class", "class")
         problem = f"column {column!r} has {classes:,} different values, too many for classes of requests"
         raise InputFileError(log.path, f"{problem}; --columns class=- leaves it out")
-    if found.hash_counts:
-        found.number_ids()
-        found.block_tokens = _block_tokens(log, found, reading)
+    if collected.hash_counts:
+        collected.number_ids()
+        collected.block_tokens = _block_tokens(log, collected, reading)
         if reading.from_texts:
-            found.forget_single_ids()
-        found.derived_block = reading.block_tokens is None and found.block_tokens != _BLOCKS[0]
-    return found
+            collected.forget_single_ids()
+        collected.derived_block = reading.block_tokens is None and collected.block_tokens != _BLOCKS[0]
+    return collected
 
 
 def _block_tokens(log: LogFile, rows: Collected, reading: Reading) -> int:
@@ -358,10 +358,14 @@ def _chains(after: list[list[int] | None], inputs: Int32s, total: Int64s) -> Int
     begins: list[int] = []
     continued: set[int] = set()
     for row, before in enumerate(waits):
-        branched = (one for each in before for one in waits[begins[chain[each]]])
-        held = {one for one in (*before, *branched) if one not in continued and total[one] <= inputs[row]}
+        branched = (candidate for waited in before for candidate in waits[begins[chain[waited]]])
+        held = {
+            candidate
+            for candidate in (*before, *branched)
+            if candidate not in continued and total[candidate] <= inputs[row]
+        }
         if held:
-            last = max(held, key=lambda one: (total[one], one))
+            last = max(held, key=lambda candidate: (total[candidate], candidate))
             continued.add(last)
             chain.append(chain[last])
         else:
@@ -406,9 +410,9 @@ def _parallel(first: int, start_s: Floats, end_s: Floats, pause: Floats, after: 
             after[first + turn] = []
             pause[first + turn] = starts[turn] - starts[0]
             continue
-        latest = sorted(one for _, one in ended[bisect_right(ended, (starts[newest], len(starts))) :])
+        latest = sorted(earlier for _, earlier in ended[bisect_right(ended, (starts[newest], len(starts))) :])
         if not latest:  # the last one took no time
-            latest = [max(one for _, one in ended[bisect_left(ended, (starts[newest], -1)) :])]
+            latest = [max(earlier for _, earlier in ended[bisect_left(ended, (starts[newest], -1)) :])]
         after[first + turn] = None if latest == [turn - 1] else latest
         pause[first + turn] = starts[turn] - ended[-1][0]
 

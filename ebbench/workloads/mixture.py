@@ -29,14 +29,16 @@ from ebbench.workloads.spec import load_workload
 OF_THE_WHOLE = ("num_prompts", "seed", "drop_too_long", "redraw", "priorities", "session_start")
 """Settings of workloads that a class cannot have for itself."""
 _OF_A_CLASS = {
-    name: one.kind
-    for name, one in declared_in(PlanOptions).items()
-    if one.option is not None and one.option.panel in (WORKLOAD, SESSIONS) and name not in OF_THE_WHOLE
+    name: declared.kind
+    for name, declared in declared_in(PlanOptions).items()
+    if declared.option is not None and declared.option.panel in (WORKLOAD, SESSIONS) and name not in OF_THE_WHOLE
 }
 
 
 _OF_LOAD = [
-    name for name, one in declared_in(PlanOptions).items() if one.option is not None and one.option.panel == LOAD
+    name
+    for name, declared in declared_in(PlanOptions).items()
+    if declared.option is not None and declared.option.panel == LOAD
 ]
 
 
@@ -61,25 +63,25 @@ class Mixture:
     num_prompts: int | None = None
 
     def __post_init__(self) -> None:
-        names = [one.name for one in self.classes]
+        names = [request_class.name for request_class in self.classes]
         if len(names) < 2:
             raise UsageError("a mixture needs two classes or more; give a single workload by its name")
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"two classes are named {twice}; name them, as in chat=sharegpt:0.6 long=sharegpt:0.4")
         if wrong := next((name for name in names if name in LIMITS or not _NAME.fullmatch(name)), None):
             raise UsageError(f"{wrong!r} cannot name a class: take letters, digits, _ and -, and no latency's name")
-        if not all(0 < one.share < float("inf") for one in self.classes):
+        if not all(0 < request_class.share < float("inf") for request_class in self.classes):
             raise UsageError("shares of classes must be above 0, such as 0.6 and 0.4, or 3 and 1")
 
     def counts(self, sessions: int) -> list[int]:
         """Sessions of each class: the shares to the nearest whole numbers. Raises UsageError if a class gets none."""
-        found = apportion(self.shares, sessions)
-        if 0 in found:
-            none = self.classes[found.index(0)].name
+        counts = apportion(self.shares, sessions)
+        if 0 in counts:
+            none = self.classes[counts.index(0)].name
             raise UsageError(
                 f"{sessions} sessions are too few for these shares: class {none} gets none; raise --num-prompts"
             )
-        return found
+        return counts
 
     def most(self, held: Sequence[int]) -> int:
         """The most sessions for which no class needs more than it holds."""
@@ -88,8 +90,8 @@ class Mixture:
     @property
     def shares(self) -> list[float]:
         """The shares, which add up to 1."""
-        whole = sum(one.share for one in self.classes)
-        return [one.share / whole for one in self.classes]
+        whole = sum(request_class.share for request_class in self.classes)
+        return [request_class.share / whole for request_class in self.classes]
 
 
 _NAME = re.compile(r"[\w.-]{1,60}")
@@ -110,7 +112,7 @@ _FILE = msgspec.defstruct(
 )  # fmt: skip
 
 
-def mixture_of(workload: str) -> Mixture | None:
+def read_mixture(workload: str) -> Mixture | None:
     """The mixture that a workload names, or whose file it is; None for a single workload.
 
     Raises UsageError, InputFileError.
@@ -121,26 +123,26 @@ def mixture_of(workload: str) -> Mixture | None:
         return Mixture(tuple(RequestClass(*part) for part in parts))
     file: Any = load_toml(Path(workload).expanduser(), _FILE)
     classes = []
-    for name, one in file.classes.items():
-        given = {key: getattr(one, key) for key in _OF_A_CLASS if getattr(one, key) is not msgspec.UNSET}
-        classes.append(RequestClass(name, one.workload, one.share, one.goodput, one.priority, given))
+    for name, table in file.classes.items():
+        given = {key: getattr(table, key) for key in _OF_A_CLASS if getattr(table, key) is not msgspec.UNSET}
+        classes.append(RequestClass(name, table.workload, table.share, table.goodput, table.priority, given))
     return Mixture(tuple(classes), file.num_prompts)
 
 
 def check_workload(workload: str) -> None:
     """Raise UsageError or InputFileError for a workload, or one of a mixture, that does not exist."""
-    mixture = mixture_of(workload)
-    for name in [workload] if mixture is None else [one.workload for one in mixture.classes]:
+    mixture = read_mixture(workload)
+    for name in [workload] if mixture is None else [request_class.workload for request_class in mixture.classes]:
         if not is_recorded(name):
             load_workload(name)
         elif (path := recorded_file(name)) is None or not path.exists():
             raise UsageError(f"{name}: no such file")
 
 
-def classes_of(options: PlanOptions) -> set[str]:
+def class_names(options: PlanOptions) -> set[str]:
     """Names of the classes that the requests of a workload have. Raises UsageError, InputFileError."""
-    if (mixture := mixture_of(options.workload)) is not None:
-        return {one.name for one in mixture.classes}
+    if (mixture := read_mixture(options.workload)) is not None:
+        return {request_class.name for request_class in mixture.classes}
     path = recorded_file(options.workload)
     if path is None:
         return set()
@@ -152,36 +154,43 @@ def classes_of(options: PlanOptions) -> set[str]:
 
 def brought_limits(workload: str, goodput: Sequence[str]) -> list[str]:
     """Limits of the classes of a mixture as ``--goodput`` has them, of those classes that ``goodput`` does not name."""
-    mixture = mixture_of(workload)
+    mixture = read_mixture(workload)
     given = {word.partition(":")[0] for text in goodput for word in text.split()}
     classes = () if mixture is None else mixture.classes
     return [
-        f"{one.name}:{','.join(split_pairs(one.goodput))}" for one in classes if one.goodput and one.name not in given
+        f"{request_class.name}:{','.join(split_pairs(request_class.goodput))}"
+        for request_class in classes
+        if request_class.goodput and request_class.name not in given
     ]
 
 
 def files_of_mixture(workload: str) -> dict[str, str]:
     """What the classes of a mixture take their requests from, by a name for each; empty for a single workload."""
-    mixture = mixture_of(workload)
+    mixture = read_mixture(workload)
     named = ("source", "tokenizer")
     return {
-        f"class {one.name} {key}": value
-        for one in (mixture.classes if mixture is not None else ())
-        for key, value in (("workload", one.workload), *((key, one.settings.get(key)) for key in named))
+        f"class {request_class.name} {key}": value
+        for request_class in (mixture.classes if mixture is not None else ())
+        for key, value in (
+            ("workload", request_class.workload),
+            *((key, request_class.settings.get(key)) for key in named),
+        )
         if value is not None
     }
 
 
-def options_of(one: RequestClass, options: PlanOptions) -> PlanOptions:
+def class_options(request_class: RequestClass, options: PlanOptions) -> PlanOptions:
     """The options of a class alone: those of the whole with its own settings and a seed of its own.
 
     Settings of logs go to classes that are logs only, and the source of data sets to the others.
     """
-    seed = int(substream(options.seed, f"class/{one.name}").integers(2**62))
+    seed = int(substream(options.seed, f"class/{request_class.name}").integers(2**62))
     without = dict.fromkeys(("scenario", "num_prompts", "priorities", "session_start", *_OF_LOAD))
     of_logs = {"columns": None, "keep_text": False, "recorded_pauses": False}
-    others = {"source": "auto"} if is_recorded(one.workload) else of_logs
-    return replace(options, **{**without, **others, "workload": one.workload, "seed": seed, **one.settings})
+    others = {"source": "auto"} if is_recorded(request_class.workload) else of_logs
+    return replace(
+        options, **{**without, **others, "workload": request_class.workload, "seed": seed, **request_class.settings}
+    )
 
 
 def mixed(mixture: Mixture, parts: Sequence[Requests], seed: int, priorities: str | None) -> Requests:
@@ -190,7 +199,11 @@ def mixed(mixture: Mixture, parts: Sequence[Requests], seed: int, priorities: st
     ``priorities`` (as ``--priorities``) replace those of the classes. Classes share no prefix with each other. Raises
     UsageError if their hash ids are of blocks of different sizes.
     """
-    given = {one.name: one.priority for one in mixture.classes if one.priority is not None}
+    given = {
+        request_class.name: request_class.priority
+        for request_class in mixture.classes
+        if request_class.priority is not None
+    }
     return with_priorities(_joined(mixture, parts, seed), given | parse_priorities(priorities or ""))
 
 
@@ -199,13 +212,13 @@ def _joined(mixture: Mixture, parts: Sequence[Requests], seed: int) -> Requests:
     class_of = substream(seed, "class/order").permutation(np.repeat(np.arange(len(parts)), counts))
     session = np.concatenate([np.flatnonzero(class_of == at)[part.session] for at, part in enumerate(parts)])
     order = np.argsort(session, kind="stable")
-    names = np.repeat([one.name for one in mixture.classes], [len(part) for part in parts])
+    names = np.repeat([request_class.name for request_class in mixture.classes], [len(part) for part in parts])
     described = {
-        one.name: {
-            "workload": one.workload, "share": share, "sessions": part.sessions, "requests": len(part),
-            **({"goodput": one.goodput} if one.goodput else {}), **part.facts,
+        request_class.name: {
+            "workload": request_class.workload, "share": share, "sessions": part.sessions, "requests": len(part),
+            **({"goodput": request_class.goodput} if request_class.goodput else {}), **part.facts,
         }
-        for one, share, part in zip(mixture.classes, mixture.shares, parts, strict=True)
+        for request_class, share, part in zip(mixture.classes, mixture.shares, parts, strict=True)
     }  # fmt: skip
     rows = _Rows(parts, order)
     return Requests(
@@ -254,7 +267,7 @@ class _Rows:
         values = self._of(name)
         if all(value is None for value in values):
             return None
-        whole = [one for part, own in zip(self.parts, values, strict=True) for one in own or [None] * len(part)]
+        whole = [entry for part, own in zip(self.parts, values, strict=True) for entry in own or [None] * len(part)]
         return [whole[row] for row in self.order.tolist()]
 
     def arrow(self, name: str, kind: pa.DataType) -> pa.Array | None:
@@ -268,12 +281,12 @@ class _Rows:
 
 def _contents(parts: Sequence[Requests]) -> Int64s:
     """Content streams, numbered anew so that no two classes have one in common."""
-    found, first = [], 0
+    streams_of_parts, first = [], 0
     for part in parts:
         streams, numbered = np.unique(part.session if part.content is None else part.content, return_inverse=True)
-        found.append(numbered + first)
+        streams_of_parts.append(numbered + first)
         first += len(streams)
-    return np.concatenate(found).astype(np.int64)
+    return np.concatenate(streams_of_parts).astype(np.int64)
 
 
 def _block_tokens(parts: Sequence[Requests]) -> int | None:
@@ -304,19 +317,19 @@ def _hash_ids(parts: Sequence[Requests], order: Int64s) -> pa.Array | None:
 
 def parse_priorities(text: str) -> dict[str, int]:
     """``chat=0,batch=10`` as priorities by class. Raises UsageError."""
-    found: dict[str, int] = {}
+    by_class: dict[str, int] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = pair.partition("=")
         if not name or not re.fullmatch(r"-?\d{1,9}", number):
             raise UsageError(f"--priorities {pair!r}: write class=number, the lowest first, as in chat=0,batch=10")
-        found[name] = int(number)
-    return found
+        by_class[name] = int(number)
+    return by_class
 
 
 def has_priorities(options: PlanOptions) -> bool:
     """Whether classes have priorities, from the options or from a mixture's file."""
-    mixture = mixture_of(options.workload)
-    own = mixture is not None and any(one.priority is not None for one in mixture.classes)
+    mixture = read_mixture(options.workload)
+    own = mixture is not None and any(request_class.priority is not None for request_class in mixture.classes)
     return options.priorities is not None or own
 
 
@@ -329,5 +342,5 @@ def with_priorities(requests: Requests, priorities: Mapping[str, int]) -> Reques
     if unknown := [name for name in priorities if name not in known]:
         of = f"; its classes are {', '.join(known)}" if known else "; --columns class=COLUMN names them"
         raise UsageError(f"--priorities: no request has the class {unknown[0]!r}{of}")
-    found = np.array([priorities.get(name or "", 0) for name in classes], np.int32)
-    return replace(requests, priority=found, facts={**requests.facts, "priorities": dict(priorities)})
+    by_request = np.array([priorities.get(name or "", 0) for name in classes], np.int32)
+    return replace(requests, priority=by_request, facts={**requests.facts, "priorities": dict(priorities)})

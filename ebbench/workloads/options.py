@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare, option_name
+from ebbench.config.declare import LOAD, MOST_SECONDS, SESSIONS, WORKLOAD, check_ranges, declare
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.installation import located
 
@@ -26,7 +26,7 @@ RECORDED = ("trace:", "log:")
 
 def recorded_file(workload: str) -> Path | None:
     """The file of ``trace:FILE`` or ``log:FILE``; None for other workloads. Raises UsageError if it names none."""
-    prefix = next((one for one in RECORDED if workload.startswith(one)), None)
+    prefix = next((known for known in RECORDED if workload.startswith(known)), None)
     if prefix is None:
         return None
     if workload == prefix:
@@ -48,15 +48,19 @@ def mixture_parts(workload: str) -> list[tuple[str, str, float]]:
     A part without a class has the name of its workload, or of its file.
     """
     words = re.split(r"[\s,]+", workload.strip())
-    found = [_PART.fullmatch(word) for word in words]
-    if any(found) and len(words) > 1 and not all(found) and not workload.startswith(RECORDED):
+    parts = [_PART.fullmatch(word) for word in words]
+    if any(parts) and len(words) > 1 and not all(parts) and not workload.startswith(RECORDED):
         raise UsageError(
             f"{workload}: a mixture gives each workload a share, as in chat=sharegpt:0.6 rag=longbench:0.4; "
-            f"{words[next(at for at, one in enumerate(found) if one is None)]} has none"
+            f"{words[next(at for at, part in enumerate(parts) if part is None)]} has none"
         )
-    if not all(found) or (len(words) == 1 and "=" not in workload.partition(":")[0]):
+    if not all(parts) or (len(words) == 1 and "=" not in workload.partition(":")[0]):
         return []
-    return [(one["name"] or _short_name(one["workload"]), one["workload"], float(one["share"])) for one in found if one]
+    return [
+        (part["name"] or _short_name(part["workload"]), part["workload"], float(part["share"]))
+        for part in parts
+        if part
+    ]
 
 
 def is_mixture(workload: str) -> bool:
@@ -132,10 +136,12 @@ class PlanOptions:
     """Whether ``tokenizer`` also counts the answers of a server; otherwise it needs texts in the workload."""
     rate_scale: float | None = declare(None, "Factor of the rates in a scenario or a fitted workload.", LOAD, above=0)
     prefix_share: float | None = declare(
-        None, "Share of synthetic prompts that is their group's common prefix.", WORKLOAD
+        None, "Share of synthetic prompts that is their group's common prefix.", WORKLOAD, above=0, below=1
     )
     prefix_groups: int | None = declare(None, "Groups with a common prefix each; default: 1.", WORKLOAD, at_least=1)
-    cache_hit_rate: float | None = declare(None, "Choose the common prefixes for this prefix cache hit rate.", WORKLOAD)
+    cache_hit_rate: float | None = declare(
+        None, "Choose the common prefixes for this prefix cache hit rate.", WORKLOAD, above=0, below=1
+    )
     columns: str | None = declare(
         None, "A log's columns: input=A,output=B,time=C,session=D; default: by their names.", WORKLOAD
     )
@@ -178,24 +184,14 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        self._check_prefixes()
+        _check_prefixes(self)
         _require_storable(self.seed, self.num_prompts)
         if self.time_unit is not None and self.time_unit not in TIME_UNITS:
             raise UnknownNameError("time unit", self.time_unit, TIME_UNITS)
 
-    def _check_prefixes(self) -> None:
-        for name in ("prefix_share", "cache_hit_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise UsageError(f"{option_name(name)} must lie between 0 and 1, not {value:g}")
-        if self.prefix_share is not None and self.cache_hit_rate is not None:
-            raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
-        if self.prefix_groups is not None and not self.shares_prefixes:
-            raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
-
     @property
     def shares_prefixes(self) -> bool:
-        """Whether synthetic prompts are to share prefixes."""
+        """Whether prompts are to share prefixes."""
         return self.prefix_share is not None or self.cache_hit_rate is not None
 
     @property
@@ -218,6 +214,14 @@ MOST_SEED = 2**63 - 1
 """Stored tables hold seeds as 64-bit integers."""
 MOST_SESSIONS = 50_000_000
 """Some 10 GB of plan; beyond that, a plan takes hours to draw."""
+
+
+def _check_prefixes(options: PlanOptions) -> None:
+    """Raise UsageError for options of shared prefixes that cannot be used together."""
+    if options.prefix_share is not None and options.cache_hit_rate is not None:
+        raise UsageError("--prefix-share and --cache-hit-rate both set the shared prefix; leave one of them out")
+    if options.prefix_groups is not None and not options.shares_prefixes:
+        raise UsageError("--prefix-groups needs --prefix-share or --cache-hit-rate")
 
 
 def _require_storable(seed: int, sessions: int | None) -> None:

@@ -41,7 +41,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def __post_init__(self) -> None:
         shares = (self.none_ended, self.one_ended, self.all_ended, self.some_of_rest)
-        if not self.running or any(len(one) != len(self.running) for one in shares):
+        if not self.running or any(len(share) != len(self.running) for share in shares):
             raise ValueError("none_ended, one_ended, all_ended and some_of_rest need a share per range of running")
 
 
@@ -89,20 +89,20 @@ class Starts:
     @property
     def case(self) -> Int64s:
         """The case of each start."""
-        found: Int64s = np.where(
+        cases: Int64s = np.where(
             self.ended == self.running,
             np.where(self.running == 1, _ONLY, _ALL),
             np.where(self.ended == 0, _NONE, _SOME),
         )
-        return found
+        return cases
 
     @property
     def overlaps(self) -> Int64s:
         """Of each start 0: its request runs alone; 1: others start while it runs; 2: it starts while others run."""
         # Sessions lie one after the other, and the first row of each is no entry.
         later = np.append((self.case[1:] <= _SOME) & (np.diff(self.rows) == 1), False)
-        found: Int64s = np.where(self.ended < self.running, 2, np.where(later, 1, 0))
-        return found
+        kinds: Int64s = np.where(self.ended < self.running, 2, np.where(later, 1, 0))
+        return kinds
 
 
 def _case(ended: int, running: int) -> int:
@@ -111,7 +111,7 @@ def _case(ended: int, running: int) -> int:
     return _SOME if ended else _NONE
 
 
-def starts_of(requests: Requests) -> Starts:
+def find_starts(requests: Requests) -> Starts:
     """The later requests of a log's sessions with what had ended when they started."""
     streams = requests.session if requests.content is None else requests.content
     after = requests.after or [None] * len(requests)
@@ -127,8 +127,8 @@ def starts_of(requests: Requests) -> Starts:
             kind_before, case_before = MAIN, _ONLY
             continue
         done = 0
-        for one in [turn - 1] if waits is None else waits:
-            done |= ended_by[one] | 1 << one
+        for earlier in [turn - 1] if waits is None else waits:
+            done |= ended_by[earlier] | 1 << earlier
         done |= ended_by[-1]
         running = turn - ended_by[-1].bit_count()
         kind = MAIN if stream == main else BESIDE if stream in seen else FRESH
@@ -137,20 +137,19 @@ def starts_of(requests: Requests) -> Starts:
         kind_before, case_before = kind, _case(ended, running)
         seen.add(stream)
         ended_by.append(done)
-    found = np.array(columns, np.int64).reshape(-1, 6).T
-    return Starts(*found)
+    return Starts(*np.array(columns, np.int64).reshape(-1, 6).T)
 
 
 def fit_overlap(starts: Starts, s_per_output_token: float, **distributions: tuple[float, ...]) -> Overlap:
     """The overlap of these starts; ``distributions``: the other fields of :class:`Overlap`."""
     everything, case = np.arange(len(starts.rows)), starts.case
     after, continues = [], []
-    for each in range(_CASES):
-        rows = np.flatnonzero(starts.case_before == each)
+    for case_before in range(_CASES):
+        rows = np.flatnonzero(starts.case_before == case_before)
         after.append(_step(starts, rows if len(rows) >= _FEWEST else everything))
-        own = starts.kind[case == each] if (case == each).sum() >= _FEWEST else starts.kind
+        own = starts.kind[case == case_before] if (case == case_before).sum() >= _FEWEST else starts.kind
         for kind in (MAIN, FRESH, BESIDE):
-            follow = starts.kind[(case == each) & (starts.kind_before == kind)]
+            follow = starts.kind[(case == case_before) & (starts.kind_before == kind)]
             continues.append(_kinds(follow if len(follow) >= _FEWEST else own))
     return Overlap(
         after=tuple(after), continues=tuple(continues), s_per_output_token=round(s_per_output_token, 6), **distributions
@@ -165,7 +164,7 @@ def _step(starts: Starts, rows: Int64s) -> Step:
     count = np.bincount(which, minlength=len(tops))
 
     def share(of: npt.NDArray[np.bool_]) -> tuple[float, ...]:
-        return tuple(round(float(one), 4) for one in np.bincount(which, of, len(tops)) / count)
+        return tuple(round(float(mean), 4) for mean in np.bincount(which, of, len(tops)) / count)
 
     everything = ended == running
     some = (ended > 1) & ~everything
@@ -176,7 +175,7 @@ def _step(starts: Starts, rows: Int64s) -> Step:
         none_ended=share(ended == 0),
         one_ended=share((ended == 1) & ~everything),
         all_ended=share(everything),
-        some_of_rest=tuple(round(float(one), 4) for one in rest),
+        some_of_rest=tuple(round(float(mean), 4) for mean in rest),
     )
 
 
@@ -227,14 +226,14 @@ class Order:
 
 def draw_session(overlap: Overlap, turns: int, rng: np.random.Generator) -> Session:
     """A session of ``turns`` requests that overlap as learned."""
-    found, running = Session([_ONLY], [0]), 0
+    drawn, running = Session([_ONLY], [0]), 0
     for what, size in rng.random((turns - 1, 2)).tolist():
         running += 1
-        ended = _ended(overlap.after[found.case[-1]], running, what, size)
-        found.case.append(_case(ended, running))
-        found.ended.append(ended)
+        ended = _ended(overlap.after[drawn.case[-1]], running, what, size)
+        drawn.case.append(_case(ended, running))
+        drawn.ended.append(ended)
         running -= ended
-    return found
+    return drawn
 
 
 def draw_order(
@@ -244,7 +243,7 @@ def draw_order(
 
     ``lasts_s``: about how long each takes, ``pause_s``: the pause before it. Those that would end first have ended.
     """
-    found, running = Order(), list[int]()
+    order, running = Order(), list[int]()
     ends, before, main = [lasts_s[0]], [0], 0  # ``main``: the newest turn of the session itself
     sides: list[int] = []  # newest requests of the sub-agents
     draws = rng.random((len(lasts_s), 2)).tolist()
@@ -252,31 +251,31 @@ def draw_order(
         running.append(turn - 1)
         running.sort(key=ends.__getitem__)
         case, gone = session.case[turn], running[: session.ended[turn]]
-        free = [one for one in (gone or found.after[-1]) if one in sides]
-        kind, grew = _continued(overlap.continues[3 * case + found.kind[-1]], draws[turn], main, free)
+        free = [request for request in (gone or order.after[-1]) if request in sides]
+        kind, grew = _continued(overlap.continues[3 * case + order.kind[-1]], draws[turn], main, free)
         if kind == MAIN and main in running and main not in gone:  # what is continued has ended
             kind, grew, gone = (MAIN, main, [*gone[:-1], main]) if gone else (FRESH, -1, gone)
-        running = [one for one in running if one not in gone]
-        _add(found, before, gone, grew)
-        ends.append(max((ends[one] for one in found.after[-1]), default=0.0) + pause_s[turn] + lasts_s[turn])
-        found.kind.append(kind)
-        found.grew_from.append(grew)
+        running = [request for request in running if request not in gone]
+        _add(order, before, gone, grew)
+        ends.append(max((ends[request] for request in order.after[-1]), default=0.0) + pause_s[turn] + lasts_s[turn])
+        order.kind.append(kind)
+        order.grew_from.append(grew)
         if kind == MAIN:
             main = turn
         else:
-            sides = [one for one in sides if one != grew] + [turn]
-    return found
+            sides = [request for request in sides if request != grew] + [turn]
+    return order
 
 
 def _ended(after: Step, running: int, what: float, size: float) -> int:
     """How many of the running requests have ended."""
     at = min(bisect_left(after.running, running), len(after.running) - 1)
-    none, one = after.none_ended[at], after.one_ended[at]
+    none, single = after.none_ended[at], after.one_ended[at]
     if what < none:
         return 0
-    if what < none + one:
+    if what < none + single:
         return 1
-    if what < none + one + after.all_ended[at] or running < 3:
+    if what < none + single + after.all_ended[at] or running < 3:
         return running
     return 2 + int(after.some_of_rest[at] * (running - 3) + size)
 
@@ -291,27 +290,27 @@ def _continued(shares: Sequence[float], draws: Sequence[float], main: int, free:
     return BESIDE, free[int(pick * len(free))]
 
 
-def _add(found: Order, before: list[int], gone: list[int], grew: int) -> None:
+def _add(order: Order, before: list[int], gone: list[int], grew: int) -> None:
     """Note what the next turn waits for. ``before``: per turn all that it waits for, also indirectly, as bits.
 
     It waits for what it takes as ended, and not for what had ended before that: in a run requests end in another order.
     """
-    waits = {*(gone or found.after[-1]), grew} - {-1}
+    waits = {*(gone or order.after[-1]), grew} - {-1}
     done = implied = 0
-    for one in waits:
-        done |= before[one] | 1 << one
-        implied |= before[one]
-    found.after.append(sorted(one for one in waits if not implied >> one & 1))
+    for request in waits:
+        done |= before[request] | 1 << request
+        implied |= before[request]
+    order.after.append(sorted(request for request in waits if not implied >> request & 1))
     before.append(done)
 
 
-def pauses_of(session: Session, pauses: Sequence[Sequence[float]], staggers: Sequence[float]) -> list[float]:
+def pauses_before(session: Session, pauses: Sequence[Sequence[float]], staggers: Sequence[float]) -> list[float]:
     """Pause of each turn (s) from the end of what it waits for; the first has none, and the number there is unused.
 
     ``pauses``: as drawn for each kind of :attr:`Session.overlaps`, and ``staggers``, with an entry per turn.
     """
-    found = [0.0]
+    pauses_s = [0.0]
     for turn, overlaps in list(enumerate(session.overlaps))[1:]:
         at_once = session.case[turn] == _NONE
-        found.append(found[-1] + staggers[turn] if at_once else pauses[overlaps][turn])
-    return found
+        pauses_s.append(pauses_s[-1] + staggers[turn] if at_once else pauses[overlaps][turn])
+    return pauses_s

@@ -36,9 +36,9 @@ from ebbench.workloads.requests import (
     ImageSettings,
     Int64s,
     Requests,
+    first_sessions,
     int_lists,
     ints,
-    part_of,
     repeatable,
     strings,
 )
@@ -141,30 +141,32 @@ def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s:
 
 def _extras(requests: Requests) -> dict[str, pa.Array]:
     """The columns of PLAN_EXTRAS that the requests need."""
-    found: dict[str, pa.Array] = {}
+    columns: dict[str, pa.Array] = {}
     if requests.pause_s is not None and (known := requests.pause_s > 0).any():
         ns = np.rint(np.where(known, requests.pause_s, 0.0) * 1e9)
-        found["pause_ns"] = ints(ns, pa.int64(), valid=known)
+        columns["pause_ns"] = ints(ns, pa.int64(), valid=known)
     if requests.after is not None and any(waits is not None for waits in requests.after):
-        found["after"] = int_lists(requests.after).cast(PLAN_EXTRAS.field("after").type)
+        columns["after"] = int_lists(requests.after).cast(PLAN_EXTRAS.field("after").type)
     if requests.hang_up_s is not None and (known := np.isfinite(requests.hang_up_s)).any():
         ns = np.rint(np.where(known, requests.hang_up_s, 0.0) * 1e9)
-        found["hang_up_ns"] = ints(ns, pa.int64(), valid=known)
+        columns["hang_up_ns"] = ints(ns, pa.int64(), valid=known)
     if requests.thinking_tokens is not None:
-        found["thinking_tokens"] = ints(requests.thinking_tokens, pa.int32())
+        columns["thinking_tokens"] = ints(requests.thinking_tokens, pa.int32())
     if requests.lora is not None:
-        found["lora"] = pa.array(requests.lora, pa.string())
+        columns["lora"] = pa.array(requests.lora, pa.string())
     if requests.images is not None:
-        tokens = [None if one is None else [one.tokens] * one.count for one in requests.images]
-        found["image_tokens"] = pa.array(tokens, pa.list_(pa.int32()))
-        found["image_side"] = pa.array([None if one is None else one.side for one in requests.images], pa.int32())
+        tokens = [None if image is None else [image.tokens] * image.count for image in requests.images]
+        columns["image_tokens"] = pa.array(tokens, pa.list_(pa.int32()))
+        columns["image_side"] = pa.array(
+            [None if image is None else image.side for image in requests.images], pa.int32()
+        )
     if requests.classes is not None:
-        found["class"] = pa.array(requests.classes, pa.string())
+        columns["class"] = pa.array(requests.classes, pa.string())
     if requests.priority is not None:
-        found["priority"] = ints(requests.priority, pa.int32())
+        columns["priority"] = ints(requests.priority, pa.int32())
     if requests.primed_tokens is not None:
-        found["primed_tokens"] = ints(requests.primed_tokens, pa.int32(), valid=requests.primed_tokens > 0)
-    return found
+        columns["primed_tokens"] = ints(requests.primed_tokens, pa.int32(), valid=requests.primed_tokens > 0)
+    return columns
 
 
 def _ids(requests: Requests) -> pa.Array:
@@ -212,21 +214,21 @@ def parse_images(text: str) -> ImageSettings:
 
 def parse_adapters(text: str) -> dict[str, float]:
     """Parse ``NAME,NAME=WEIGHT,...`` to weights by name. Raises UsageError."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, weight = part.partition("=")
         try:
-            found[name] = float(weight or 1)
+            weights[name] = float(weight or 1)
         except ValueError:
-            found[name] = 0.0
-        if not name or not 0 < found[name] < float("inf"):
+            weights[name] = 0.0
+        if not name or not 0 < weights[name] < float("inf"):
             raise UsageError(
                 f"--lora-assignment {part!r}: write names of adapters as the server serves them, each with a weight "
                 f"above 0 if they differ, as in sql=3,chat=1 ({BASE_MODEL}: the model itself)"
             )
-    if not found:
+    if not weights:
         raise UsageError("--lora-assignment names no adapter; write names as the server serves them, such as sql,chat")
-    return found
+    return weights
 
 
 def with_adapters(requests: Requests, adapters: dict[str, float], seed: int) -> Requests:
@@ -315,27 +317,30 @@ def make_plan(options: PlanOptions) -> Plan:
 
 def _mixed(options: PlanOptions) -> tuple[Requests, Schedule, ScenarioSpec]:
     """The requests of all classes, each from its own workload with its own options, as of :func:`_single`."""
-    from ebbench.workloads.mixture import mixed, mixture_of, options_of
+    from ebbench.workloads.mixture import class_options, mixed, read_mixture
 
-    mixture, scenario = mixture_of(options.workload), load_scenario(options.scenario or "saturated")
+    mixture, scenario = read_mixture(options.workload), load_scenario(options.scenario or "saturated")
     assert mixture is not None  # the caller checked
     if scenario.loop == "trace" or scenario.own_lengths:
         own = "replays recorded times" if scenario.loop == "trace" else "brings its own lengths"
         raise UsageError(f"scenario {scenario.name!r} {own}; several workloads take --request-rate, -c or both")
     _check_times(options, scenario, trace=False)
-    own_options = [options_of(one, options) for one in mixture.classes]
-    default = mixture.num_prompts or mixture.most([_held(each) for each in own_options])
+    own_options = [class_options(request_class, options) for request_class in mixture.classes]
+    default = mixture.num_prompts or mixture.most([_held(of_class) for of_class in own_options])
     schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
     counts, parts = mixture.counts(schedule.sessions), []
-    for one, each, count in zip(mixture.classes, own_options, counts, strict=True):
+    for request_class, of_class, count in zip(mixture.classes, own_options, counts, strict=True):
         try:
-            parts.append(_single(replace(each, num_prompts=count), load_scenario("saturated"))[0])
+            parts.append(_single(replace(of_class, num_prompts=count), load_scenario("saturated"))[0])
         except UsageError as error:
-            raise UsageError(f"class {one.name}: {error}") from None
+            raise UsageError(f"class {request_class.name}: {error}") from None
     have = [part.sessions for part in parts]
     if have != counts:  # a data set has texts for no more
         schedule = make_schedule(scenario, options.load, mixture.most(have), default, options.seed)
-        parts = [part_of(one, count) for one, count in zip(parts, mixture.counts(schedule.sessions), strict=True)]
+        parts = [
+            first_sessions(request_class, count)
+            for request_class, count in zip(parts, mixture.counts(schedule.sessions), strict=True)
+        ]
     return mixed(mixture, parts, options.seed, options.priorities), schedule, scenario
 
 
@@ -533,7 +538,7 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     requests, sessions, first = _enough(requests, schedule.sessions, options, asker)
     if sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, sessions, sessions, options.seed)
-    return part_of(requests, sessions, first), schedule
+    return first_sessions(requests, sessions, first), schedule
 
 
 def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
@@ -545,7 +550,7 @@ def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) ->
     part = sliced(requests, replay)
     part, asked, first = _enough(part, options.num_prompts or 0, options, "--num-prompts asks", replay.repeat)
     requests = replayed(part, replay, options.request_rate, first + asked)
-    requests = part_of(requests, asked or requests.sessions, first)
+    requests = first_sessions(requests, asked or requests.sessions, first)
     if options.duration_s is not None:
         assert requests.arrival_s is not None  # a replay has times
         requests = requests.keep((requests.arrival_s < options.duration_s)[requests.session])
@@ -592,12 +597,12 @@ def _described_arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[st
     if scenario.loop != "open":
         return {}
     shapes = {phase.burstiness for phase in scenario.phases if phase.process == "gamma"}
-    found: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     if shapes:
-        found["burstiness"] = options.burstiness if options.burstiness is not None else min(shapes)
+        described["burstiness"] = options.burstiness if options.burstiness is not None else min(shapes)
     if not options.request_rate or len(scenario.phases) > 1:
-        found["phase_rates"] = {phase.name: phase_rate(scenario, phase, options.load) for phase in scenario.phases}
-    return found
+        described["phase_rates"] = {phase.name: phase_rate(scenario, phase, options.load) for phase in scenario.phases}
+    return described
 
 
 def _count_is_random(options: PlanOptions, scenario: ScenarioSpec) -> bool:

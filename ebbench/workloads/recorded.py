@@ -52,35 +52,35 @@ class TextReader:
         """Identities of the text's first blocks, at most as many as ``input_tokens`` fill."""
         data = text.encode(errors="replace")
         blocks = min(len(data) // _BLOCK_BYTES, input_tokens // BLOCK_TOKENS)
-        found, previous = [], -1
+        ids, previous = [], -1
         for block in range(blocks):
             digest = blake2b(data[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES], digest_size=8).digest()
             previous = self._known.setdefault((previous, digest), len(self._known))
-            found.append(previous)
-        return found
+            ids.append(previous)
+        return ids
 
 
-def text_of(value: Any) -> str:
+def joined_text(value: Any) -> str:
     """The text of a prompt: a string, chat messages with roles, or a list of strings; empty for anything else."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return _message(value)
     if isinstance(value, Sequence):
-        return "\n".join(filter(None, (text_of(part) for part in value)))
+        return "\n".join(filter(None, (joined_text(part) for part in value)))
     return ""
 
 
 def _message(message: Mapping[str, Any]) -> str:
-    found, calls = "", _calls(message)
+    content, calls = "", _calls(message)
     for key in ("content", "text", "parts", "messages", "prompt", "value"):
         if key in message:
-            found = text_of(message[key])
+            content = joined_text(message[key])
             break
     else:
         if not calls:
             return ""
-    text = "\n".join(filter(None, (found, calls)))
+    text = "\n".join(filter(None, (content, calls)))
     return f"{message['role']}: {text}" if "role" in message else text
 
 
@@ -92,24 +92,26 @@ def _calls(message: Mapping[str, Any]) -> str:
     functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
     if message.get("type") == "function_call":
         functions.append(message)
-    words = [one.get(key) for one in functions if isinstance(one, Mapping) for key in ("name", "arguments")]
+    words = [
+        function.get(key) for function in functions if isinstance(function, Mapping) for key in ("name", "arguments")
+    ]
     return "\n".join(word for word in words if isinstance(word, str))
 
 
-def answer_of(value: Any) -> str:
+def answer_text(value: Any) -> str:
     """The text of a response: a string, a message, or the first choice of a completion; empty for anything else.
 
     Thinking and tool calls are part of it, as they are of the output tokens.
     """
     if isinstance(value, Mapping):
         if isinstance(choices := value.get("choices"), Sequence) and choices:
-            return answer_of(choices[0])
+            return answer_text(choices[0])
         thinking = value.get("reasoning_content") or value.get("reasoning")
         own = next((value[key] for key in ("message", "body", "content", "text", "output") if value.get(key)), "")
-        parts = (thinking if isinstance(thinking, str) else "", answer_of(own), _calls(value))
+        parts = (thinking if isinstance(thinking, str) else "", answer_text(own), _calls(value))
         return "\n".join(filter(None, parts))
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "\n".join(filter(None, map(answer_of, value)))
+        return "\n".join(filter(None, map(answer_text, value)))
     return value if isinstance(value, str) else ""
 
 
@@ -198,7 +200,7 @@ class TraceFormat:
     choices: tuple[str, ...] = ()
 
 
-def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:
+def read_tokens(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:
     """A token count, or None if the cell is empty. Raises InputFileError if it is no whole number of 0 or more."""
     if type(value) is int:
         count = value
@@ -229,7 +231,7 @@ def converted(log: LogFile, line: int, value: Any, kind: Any) -> Any:
         raise InputFileError(log.path, f"is not as its format has it: {problem}", line) from None
 
 
-def turn_of(log: LogFile, line: int, name: str, value: Any) -> float | None:
+def read_turn(log: LogFile, line: int, name: str, value: Any) -> float | None:
     """The number of a turn, None for an empty cell. Raises InputFileError."""
     if value is None or value == "":
         return None
@@ -246,7 +248,7 @@ MOST_CLASSES = 100
 """Different values of a column of classes: one with more names requests, users or times."""
 
 
-def class_of(log: LogFile, line: int, name: str, value: Any) -> str | None:
+def read_class(log: LogFile, line: int, name: str, value: Any) -> str | None:
     """The class that a cell names, None for an empty one; blanks, colons and commas, which limits cannot name, become
     ``_``. Raises InputFileError for what is no name.
     """

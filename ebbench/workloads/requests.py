@@ -157,17 +157,19 @@ class Requests:
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
         """The turns that each kept row waits for, where a turn that is not kept is replaced by those it waits for."""
         assert self.after is not None  # the caller checked
-        found: list[Sequence[int] | None] = []
+        kept_after: list[Sequence[int] | None] = []
         of_dropped: dict[tuple[int, int], list[int]] = {}  # by session and turn
         columns = (self.session.tolist(), self.turn.tolist(), self.after, mask.tolist())
         for session, turn, after, kept in zip(*columns, strict=True):
             waits = ([turn - 1] if turn else []) if after is None else list(after)
-            resolved = sorted({one for wait in waits for one in of_dropped.get((session, wait), [wait])})
+            resolved = sorted(
+                {turn_before for wait in waits for turn_before in of_dropped.get((session, wait), [wait])}
+            )
             if kept:
-                found.append(after if resolved == waits else resolved)
+                kept_after.append(after if resolved == waits else resolved)
             else:
                 of_dropped[session, turn] = resolved
-        return found
+        return kept_after
 
     def repeated(self, times: int) -> Requests:
         """The sessions ``times`` times over, each time with new contents and hash ids, without arrival times."""
@@ -215,7 +217,7 @@ def _renewed(hash_ids: pa.Array, times: int) -> pa.Array:
     return int_lists_of(flat, np.tile(sizes, times).tolist(), np.tile(valid, times))
 
 
-def part_of(requests: Requests, sessions: int, first: int = 0) -> Requests:
+def first_sessions(requests: Requests, sessions: int, first: int = 0) -> Requests:
     """The sessions from ``first`` on. Beyond the last one they repeat from the start, with new contents.
 
     Sessions with arrival times cannot repeat, so there must be enough of them; times then count from that of ``first``.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,8 +21,10 @@ from ebbench.foreign.documents import not_positive
 from ebbench.records.content import CHUNK_TOKENS
 from ebbench.traffic.arrivals import substream
 from ebbench.traffic.lengths import LengthSpec, length_spec
-from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Floats, Requests
+
+if TYPE_CHECKING:
+    from ebbench.workloads.options import PlanOptions
 
 # Distributions of times in seconds: think time, tool calls, the patience of clients.
 #
@@ -243,16 +245,16 @@ def _with_thinking(requests: Requests, thinking: LengthSpec, seed: int) -> Reque
 
 
 def _described(spec: SessionSpec) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         name: getattr(spec, name).text
         for name in ("think", "tool", "abandon", "thinking")
         if getattr(spec, name) is not None
     }
     if spec.tool_share is not None:
-        found["tool_share"] = spec.tool_share
+        described["tool_share"] = spec.tool_share
     if spec.agents is not None:
-        found["agents"] = f"{spec.agents.count} after {spec.agents.share:.0%} of the turns"
-    return found
+        described["agents"] = f"{spec.agents.count} after {spec.agents.share:.0%} of the turns"
+    return described
 
 
 def _pauses(spec: SessionSpec, later: np.ndarray, seed: int) -> Floats:
@@ -301,12 +303,12 @@ def parse_start(text: str) -> tuple[float, float]:
     """``0.25-0.75``, or a single share, as a range of the course of a session. Raises UsageError."""
     low, dash, high = text.partition("-")
     try:
-        found = float(low), float(high if dash else low)
+        limits = float(low), float(high if dash else low)
     except ValueError:
-        found = -1.0, -1.0
-    if not 0.0 <= found[0] <= found[1] <= 1.0:
+        limits = -1.0, -1.0
+    if not 0.0 <= limits[0] <= limits[1] <= 1.0:
         raise UsageError(f"--session-start {text!r}: write a share of a session's course, as 0.5, or a range, as 0-1")
-    return found
+    return limits
 
 
 def with_longest_pause(requests: Requests, most_s: float) -> Requests:
@@ -374,12 +376,12 @@ def _held_prefixes(requests: Requests, rows: slice, first: int) -> list[tuple[in
     content = np.zeros(len(requests), np.int64) if requests.content is None else requests.content
     before = {int(content[row]): row for row in range(rows.start, first)}
     later = {int(content[row]): row for row in range(rows.stop - 1, first - 1, -1)}
-    found = []
+    held = []
     for stream, row in later.items():
         if (last := before.get(stream)) is not None:
             history = int(requests.input_tokens[last]) + int(requests.output_tokens[last])
-            found.append((row, _shared(requests, last, row, min(history, int(requests.input_tokens[row])))))
-    return found
+            held.append((row, _shared(requests, last, row, min(history, int(requests.input_tokens[row])))))
+    return held
 
 
 def _shared(requests: Requests, last: int, row: int, tokens: int) -> int:
@@ -387,7 +389,7 @@ def _shared(requests: Requests, last: int, row: int, tokens: int) -> int:
     if requests.hash_ids is None or (ids := requests.hash_ids[row].as_py()) is None:
         return tokens
     earlier = requests.hash_ids[last].as_py() or []
-    same = next((at for at, (one, other) in enumerate(zip(ids, earlier, strict=False)) if one != other), None)
+    same = next((at for at, (ours, theirs) in enumerate(zip(ids, earlier, strict=False)) if ours != theirs), None)
     blocks = min(len(ids), len(earlier)) if same is None else same
     return min(tokens, blocks * (requests.block_tokens or CHUNK_TOKENS))
 
@@ -450,10 +452,10 @@ class _Rows:
         """Classes of the rows; sub-agents have that of the turn after which they start."""
         if self._old.classes is None:
             return None
-        found: list[str | None] = []
+        classes: list[str | None] = []
         for row in self._columns["source"]:
-            found.append(found[-1] if row < 0 else self._old.classes[row])
-        return found
+            classes.append(classes[-1] if row < 0 else self._old.classes[row])
+        return classes
 
     def requests(self) -> Requests:
         """The requests written."""

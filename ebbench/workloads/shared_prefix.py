@@ -34,15 +34,15 @@ def with_shared_prefixes(requests: Requests, options: PlanOptions) -> Requests:
         raise UsageError(f"these prompts have {own} of their own; leave out --prefix-share and --cache-hit-rate")
     groups = options.prefix_groups or 1
     group = substream(options.seed, "content/groups").permutation(requests.sessions) % groups
-    share, hit_rate = options.prefix_share, options.cache_hit_rate
+    share = options.prefix_share
     if share is None:
-        assert hit_rate is not None  # the caller checked options.shares_prefixes
-        share = _share_for(requests, group, hit_rate, groups)
+        assert options.cache_hit_rate is not None  # the caller checked options.shares_prefixes
+        share = _share_for(requests, group, options.cache_hit_rate, groups)
     blocks = _blocks(requests, share)
     facts = {
         "prefix_share": round(share, 6),
         "prefix_groups": groups,
-        **({"cache_hit_rate": hit_rate} if hit_rate is not None else {}),
+        **({"cache_hit_rate": options.cache_hit_rate} if options.cache_hit_rate is not None else {}),
         "planned_hit_rate": round(_hit_rate(requests, group, blocks), 6),
     }
     return replace(
@@ -57,8 +57,8 @@ def _blocks(requests: Requests, share: float) -> Int64s:
     """Shared blocks per session: ``share`` of its first prompt, of which one token at least is its own."""
     first = requests.input_tokens[requests.turn == 0].astype(np.int64)
     wanted = np.rint(first * share / BLOCK_TOKENS).astype(np.int64)
-    found: Int64s = np.minimum(wanted, (first - 1) // BLOCK_TOKENS)
-    return found
+    blocks: Int64s = np.minimum(wanted, (first - 1) // BLOCK_TOKENS)
+    return blocks
 
 
 def _hit_rate(requests: Requests, group: Int64s, blocks: Int64s) -> float:
@@ -75,11 +75,11 @@ def _hit_rate(requests: Requests, group: Int64s, blocks: Int64s) -> float:
 def _most_before(group: Int64s, blocks: Int64s) -> Int64s:
     """The most blocks of an earlier session of the same group; 0 for the first."""
     order = np.argsort(group, kind="stable")
-    found = np.zeros(len(group), np.int64)
+    most = np.zeros(len(group), np.int64)
     bounds = np.flatnonzero(np.diff(group[order], prepend=-1))
     for rows in np.split(order, bounds[1:]):
-        found[rows[1:]] = np.maximum.accumulate(blocks[rows])[:-1]
-    return found
+        most[rows[1:]] = np.maximum.accumulate(blocks[rows])[:-1]
+    return most
 
 
 def _share_for(requests: Requests, group: Int64s, hit_rate: float, groups: int) -> float:
@@ -131,10 +131,10 @@ class Repeats(NamedTuple):
 def repeats_in(requests: Requests) -> Repeats:
     """How each prompt of a log repeats earlier ones. The requests have hash ids."""
     assert requests.hash_ids is not None  # the caller checked
-    return repeats_of(requests.hash_ids, requests.input_tokens, requests.block_tokens or CHUNK_TOKENS)
+    return count_repeats(requests.hash_ids, requests.input_tokens, requests.block_tokens or CHUNK_TOKENS)
 
 
-def repeats_of(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> Repeats:
+def count_repeats(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> Repeats:
     """How each prompt repeats earlier ones. ``hash_ids``: one list per request in order of arrival, null for none.
 
     A block is repeated if an earlier prompt had it after the same blocks, and as long: a last block that is not full is
@@ -146,9 +146,9 @@ def repeats_of(hash_ids: pa.Array, input_tokens: Int32s, block_tokens: int) -> R
     blocks, lags, earlier = [], [], []
     for row, (ids, tokens) in enumerate(zip(hash_ids.to_pylist(), input_tokens.tolist(), strict=True)):
         path, node = list[int](), -1
-        for place, one in enumerate(ids or ()):
+        for place, block_id in enumerate(ids or ()):
             size = min(block_tokens, tokens - place * block_tokens)
-            node = nodes.setdefault((node, one, size), len(nodes))
+            node = nodes.setdefault((node, block_id, size), len(nodes))
             path.append(node)
         held = next((place for place, node in enumerate(path) if node >= len(last)), len(path))
         blocks.append(held)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
-from ebbench.workloads.files import LogFile, files_of, open_log
+from ebbench.workloads.files import LogFile, log_files, open_log
 from ebbench.workloads.formats_agents import AGENTS
 from ebbench.workloads.formats_columns import (
     CHOICES,
@@ -135,14 +135,14 @@ _LIKE = 0.6
 FORMATS = (*TOOLS, *AGENTS, *DATA_SETS, *TRACES, ACCESS_LOG, CHAT_LOG, TABLE)
 
 
-def format_of(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]:
+def recognise_format(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]:
     """The format of a file by its first records, and the file opened in it.
 
     Raises InputFileError with the nearest format if the file has neither a known schema nor columns with known names.
     """
-    known = next((each for each in FORMATS if each.recognises(log)), TABLE)
+    known = next((trace_format for trace_format in FORMATS if trace_format.recognises(log)), TABLE)
     if log.parts and not known.in_folders:
-        names = ", ".join(each.name for each in FORMATS if each.in_folders)
+        names = ", ".join(trace_format.name for trace_format in FORMATS if trace_format.in_folders)
         raise InputFileError(log.path, f"is a folder, which only {names} come in; give one file")
     if unused := [key for key in options.columns if key not in known.choices]:
         takes = f"; it takes {', '.join(f'{key}=' for key in known.choices)}" if 0 < len(known.choices) < 3 else ""
@@ -171,8 +171,8 @@ def nearest(log: LogFile) -> TraceFormat:
 
     def likeness(known: TraceFormat) -> float:
         best = [
-            max((difflib.SequenceMatcher(None, plain_name(one), name).ratio() for name in names), default=0.0)
-            for one in known.fields
+            max((difflib.SequenceMatcher(None, plain_name(field), name).ratio() for name in names), default=0.0)
+            for field in known.fields
         ]
         return sum(best) / len(best)
 
@@ -182,7 +182,7 @@ def nearest(log: LogFile) -> TraceFormat:
 
 def with_expected(formats: tuple[TraceFormat, ...] = FORMATS) -> list[tuple[str, str]]:
     """Name and description of each format, for documents and lists."""
-    return [(each.name, each.expected) for each in formats if each.expected]
+    return [(trace_format.name, trace_format.expected) for trace_format in formats if trace_format.expected]
 
 
 _MOST_DROPPED = 0.5
@@ -239,10 +239,10 @@ class Trace:
                 f"{self.path}: has no times to replay; give --scenario poisson --request-rate R or --scenario "
                 f"saturated; {hint}"
             )
-        found = self.reading
+        reading = self.reading
         try:
             unit = read_time_unit(
-                self.stamps, time_unit, whole_numbers_are=found.whole_numbers_are, numbers_are=found.numbers_are
+                self.stamps, time_unit, whole_numbers_are=reading.whole_numbers_are, numbers_are=reading.numbers_are
             )
         except UsageError as error:
             if (mixed := mixed_epochs(self.stamps)) is not None:
@@ -282,7 +282,7 @@ def read_trace(
     ``keep_text`` keeps its prompts. The last file read is kept in memory. Raises InputFileError, UsageError.
     """
     try:
-        stats = [one.stat() for one in files_of(path)]
+        stats = [file.stat() for file in log_files(path)]
     except OSError as error:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
     state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
@@ -295,7 +295,7 @@ def _read(
 ) -> Trace:
     log = open_log(path)
     texts = TextReader(tokenizer, keep=keep_text)
-    found, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))
+    trace_format, reading = recognise_format(log, ReadOptions(texts, parse_columns(columns)))
     collected = collect(log, reading)
     names = {} if reading.columns is None else reading.columns.names
     _check_rows(path, collected, names)
@@ -304,8 +304,8 @@ def _read(
     except ValueError as error:
         at = collected.times.mixed_at
         raise InputFileError(path, str(error), None if at is None else int(collected.line[at])) from None
-    facts: dict[str, Any] = {"source": f"file:{path}", "source_reason": found.name}
-    if reading.columns is not None and found.name in ("table", "chat log", "access log"):
+    facts: dict[str, Any] = {"source": f"file:{path}", "source_reason": trace_format.name}
+    if reading.columns is not None and trace_format.name in ("table", "chat log", "access log"):
         facts["columns"] = dict(reading.columns.names)
     if collected.dropped:
         facts["rows_dropped"] = {reason: count for reason, (count, _) in collected.dropped.items()}
@@ -322,7 +322,7 @@ def _read(
         raise UsageError(f"--tokenizer counts the tokens of texts; {path} has token counts, leave it out")
     if keep_text and requests.prompt is None:
         raise UsageError(f"--keep-text: {path} holds no prompts; leave it out")
-    return Trace(path, found.name, reading, collected, requests, stamps)
+    return Trace(path, trace_format.name, reading, collected, requests, stamps)
 
 
 def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) -> None:
@@ -349,7 +349,7 @@ def _check_rows(path: Path, collected: Collected, columns: Mapping[str, str]) ->
 
 
 def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str, str]) -> list[str]:
-    found = []
+    warnings = []
     if collected.dropped:
         total = sum(count for count, _ in collected.dropped.values())
         rows = total + len(collected)
@@ -358,31 +358,33 @@ def _warnings(collected: Collected, stamps: Stamps | None, columns: Mapping[str,
         )
         keeps = keeps_failed(collected.failed_by, columns)
         remedy = f"; {keeps} keeps failed requests that have token counts" if keeps else ""
-        found.append(f"{total:,} of {rows:,} rows left out: {why}{remedy}")
+        warnings.append(f"{total:,} of {rows:,} rows left out: {why}{remedy}")
     if collected.derived_block:
         size = collected.block_tokens
-        found.append(f"its hash ids are read as blocks of {size} tokens, the size that fits all prompts")
+        warnings.append(f"its hash ids are read as blocks of {size} tokens, the size that fits all prompts")
     if collected.early_ends is not None:
         count, line = collected.early_ends
-        found.append(f"requests that end before they start: {count:,} (first: line {line:,}); their ends are not used")
+        warnings.append(
+            f"requests that end before they start: {count:,} (first: line {line:,}); their ends are not used"
+        )
     if collected.cached_share and not collected.hash_counts:
         within = "only requests of one session" if collected.sessions else "no requests"
-        found.append(
+        warnings.append(
             f"{100 * collected.cached_share:.1f} % of the prompt tokens were cached when recorded; without hash_ids or "
             f"messages {within} share prefixes here, so that the hit rate of a run can be another"
         )
     if stamps is not None and (backwards := _backwards(collected, stamps)).size:
         line = int(collected.line[backwards[0] + 1])
-        found.append(
+        warnings.append(
             f"rows earlier than the row before: {backwards.size:,} (first: line {line:,}); they are put in order"
         )
-    return found
+    return warnings
 
 
 def _backwards(rows: Collected, stamps: Stamps) -> Int64s:
     """Rows after which a later line of the file has an earlier time."""
-    found: Int64s = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(rows.line)) > 0))
-    return found
+    backwards: Int64s = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(rows.line)) > 0))
+    return backwards
 
 
 def sliced(requests: Requests, replay: Replay) -> Requests:

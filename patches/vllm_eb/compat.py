@@ -172,8 +172,8 @@ def refuse_unsupported(
     problems = _problems(vllm_config)
     if not only_records:
         problems += _problems_of_phases(vllm_config, holds_adapters, counts_passes)
-    for found, what in problems:
-        if found:
+    for applies, what in problems:
+        if applies:
             raise ConfigError(
                 f"vllm_eb cannot be combined with {what}: switch that off, or leave --scheduler-cls out (policy v1)"
             )

@@ -427,10 +427,10 @@ class WaitingOrder:
         if {*first, *late, *rest}.symmetric_difference(queued):
             self._known = False
             present, ordered = set(queued), {*late, *self._others[: self._ordered]}
-            first, late, rest = ([one for one in part if one in present] for part in (first, late, rest))
-            rest = [one for one in rest if one in ordered]
-            started = list(takewhile(lambda one: one not in ordered, queued))
-            rest += [one for one in queued[len(started) :] if one not in ordered]
+            first, late, rest = ([request for request in part if request in present] for part in (first, late, rest))
+            rest = [request for request in rest if request in ordered]
+            started = list(takewhile(lambda request: request not in ordered, queued))
+            rest += [request for request in queued[len(started) :] if request not in ordered]
         self._place(waiting, started, first, late, rest)
 
     def _place(
@@ -490,7 +490,7 @@ class WaitingOrder:
         """Read the queue, order and arrange it."""
         self.arrange(waiting)
         queued = self._take_out(waiting)
-        started = [one for one in queued if not self._is_fresh(one)]
+        started = [queued_request for queued_request in queued if not self._is_fresh(queued_request)]
         self._others, self._seen_s, self._prompt_tokens = [], [], []
         for request in filter(self._is_fresh, queued):
             self._append(request)

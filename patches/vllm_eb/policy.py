@@ -170,10 +170,10 @@ def policy_types() -> Mapping[str, type[PolicySpec]]:
 
 
 def _policy_of(module: str) -> type[PolicySpec]:
-    found = getattr(importlib.import_module(module), "POLICY", None)
-    if not (isinstance(found, type) and issubclass(found, PolicySpec)):
+    policy = getattr(importlib.import_module(module), "POLICY", None)
+    if not (isinstance(policy, type) and issubclass(policy, PolicySpec)):
         raise PolicyError(f"module {module} is not a policy: it has no subclass of PolicySpec under the name POLICY")
-    return found
+    return policy
 
 
 def _reach_working_directory(package: str) -> None:

@@ -404,7 +404,7 @@ class StepReports:
     @property
     def wanted(self) -> bool:
         """Whether anything is reported at all."""
-        return any(one is not None for one in (self._recorder, self._figures, self._passes))
+        return any(report is not None for report in (self._recorder, self._figures, self._passes))
 
     def received(self) -> None:
         """Count a request that arrived."""
@@ -476,6 +476,6 @@ class StepReports:
 
     def close(self) -> None:
         """Write what is left, and remove what other processes read."""
-        for one in (self._passes, self._recorder, self._figures):
-            if one is not None:
-                one.close()
+        for report in (self._passes, self._recorder, self._figures):
+            if report is not None:
+                report.close()

@@ -180,18 +180,18 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _prompt_tokens(self, wanted: int) -> int:
         """Prompt tokens that the next step could compute, counted up to ``wanted``."""
-        found: int = sum(r.num_tokens - r.num_computed_tokens for r in self._prefilling)
+        tokens: int = sum(r.num_tokens - r.num_computed_tokens for r in self._prefilling)
         slots = getattr(self, self._limit_name) - len(self.running) - compat.idle_sessions(self)
         blocks = compat.free_blocks(self)
         for request in () if compat.paused(self) else self.waiting:
-            if found >= wanted or slots <= 0:
+            if tokens >= wanted or slots <= 0:
                 break
             slots -= 1
             blocks -= compat.blocks_of(self, request.num_tokens)
             if blocks < 0:
                 break
-            found += request.num_tokens
-        return found
+            tokens += request.num_tokens
+        return tokens
 
     def _last_tokens_out(self) -> bool:
         """Whether no decoding request needs another step; the first one nearly always decides."""
@@ -312,8 +312,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         set aside, vLLM does not see it: it is preempted here, and as in vLLM nothing is admitted in such a step.
         """
         while (blocks := allocate(request, *args, **kwargs)) is None and request.status == _RUNNING:
-            others = [one for one in self._set_aside if one.status == _RUNNING]
-            victim = max(others, key=lambda one: (one.priority, one.arrival_time), default=request)
+            others = [other for other in self._set_aside if other.status == _RUNNING]
+            victim = max(others, key=lambda other: (other.priority, other.arrival_time), default=request)
             if victim is request or victim in self.running:
                 break
             self._set_aside.remove(victim)

@@ -78,12 +78,12 @@ class AnswerLength:
             return
         ages = running_ages()
         self.running_tokens = sum(ages)
-        found = self._lengths.estimate(ages)
-        if found is None:
+        estimated = self._lengths.estimate(ages)
+        if estimated is None:
             return
         if self._level is None:
-            self._short.tokens = self._short.ended * found.mean
-        self._level = found.mean
+            self._short.tokens = self._short.ended * estimated.mean
+        self._level = estimated.mean
         self._estimate()
 
     def _estimate(self) -> None:

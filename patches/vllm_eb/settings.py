@@ -24,6 +24,10 @@ class GivenValueError(ValueError):
     """An invalid policy, setting, calibration or coefficient; the message says what to give instead."""
 
 
+MOST_NAMED = 60
+"""Names that an error lists: all policies, devices or workloads, but not all runs of a year."""
+
+
 def name_hint(name: str, known: Iterable[str]) -> str:
     """What to write instead of an unknown name: the nearest known one, or all of them."""
     import difflib
@@ -33,7 +37,8 @@ def name_hint(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), by_small_letters, n=1, cutoff=0.5)
     if near:
         return f"did you mean {by_small_letters[near[0]]!r}?"
-    return f"known: {', '.join(choices)}" if choices else "there is none"
+    more = f" and {len(choices) - MOST_NAMED} more" if len(choices) > MOST_NAMED else ""
+    return f"known: {', '.join(choices[:MOST_NAMED])}{more}" if choices else "there is none"
 
 
 REQUIRED = object()
@@ -186,16 +191,16 @@ def read_settings(
     settings. Raises UnknownSettingError for a key that is not in ``known``, SettingError for a repeated key and for an
     invalid value.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pair in split_pairs(text):
         written, given, value = pair.partition(equals)
         key = (aliases or {}).get(written, written)
         if key not in known:
             raise UnknownSettingError(of, key, known, noun)
-        if key in found:
+        if key in settings:
             raise SettingError(f"{of}: {key} is given twice; give it once")
-        found[key] = read_value(key, value if given else "", known[key], of, equals=equals)
-    return found
+        settings[key] = read_value(key, value if given else "", known[key], of, equals=equals)
+    return settings
 
 
 def read_value(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:

@@ -45,22 +45,22 @@ class PolicyCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One sample per figure and engine core; figures that the policy does not have are left out."""
-        found = [((self._model_name, str(rank)), figures) for rank, figures in read_figures(self._instance)]
-        if not found:
+        by_rank = [((self._model_name, str(rank)), figures) for rank, figures in read_figures(self._instance)]
+        if not by_rank:
             return
         info = InfoMetricFamily("vllm_eb", "The scheduling policy.", labels=_LABELS)
-        for labels, _ in found:
+        for labels, _ in by_rank:
             info.add_metric(labels, {"policy": self._policy})
         yield info
-        yield _states("vllm_eb_mode", "Batches: mixed or exclusive (1: in force).", found, _modes)
-        yield _states("vllm_eb_phase", "What a step may contain (1: now).", found, _phases)
+        yield _states("vllm_eb_mode", "Batches: mixed or exclusive (1: in force).", by_rank, _modes)
+        yield _states("vllm_eb_phase", "What a step may contain (1: now).", by_rank, _phases)
         for name, (field, text) in _GAUGES.items():
-            yield _samples(GaugeMetricFamily(name, text, labels=_LABELS), field, found)
+            yield _samples(GaugeMetricFamily(name, text, labels=_LABELS), field, by_rank)
         for name, (field, text) in _COUNTERS.items():
-            yield _samples(CounterMetricFamily(name, text, labels=_LABELS), field, found)
+            yield _samples(CounterMetricFamily(name, text, labels=_LABELS), field, by_rank)
 
 
-_Found = list[tuple[tuple[str, str], Figures]]
+_ByRank = list[tuple[tuple[str, str], Figures]]
 
 
 def _modes(figures: Figures) -> dict[str, bool]:
@@ -71,17 +71,17 @@ def _phases(figures: Figures) -> dict[str, bool]:
     return {phase: phase == figures.phase for phase in PHASES}
 
 
-def _states(name: str, text: str, found: _Found, states: Any) -> Metric:
+def _states(name: str, text: str, by_rank: _ByRank, states: Any) -> Metric:
     """One gauge per state, 1 for the current one."""
     family = GaugeMetricFamily(name, text, labels=(*_LABELS, name.rpartition("_")[2]))
-    for labels, figures in found:
+    for labels, figures in by_rank:
         for state, holds in states(figures).items():
             family.add_metric((*labels, state), float(holds))
     return family
 
 
-def _samples(family: Any, field: str, found: _Found) -> Metric:
-    for labels, figures in found:
+def _samples(family: Any, field: str, by_rank: _ByRank) -> Metric:
+    for labels, figures in by_rank:
         value = getattr(figures, field)
         if value is not None:
             family.add_metric(labels, float(value))

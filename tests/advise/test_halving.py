@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.advice.choice import AdviceQuestion, BudgetedPolicy
-from ebbench.advice.simulate import FACTOR, FEWEST, pairs_of, rounds_of, search
+from ebbench.advice.simulate import FACTOR, FEWEST, budgeted_policies, search, seeds_per_round
 from ebbench.analysis.metrics import Slo
 from ebbench.spec.run import RunSpec, simulated
 
@@ -29,10 +29,10 @@ def pair_of(cell: RunSpec) -> BudgetedPolicy:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.randoms(use_true_random=False))
-def test_the_best_the_reference_and_the_best_budget_of_v1_run_on_all_seeds(seeds: int, random: Random) -> None:
+def test_best_reference_and_best_budget_of_v1_run_on_all_seeds(seeds: int, random: Random) -> None:
     """Seeds change every candidate's figure by the same factor, so one seed gives the same order as all seeds."""
     asked = question(seeds)
-    truth = {pair: random.uniform(50, 100) for pair in pairs_of(asked)}
+    truth = {pair: random.uniform(50, 100) for pair in budgeted_policies(asked)}
     made: set[RunSpec] = set()
 
     def make(_name: str, cells: Sequence[RunSpec]) -> None:
@@ -45,7 +45,9 @@ def test_the_best_the_reference_and_the_best_budget_of_v1_run_on_all_seeds(seeds
     for pair in found.finalists:
         assert {cell.plan.seed for cell in made if pair_of(cell) == pair} == set(range(seeds))
     assert len(found.finalists) + len(found.dropped) == len(truth) == 40
-    most = len(truth) + 2 * (len(rounds_of(seeds)) * len(truth))  # P (1 + 2 log3 S): a round adds 2 seeds for a third
+    most = len(truth) + 2 * (
+        len(seeds_per_round(seeds)) * len(truth)
+    )  # P (1 + 2 log3 S): a round adds 2 seeds for a third
     assert len(made) <= min(most, len(truth) * seeds)
     if seeds >= FACTOR:
         assert len(made) < 0.62 * len(truth) * seeds
@@ -66,10 +68,10 @@ def test_few_policies_keep_their_best_budget_each() -> None:
 
 
 def test_a_budget_that_a_policy_cannot_run_at_is_left_out() -> None:
-    found = pairs_of(question(1, ("v1", "v1:budget=4096")))
+    found = budgeted_policies(question(1, ("v1", "v1:budget=4096")))
     assert BudgetedPolicy("v1:budget=4096", 2048) not in found
     assert BudgetedPolicy("v1:budget=4096", 16384) in found
 
 
 def test_rounds_end_at_the_seeds_asked_for() -> None:
-    assert [rounds_of(seeds) for seeds in (1, 2, 5, 9)] == [[1], [1, 2], [1, 3, 5], [1, 3, 9]]
+    assert [seeds_per_round(seeds) for seeds in (1, 2, 5, 9)] == [[1], [1, 2], [1, 3, 5], [1, 3, 9]]

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.advice import sentences
-from ebbench.advice.candidates import engines_of
+from ebbench.advice.candidates import engine_count
 from ebbench.advice.choice import AdviceQuestion
 from ebbench.analysis.metrics import Slo
 from ebbench.cli.main import app
@@ -140,4 +140,4 @@ def test_the_topology_is_shown_as_an_option_of_advise(topology: str, shown: str)
     ("topology", "engines"), [("tp=4", 1), ("dp=3,tp=2", 3), ("tp=1,dp=4,ep=4", 4), ("instances=2,dp=4,ep=4", 8)]
 )
 def test_every_rank_is_an_engine(topology: str, engines: int) -> None:
-    assert engines_of(question({"topology": topology})) == engines
+    assert engine_count(question({"topology": topology})) == engines

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ebbench.analysis.cases import cases_of, gain, group_by_policy, output_throughput, partition
-from ebbench.analysis.certainty import ALPHA, log_ratios, p_of, pairs_needed
+from ebbench.analysis.cases import comparison_cases, gain, group_by_policy, output_throughput, partition
+from ebbench.analysis.certainty import ALPHA, log_ratios, p_value, pairs_needed
 from ebbench.analysis.environment import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.cli.main import app
@@ -53,22 +53,22 @@ def test_runs_of_another_load_or_environment_are_another_case(tmp_path: Path) ->
         other(one, options=options),
     ]
     for each in unlike:
-        cases = cases_of([one, each])
+        cases = comparison_cases([one, each])
         assert [case.summaries for case in cases] == [(one,), (each,)]
         assert cases[0].title != cases[1].title
-    titles = [case.title for case in cases_of([one, unlike[0], other(one, options=options)])]
+    titles = [case.title for case in comparison_cases([one, unlike[0], other(one, options=options)])]
     assert titles == ["rate 5/s, N = 1024", "rate 10/s, N = 1024", "rate 5/s, N = 7"]
 
 
 def test_runs_that_differ_in_seed_are_one_row_and_their_policies_one_case(summary: Summary) -> None:
     rows = [replace(summary, policy=p, seed=s, plan_hash=str(s)) for p in ("ebplus", "v1") for s in (1, 0)]
-    [case] = cases_of(rows)
+    [case] = comparison_cases(rows)
     assert case.title == ""
     assert [(group.policy, group.seeds) for group in case.groups] == [("v1", (0, 1)), ("ebplus", (0, 1))]
 
 
 def test_runs_of_one_seed_with_different_plans_are_not_averaged(summary: Summary) -> None:
-    cases = cases_of([summary, replace(summary, plan_hash="another plan")])
+    cases = comparison_cases([summary, replace(summary, plan_hash="another plan")])
     assert [len(case.summaries) for case in cases] == [1, 1]
     assert all("plan " in case.title for case in cases)
 
@@ -117,10 +117,10 @@ def test_a_gain_is_shown_from_the_fewest_pairs_that_can_show_it_on(summary: Summ
     assert pairs_needed(3) == 7
     factors = [1.1 + place / 1000 for place in range(7)]
     for count, shown in ((7, True), (6, False)):
-        p = p_of(seeds(summary, factors[:count]), "ebplus", output_throughput)
+        p = p_value(seeds(summary, factors[:count]), "ebplus", output_throughput)
         assert p is not None
         assert (p <= ALPHA) == shown
-    assert p_of(seeds(summary, factors[:1]), "ebplus", output_throughput) is None
+    assert p_value(seeds(summary, factors[:1]), "ebplus", output_throughput) is None
 
 
 def test_copies_in_virtual_time_count_once_and_real_repeats_each(summary: Summary) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.metrics import ECONOMY_FIGURES, economy_of
+from ebbench.analysis.metrics import ECONOMY_FIGURES, cost_and_energy
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
 from ebbench.records.run import Run
@@ -67,17 +67,17 @@ def test_a_run_without_price_or_power_shows_neither(tmp_path: Path) -> None:
 
 def test_energy_is_that_of_the_whole_run(priced: tuple[dict[str, Any], Path]) -> None:
     summary = summarise(Run.load(priced[1]))
-    economy = economy_of({"gpu_power": POWER}, summary.metrics)
+    economy = cost_and_energy({"gpu_power": POWER}, summary.metrics)
     assert (economy.gpu_power_mean_w, economy.gpu_power_peak_w, economy.gpu_energy_j) == (350.0, 420.0, 7000.0)
     assert economy.joules_per_output_token == pytest.approx(7000.0 / summary.metrics.total_output_tokens)
     assert economy.joules_per_request == pytest.approx(7000.0 / 40)
-    of_a_phase = economy_of({"gpu_power": POWER, "price_per_hour": 1.0}, summary.metrics, whole=False)
+    of_a_phase = cost_and_energy({"gpu_power": POWER, "price_per_hour": 1.0}, summary.metrics, whole=False)
     assert of_a_phase.gpu_energy_j is None
     assert of_a_phase.cost_per_1000_requests is not None
 
 
 def test_power_that_failed_is_absent(priced: tuple[dict[str, Any], Path]) -> None:
-    economy = economy_of({"gpu_power": {"gpus": ["H"], "absent": "lost"}}, summarise(Run.load(priced[1])).metrics)
+    economy = cost_and_energy({"gpu_power": {"gpus": ["H"], "absent": "lost"}}, summarise(Run.load(priced[1])).metrics)
     assert all(value is None for value in vars(economy).values())
 
 

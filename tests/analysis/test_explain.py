@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbench.analysis.cases import Group, baseline_of, differing, gain, group_by_policy, ranked
+from ebbench.analysis.cases import Group, baseline_group, differing, gain, group_by_policy, ranked
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import Summary, summarise
@@ -75,7 +75,7 @@ def groups(tmp_path: Path, **gaps: tuple[int, ...]) -> tuple[Group, ...]:
 
 def test_gains_are_paired_by_seed(tmp_path: Path) -> None:
     both = groups(tmp_path, eb=(10, 20), v1=(20, 20))
-    assert baseline_of(both).policy == "v1"
+    assert baseline_group(both).policy == "v1"
     found = gain(both[0], both[1])
     assert found is not None
     ratios = np.array([1.0, 0.0])  # twice as fast with seed 0, equal with seed 1
@@ -85,7 +85,7 @@ def test_gains_are_paired_by_seed(tmp_path: Path) -> None:
 
 
 def test_without_v1_the_first_policy_is_the_baseline(tmp_path: Path) -> None:
-    assert baseline_of(groups(tmp_path, eb=(10,), v0=(20,))).policy == "eb"
+    assert baseline_group(groups(tmp_path, eb=(10,), v0=(20,))).policy == "eb"
 
 
 def test_settings_that_differ_are_named(tmp_path: Path) -> None:

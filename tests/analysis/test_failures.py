@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.analysis.summary import summarise
-from ebbench.analysis.validity import LONGEST_EXAMPLE, failures_of, merge_failures
+from ebbench.analysis.validity import LONGEST_EXAMPLE, failures_by_cause, merge_failures
 from ebbench.cli.main import app
 from ebbench.fakeserver.config import FakeConfig, parse_fault
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.render.report import failure_lines
-from ebbench.report.page_data import page_of
+from ebbench.report.page_data import report_page
 
 OUT_OF_VOCABULARY = '{"error": {"message": "Token id 29783 is out of vocabulary", "code": 400}}'
 
@@ -46,7 +46,7 @@ ROWS = st.lists(
 
 @given(ROWS)
 def test_every_failed_request_is_counted_once(rows: list[tuple[str, str | None, str | None]]) -> None:
-    found = failures_of(table(rows))
+    found = failures_by_cause(table(rows))
     by_class = Counter(error_class or status for status, error_class, _ in rows if status != "ok")
     counted = Counter[str]()
     for failure in found:
@@ -61,7 +61,7 @@ def test_every_failed_request_is_counted_once(rows: list[tuple[str, str | None, 
 def test_two_causes_under_one_class_are_told_apart() -> None:
     rows = [("failed", "http_400", OUT_OF_VOCABULARY)] * 3 + [("ok", None, None)]
     rows += [("failed", "http_400", '{"detail": "This model\'s maximum context length is 512 tokens"}')] * 2
-    one, other = failures_of(table(rows))
+    one, other = failures_by_cause(table(rows))
     assert (one.count, one.example) == (3, "Token id 29783 is out of vocabulary")
     assert "--vocab-size" in one.remedy
     assert (other.count, other.example) == (2, "This model's maximum context length is 512 tokens")
@@ -108,7 +108,7 @@ def test_two_causes_under_one_class_are_told_apart() -> None:
     ],
 )
 def test_each_class_of_failure_has_its_remedy(error_class: str, body: str | None, remedy: str) -> None:
-    [failure] = failures_of(table([("failed", error_class, body)]))
+    [failure] = failures_by_cause(table([("failed", error_class, body)]))
     assert remedy in failure.remedy
     assert ("->" in str(failure)) == bool(remedy)
 
@@ -116,13 +116,13 @@ def test_each_class_of_failure_has_its_remedy(error_class: str, body: str | None
 def test_messages_are_read_from_lists_and_behind_headers() -> None:
     detail = {"detail": [{"loc": ["body", "top_k"], "msg": "not known"}, {"loc": [], "msg": "second"}, 3]}
     bodies = [json.dumps(detail), '(Retry-After: 3; Location: /x) {"error": "slow down"}', '{"a":' * 5000]
-    found = [failures_of(table([("failed", "http_400", body)]))[0].example for body in bodies]
+    found = [failures_by_cause(table([("failed", "http_400", body)]))[0].example for body in bodies]
     assert found[:2] == ["not known (top_k); second", "(Retry-After: 3; Location: /x) slow down"]
 
 
 def test_failures_that_follow_from_others_are_listed_last() -> None:
     rows = [("never_sent", "earlier_turn_failed", None)] * 9 + [("failed", "error_frame", "engine died")]
-    assert [failure.error_class for failure in failures_of(table(rows))] == ["error_frame", "earlier_turn_failed"]
+    assert [failure.error_class for failure in failures_by_cause(table(rows))] == ["error_frame", "earlier_turn_failed"]
 
 
 def test_terminal_json_and_page_of_a_run_that_failed_in_part(
@@ -146,7 +146,7 @@ def test_terminal_json_and_page_of_a_run_that_failed_in_part(
     lines = failure_lines([summary])
     assert lines == [str(failure) for failure in summary.failures]
     assert "4 x error_frame: engine died ->" in lines[0]
-    [found] = [each for each in page_of([run]).tables if each.title == "Requests that did not complete"]
+    [found] = [each for each in report_page([run]).tables if each.title == "Requests that did not complete"]
     assert [[cell.text for cell in row][1:4] for row in found.rows] == [
         ["4", "error_frame", "engine died"],
         ["4", "http_429", "fault: status 429"],

@@ -45,7 +45,7 @@ def test_preemptions_and_waiting_for_memory_are_said(tmp_path: Path) -> None:
     assert f"{found.repeated_tokens:,} tokens computed again" in shown
 
 
-def test_repeated_tokens_are_those_that_preempted_requests_computed_before(tmp_path: Path) -> None:
+def test_repeated_tokens_are_those_that_preemption_repeats(tmp_path: Path) -> None:
     """By invariant: tokens given are prompts and all but the last outputs, and what preemptions repeat."""
     run, _ = simulated(tmp_path, 260)
     found = pressure_of(run)

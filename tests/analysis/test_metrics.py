@@ -243,7 +243,7 @@ def test_messages_carrying_several_tokens_share_them_in_the_window() -> None:
 
 
 @pytest.mark.parametrize(("share", "needed"), [(0.90, 64), (0.95, 130), (0.99, 662)])
-def test_percentiles_need_two_samples_beyond_them_at_99_percent_confidence(share: float, needed: int) -> None:
+def test_percentiles_need_samples_beyond_them_at_99_percent(share: float, needed: int) -> None:
     def risk(n: int) -> float:
         """Probability that at most one of n samples lies beyond the percentile."""
         return sum(math.comb(n, beyond) * (1 - share) ** beyond * share ** (n - beyond) for beyond in (0, 1))

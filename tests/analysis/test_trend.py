@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.analysis.trend import Member, Point, SeriesKind, Trend, nearest_pairs, points_of, trend_of
+from ebbench.analysis.trend import Member, Point, SeriesKind, Trend, nearest_pairs, points_by_commit, trend_of
 from ebbench.records.manifest import RunLabels
 from tests.gate.gate_data import unit
 
@@ -26,7 +26,7 @@ def member(
 
 def nights(ttft: Sequence[float], **more: object) -> list[Point]:
     """One run a night, each of another commit."""
-    return points_of([member(f"c{place}", place, value, **more) for place, value in enumerate(ttft)])  # type: ignore[arg-type]
+    return points_by_commit([member(f"c{place}", place, value, **more) for place, value in enumerate(ttft)])  # type: ignore[arg-type]
 
 
 def trend(points: Sequence[Point]) -> Trend:
@@ -77,7 +77,7 @@ def test_runs_of_one_real_night_count_once() -> None:
     """They share what the machine was like; five slow runs of one night are no five nights."""
     runs = [member(f"c{day}", day + seed / 100, 100.0 + (20 if day == 7 else 0), seed=seed)
             for day in range(8) for seed in range(6)]  # fmt: skip
-    points = points_of(runs)
+    points = points_by_commit(runs)
     assert [len(point.members) for point in points] == [6] * 8
     assert len(nearest_pairs(points[:7], points[7:])) == 1
     assert trend(points).alert == "doubt"
@@ -90,22 +90,22 @@ def test_simulated_seeds_show_a_change_of_one_commit() -> None:
         return [member(f"c{day}", day + seed / 100, factor * (100 + 5 * seed), seed=seed, virtual=True,
                        lengths=f"plan {seed}") for seed in range(6)]  # fmt: skip
 
-    found = trend(points_of([*commit(0, 1.0), *commit(1, 1.0), *commit(2, 1.08)]))
+    found = trend(points_by_commit([*commit(0, 1.0), *commit(1, 1.0), *commit(2, 1.08)]))
     assert [(change.place, change.direction) for change in found.changes] == [(2, "worse")]
     assert found.alert == "worse"
-    assert trend(points_of([*commit(0, 1.0), *commit(1, 1.0)])).changes == ()
+    assert trend(points_by_commit([*commit(0, 1.0), *commit(1, 1.0)])).changes == ()
 
 
 def test_two_measurements_of_a_seed_are_two_points() -> None:
-    twice = points_of([member("a", 0, seed=0), member("a", 0.01, seed=1), member("a", 0.02, seed=0)])
+    twice = points_by_commit([member("a", 0, seed=0), member("a", 0.01, seed=1), member("a", 0.02, seed=0)])
     assert [[one.unit.seed for one in point.members] for point in twice] == [[0, 1], [0]]
     unstated = [member("", day, stated=False, server="http://host") for day in (0, 0.1, 3)]
     seeds = [replace(one, unit=replace(one.unit, seed=place)) for place, one in enumerate(unstated)]
-    assert [len(point.members) for point in points_of(seeds)] == [2, 1]
+    assert [len(point.members) for point in points_by_commit(seeds)] == [2, 1]
 
 
 def test_a_point_has_the_mean_of_its_runs_and_an_interval() -> None:
-    [point] = points_of(
+    [point] = points_by_commit(
         [member("a", seed / 100, 100.0 * factor, seed=seed) for seed, factor in enumerate((0.9, 1, 1.1))]
     )
     found = point.figure("median_ttft_ms")

@@ -179,6 +179,7 @@ def test_the_load_of_a_search_is_not_a_setting() -> None:
 def test_keywords_are_listed_for_completion_and_help() -> None:
     assert {"policies", "device", "request_rate", "output_dir"} <= inspect.signature(eb.run).parameters.keys()
     assert "request_rate" not in inspect.signature(eb.capacity).parameters
+    assert inspect.signature(eb.plan_async).parameters.keys() == inspect.signature(eb.plan).parameters.keys()
     assert "num_prompts: " in str(eb.run.__doc__)
 
 

@@ -89,6 +89,50 @@ def test_a_cancelled_run_stops_and_is_kept(over_http: bool) -> None:
     assert 0 < result.summary.metrics.completed < result.summary.metrics.planned
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cancelled_plan_stops_amid_its_simulations(workers: int) -> None:
+    """The rate is so high that sizing a candidate takes far longer than the test waits."""
+
+    async def cancelled() -> None:
+        loop = asyncio.get_running_loop()
+        task: asyncio.Task[eb.PlanResult]
+
+        def progress(event: eb.ProgressEvent) -> None:
+            if event.done == 1:
+                loop.call_later(0.1, task.cancel)
+
+        task = asyncio.create_task(
+            eb.plan_async(
+                "sharegpt", source="profile", request_rate=3000.0, goodput="ttft:500 tpot:50", device="h200",
+                tp=[1, 2], policies="v1", workers=workers, progress=lambda e: loop.call_soon_threadsafe(progress, e),
+            )
+        )  # fmt: skip
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
+
+
+def test_a_part_of_a_simulation_is_no_plan() -> None:
+    stops = threading.Event()
+
+    def progress(event: eb.ProgressEvent) -> None:
+        if event.done == 1 and not stops.is_set():
+            stops.set()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            eb.plan(
+                "sharegpt", source="profile", request_rate=3000.0, goodput="ttft:500 tpot:50", device="h200",
+                tp=[1, 2], policies="v1", workers=1, progress=progress,
+            )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_keeps_what_was_measured() -> None:
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)

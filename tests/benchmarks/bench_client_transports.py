@@ -34,7 +34,7 @@ HEADERS = {"content-type": "application/json"}
 @contextlib.asynccontextmanager
 async def direct(url: str) -> AsyncIterator[Ask]:
     """The client's own wire: the answer's tap is called in the read callback."""
-    pool = ConnectionPool(RequestHead.of(httpx.Request("POST", f"{url}/v1/completions", headers=HEADERS)), None, 10.0)
+    pool = ConnectionPool(RequestHead.of("POST", f"{url}/v1/completions", HEADERS), None, 10.0)
 
     async def ask(request_id: str, body: bytes, answer: StreamedResponse) -> None:
         exchange = await pool.send(request_id, body, answer)

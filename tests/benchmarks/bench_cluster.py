@@ -14,7 +14,6 @@ import time
 
 from ebbench.config.topology import parse_topology
 from ebbench.devices.loader import load_device
-from ebbench.dispatch import parse_dispatch
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
@@ -29,7 +28,7 @@ def measure(instances: int, workload: str, policy: str, dispatch: str, repeats: 
     plan = build_plan(
         workload, num_prompts=4000 * instances, seed=0, max_concurrency=2048 * instances, source="profile"
     )
-    engine = SimEngine(parse_topology(f"dp={instances}"), parse_dispatch(dispatch))
+    engine = SimEngine(parse_topology(f"dp={instances}"), dispatch)
     best = (0.0, 0.0)
     for _ in range(repeats):
         gc.collect()

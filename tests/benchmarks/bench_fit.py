@@ -36,11 +36,10 @@ import pyarrow as pa
 
 from ebbench.config.topology import parse_topology
 from ebbench.devices.loader import load_device
-from ebbench.dispatch import parse_dispatch
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
-from ebbench.traffic.arrivals import centres_of, order_centred
+from ebbench.traffic.arrivals import order_centred, stretch_centres
 from ebbench.workloads import build_plan
 from ebbench.workloads.fit_log import as_toml, fit_workload
 from ebbench.workloads.trace import read_trace
@@ -85,7 +84,7 @@ def figures(plan: Plan, gpus: int, device: str = DEVICE) -> Floats:
     """Output tokens/s, then TTFT and TPOT (ms), median, p75 and mean each, under vLLM's own scheduler."""
     engine = SimEngine(figures_only=True)
     if gpus > 1:
-        engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), figures_only=True)
+        engine = SimEngine(parse_topology(f"dp={gpus}"), "least-outstanding", figures_only=True)
     result = engine.run(plan, parse_policy("v1"), load_device(device, MODEL), EngineOptions(max_model_len=LONGEST))
     assert not result.invalid, result.invalid
     names = ("intended_ns", "first_token_ns", "last_token_ns", "output_tokens")
@@ -122,7 +121,7 @@ def deal(workload: str, seed: int, centred: bool) -> Floats:
     eight = np.arange(len(gaps)) // GROUP
     dealt = gaps[np.lexsort((rng.random(len(gaps)), eight))]
     if centred:
-        dealt = dealt[order_centred(eight, dealt, centres_of(eight, gaps), rng)]
+        dealt = dealt[order_centred(eight, dealt, stretch_centres(eight, gaps), rng)]
     return figures(_at(plan, np.cumsum(dealt)), 1)
 
 

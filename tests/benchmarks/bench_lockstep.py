@@ -16,7 +16,7 @@ from itertools import product
 from ebbench.installation import REFERENCE
 from ebbench.papers.eb.disaggregation import BALANCED
 from ebbench.runs.execute import Task, make
-from ebbench.runs.pool import pool_of, values
+from ebbench.runs.pool import make_pool, values
 from ebbench.spec.run import RunSpec, simulated
 
 ONE_LENGTH = {
@@ -60,7 +60,7 @@ def main() -> None:
             num_prompts=given.requests, max_concurrency=open_requests, async_scheduling=False, seed=given.seed,
         )  # fmt: skip
         jobs.append((cell, number))
-    rates = {keys[number]: found for number, found in values(pool_of(given.workers, len(jobs)), rate, jobs)}
+    rates = {keys[number]: found for number, found in values(make_pool(given.workers, len(jobs)), rate, jobs)}
     behind = 0
     for ranks, workload in product(RANKS, WORKLOADS):
         v1 = rates[ranks, workload, "v1"]

@@ -46,7 +46,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.process.interpreter import collector_paused
 from ebbench.records.plan import Plan
-from ebbench.spec.server import EngineOptions, speculative_of
+from ebbench.spec.server import EngineOptions, parse_speculative
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -344,7 +344,7 @@ def speed(concurrency: int, requests: int) -> None:
 def bench_at(requests: int, concurrency: int, speculative: str | None = None) -> Bench:
     """A closed loop of ``concurrency`` clients."""
     plan = build_plan("sharegpt", num_prompts=requests, max_concurrency=concurrency, source="profile", with_text=False)
-    drafts = None if speculative is None else speculative_of(speculative)
+    drafts = None if speculative is None else parse_speculative(speculative)
     device = load_device("rtx-pro-6000", "qwen3-8b", speculative=drafts)
     return Bench(plan, device, EngineOptions(max_num_seqs=concurrency, speculative=speculative))
 

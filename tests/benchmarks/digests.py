@@ -27,7 +27,6 @@ import pyarrow as pa
 
 from ebbench.config.topology import parse_topology
 from ebbench.devices.loader import load_device
-from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.papers.protocols import VLLM
@@ -126,7 +125,7 @@ class Case:
         policy = parse_policy(self.policy)
         if self.topology is None:
             return SimEngine().run(plan, policy, device, options, None)
-        engine = SimEngine(parse_topology(self.topology), parse_dispatch(self.dispatch))
+        engine = SimEngine(parse_topology(self.topology), self.dispatch)
         return engine.run(plan, policy, device, options, None)
 
 

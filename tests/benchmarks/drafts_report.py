@@ -15,7 +15,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.render import figures
 from ebbench.render.palette import policy_colours
-from ebbench.spec.server import EngineOptions, published_acceptance, speculative_of
+from ebbench.spec.server import EngineOptions, parse_speculative, published_acceptance
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 from vllm_eb.theory import NO_DRAFTS, Drafts, crossover, optimal_threshold
@@ -71,7 +71,7 @@ def cells(prompts: int) -> Iterator[Cell]:
             for drafter, tokens in drafting():
                 rates = ",".join(map(str, published_acceptance()[drafter][:tokens])) if tokens else ""
                 text = f"method=eagle3,acceptance={rates}" if tokens else None
-                speculative = speculative_of(text) if text else None
+                speculative = parse_speculative(text) if text else None
                 device = load_device(gpu, "qwen3-8b", speculative=speculative)
                 options = EngineOptions(max_num_seqs=SEQS, speculative=text)
                 speeds = {}

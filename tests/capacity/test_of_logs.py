@@ -41,7 +41,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> str:
     return log_of(tmp_path_factory.mktemp("logs") / "short.csv", poisson(80))
 
 
-def test_the_capacity_of_a_log_shorter_than_a_probe_is_that_of_its_traffic(short: str, tmp_path: Path) -> None:
+def test_a_log_shorter_than_a_probe_has_its_traffics_capacity(short: str, tmp_path: Path) -> None:
     search = f"{SERVER} -n 800 --precision 0.05 --goodput ttft:400 --json -o".split()
     (found,) = json.loads(call("capacity", short, *search, str(tmp_path / "search")))
     assert found["stopped"] is None

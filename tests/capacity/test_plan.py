@@ -71,7 +71,7 @@ def test_a_model_that_needs_several_gpus_has_them() -> None:
         [task("h100", rate=2.0, tp=tp, limits="ttft:4000 tpot:80").changed(model="llama-3.1-70b") for tp in (1, 2)],
         {}, InProcess(),
     )  # fmt: skip
-    assert [each.deployment.candidate.tp for each in found.found] == [2]
+    assert [each.deployment.candidate.tp for each in found.carrying] == [2]
     [(candidate, reason)] = found.refused
     assert candidate.tp == 1
     assert "does not fit on h100: weights 141.1 GB" in reason.worded(REFUSALS)
@@ -87,13 +87,13 @@ def test_a_smaller_kv_cache_carries_less(change: dict[str, object]) -> None:
 
 def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
     found = choose(TASKS, PRICES, InProcess())
-    assert len(found.found) + len(found.refused) + len(found.pruned) == len(TASKS)
+    assert len(found.carrying) + len(found.refused) + len(found.pruned) == len(TASKS)
     costs = {}
     for each in TASKS:
         replicas = size(each, bound(each).first(each), 200).replicas
         costs[each.candidate] = replicas * PRICES[each.candidate.device] if replicas else float("inf")
     assert found.pruned
-    assert min(costs.values()) == min(costs[each.deployment.candidate] for each in found.found)
+    assert min(costs.values()) == min(costs[each.deployment.candidate] for each in found.carrying)
     assert all(costs[candidate] > WITHIN * min(costs.values()) for candidate in found.pruned)
 
 
@@ -131,7 +131,7 @@ def test_every_deployment_that_could_be_the_cheapest_is_simulated_whole(monkeypa
     monkeypatch.setattr(f"{module}.bound", lambda each: Bound(each.candidate, 10.0))
     monkeypatch.setattr(f"{module}.size", lambda each, *_: sized[each.candidate])
     monkeypatch.setattr(f"{module}.stress", lambda _, replicas, fewest: (min(replicas, fewest), stresses))
-    first, *others = choose(tasks, {}, InProcess()).found
+    first, *others = choose(tasks, {}, InProcess()).carrying
     assert (first.deployment.candidate, first.deployment.replicas) == (last, 7)
     assert first.deployment.reading is not None
     assert first.deployment.reading.output_tokens_per_s == READING.output_tokens_per_s * 14 / 7, (
@@ -189,7 +189,7 @@ def test_what_misses_the_limits_behind_a_dispatcher_is_no_deployment(monkeypatch
         "ebbench.sizing.choose.stress", lambda _, replicas, __: (replicas + 3, Stress(missed, missed, None, 1.0, 1.0))
     )
     found = choose([task("h200")], {}, InProcess())
-    assert found.found == ()
+    assert found.carrying == ()
     assert [reason.worded(REFUSALS) for _, reason in found.refused] == [
         "7 replicas behind a dispatcher still miss the limits, not sized"
     ]

@@ -22,7 +22,7 @@ from ebbench.runs.prepare import Series, device_of
 from ebbench.runs.stored import listed
 from ebbench.sizing.drive import SearchOutcome
 from ebbench.sizing.estimate import Estimate, Probe
-from ebbench.sizing.saturation import saturation_of, with_saturation
+from ebbench.sizing.saturation import read_saturation, with_saturation
 from ebbench.sizing.sentences import SATURATION
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import EngineOptions
@@ -135,7 +135,9 @@ def test_the_highest_rate_counts_and_its_doubts_are_said(limited_by: str, stoppe
         replace(READING, probe=Probe(load, 0, ()), completed_sessions_per_s=per_s)
         for load, per_s in ((8.0, 18.0), (4.0, 21.0))
     )
-    found = saturation_of(SearchOutcome(Estimate(8, 8, inf, limited_by, False), readings, READING, stopped), "v1", 30.0)
+    found = read_saturation(
+        SearchOutcome(Estimate(8, 8, inf, limited_by, False), readings, READING, stopped), "v1", 30.0
+    )
     assert found.rate == 21.0
     told = found.measured.worded(SATURATION)
     assert words in told

@@ -112,7 +112,7 @@ def test_a_vague_fit_does_not_reach_beyond_a_load_at_which_the_queue_grew(monkey
     carried = [Probe(load, 0, (MetCounts(1000, 1000),)) for load in (5.5, 10.9, 20.6, 21.1, 21.6)]
     over = [Probe(load, 0, (MetCounts(940, 1000),), runaway=True, served_per_s=21.5) for load in (21.6, 22.3, 25.7)]
     vague = Estimate(24.0, 15.1, 38.1, "tpot", fitted=True)
-    monkeypatch.setattr("ebbench.sizing.estimate.crossing_of", lambda *_: vague)
+    monkeypatch.setattr("ebbench.sizing.estimate.fit_crossing", lambda *_: vague)
     found = estimate(search, [*carried, *over])
     assert found.capacity is not None
     assert 21 <= found.low <= found.capacity <= found.high <= 22.3

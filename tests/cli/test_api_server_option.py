@@ -52,7 +52,7 @@ def simulated(folder: Path, *options: str) -> tuple[dict[str, str | None], str]:
     return {one["policy"]: one["api_server"] for one in shown}, result.stderr
 
 
-def test_it_is_simulated_for_every_policy_if_one_policy_would_keep_it_busy(tmp_path: Path) -> None:
+def test_it_is_simulated_for_all_policies_if_one_keeps_it_busy(tmp_path: Path) -> None:
     found, said = simulated(tmp_path / "both", "--policy", SLOW, "--policy", "v1")
     assert found == {SLOW: "datacenter", "v1": "datacenter"}
     assert said.count("Everything is simulated again with --api-server datacenter") == 1

@@ -12,7 +12,7 @@ from ebbench.workloads import list_scenarios, list_workloads
 from vllm_eb.policy import descriptions
 
 
-def test_completion_offers_every_workload_scenario_device_model_and_policy() -> None:
+def test_completion_offers_every_bundled_name() -> None:
     assert completing("workloads")("") == [*list_workloads(), "log:", "trace:"]
     assert completing("scenarios")("") == list_scenarios()
     assert completing("devices")("") == list(list_devices())

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.environment import differences, environment_of, later_options, machine_of_run
+from ebbench.analysis.environment import differences, later_options, machine_of_run, run_environment
 from ebbench.cli.main import app
 from ebbench.config.declare import declared_in
 from ebbench.devices.base import StepShape
@@ -52,14 +52,14 @@ def test_the_options_are_in_the_manifest_and_keep_runs_apart(tmp_path: Path) -> 
     assert [r.manifest.options["warmup"] for r in (plain, eager, warm)] == [0, 0, 20]
     assert eager.table("requests")["end_ns"].to_pylist()[-1] > plain.table("requests")["end_ns"].to_pylist()[-1]
     assert warm.table("requests").num_rows == 40
-    ours = environment_of(plain.manifest)
-    assert differences(ours, environment_of(eager.manifest)) == ["options.enforce_eager: None against True"]
-    assert differences(ours, environment_of(warm.manifest)) == ["options.warmup: None against 20"]
+    ours = run_environment(plain.manifest)
+    assert differences(ours, run_environment(eager.manifest)) == ["options.enforce_eager: None against True"]
+    assert differences(ours, run_environment(warm.manifest)) == ["options.warmup: None against 20"]
 
 
 def test_runs_from_before_these_options_stay_comparable(tmp_path: Path) -> None:
     """A stored baseline does not name them; a run at their defaults must still find it."""
-    options = json.loads(environment_of(run(tmp_path / "plain", "--front-end-ms", "0").manifest)["options"])
+    options = json.loads(run_environment(run(tmp_path / "plain", "--front-end-ms", "0").manifest)["options"])
     assert not set(options) & set(later_options())
     assert {"enforce_eager", "api_server", "speculative"} <= set(later_options())
 
@@ -67,11 +67,11 @@ def test_runs_from_before_these_options_stay_comparable(tmp_path: Path) -> None:
 def test_no_setting_at_its_default_keeps_older_runs_apart(tmp_path: Path) -> None:
     """Whatever option is declared later, runs that did not record it ran with its default."""
     manifest = run(tmp_path / "plain").manifest
-    ours = environment_of(manifest)
+    ours = run_environment(manifest)
     for name in later_options():
         assert name in manifest.options
         options = {key: value for key, value in manifest.options.items() if key != name}
-        assert environment_of(msgspec.structs.replace(manifest, options=options)) == ours
+        assert run_environment(msgspec.structs.replace(manifest, options=options)) == ours
 
 
 def test_what_a_device_brings_along_keeps_runs_apart_that_had_less(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_what_a_device_brings_along_keeps_runs_apart_that_had_less(tmp_path: Pat
     assert manifest.facts["front_end_ms"] == 13.0
     assert "13 ms in front of the engine" in machine_of_run(manifest).limits()
     facts = {name: value for name, value in manifest.facts.items() if name != "front_end_ms"}
-    older = environment_of(msgspec.structs.replace(manifest, facts=facts))
-    assert differences(older, environment_of(manifest)) == ["options.front_end_ms: None against 13.0"]
-    assert environment_of(run(tmp_path / "without", "--front-end-ms", "0").manifest) == older
-    assert environment_of(run(tmp_path / "given", "--front-end-ms", "13").manifest) == environment_of(manifest)
+    older = run_environment(msgspec.structs.replace(manifest, facts=facts))
+    assert differences(older, run_environment(manifest)) == ["options.front_end_ms: None against 13.0"]
+    assert run_environment(run(tmp_path / "without", "--front-end-ms", "0").manifest) == older
+    assert run_environment(run(tmp_path / "given", "--front-end-ms", "13").manifest) == run_environment(manifest)
 
 
 def test_a_setting_that_is_not_the_default_is_a_condition_that_is_shown() -> None:
@@ -121,7 +121,7 @@ def test_types_and_link_are_in_the_manifest_the_header_and_the_provenance(tmp_pa
     assert plain.manifest.kv_capacity_tokens
     assert fp8.manifest.kv_capacity_tokens
     assert plain.manifest.kv_capacity_tokens * 2 < fp8.manifest.kv_capacity_tokens
-    told = differences(environment_of(plain.manifest), environment_of(fp8.manifest))
+    told = differences(run_environment(plain.manifest), run_environment(fp8.manifest))
     assert "options.quantization: None against fp8" in told
 
 

@@ -15,7 +15,7 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
 from ebbench.runs.file import read_run_file
-from ebbench.spec.run import known_settings, spec_of
+from ebbench.spec.run import known_settings, make_spec
 from ebbench.spec.server import EngineOptions
 from vllm_eb.policy import parse_policy
 
@@ -112,5 +112,5 @@ def test_a_version_brings_its_own_defaults(
     )
     (tmp_path / "run.toml").write_text(printed.stdout.replace('policy = ["v1"]', ""))
     settings = read_run_file(tmp_path / "run.toml")
-    again = spec_of({name: settings[name] for name in settings if name in known_settings()}).server
+    again = make_spec({name: settings[name] for name in settings if name in known_settings()}).server
     assert (again.async_scheduling, again.scheduler_reserve_full_isl) == found

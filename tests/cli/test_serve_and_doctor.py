@@ -82,6 +82,7 @@ def test_serve_passes_an_emulated_device_to_vllm() -> None:
         (["m", "--device", "h20"], "did you mean 'h200'"),
         (["m", "--calibration", "/nowhere.json"], "/nowhere.json: cannot be read"),
         (["m", "-p", "v0", "--slow-motion", "2"], "give --emulate GPU"),
+        (["m", "-p", "v0", "--emulate", "h200", "--", "-sc", '{"method": "ngram"}'], "drafts no tokens"),
         (["m", "-p", "v0", "--emulate", "h200", "--slow-motion", "0"], "must be more than 0"),
         (["m", "-p", "nope"], "unknown policy 'nope'"),
     ],

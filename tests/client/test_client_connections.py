@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from ebbench.client.request_sender import ConnectionPool
@@ -52,9 +51,7 @@ def with_pool(test: Callable[[ConnectionPool, Listener], Awaitable[None]]) -> No
         listener = Listener()
         server = await asyncio.start_server(listener.serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        pool = ConnectionPool(
-            RequestHead.of(httpx.Request("POST", f"http://127.0.0.1:{port}/v1/completions")), None, 5.0
-        )
+        pool = ConnectionPool(RequestHead.of("POST", f"http://127.0.0.1:{port}/v1/completions", {}), None, 5.0)
         try:
             await test(pool, listener)
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ebbench.client.dialects import DIALECTS
-from ebbench.client.prefix_cache import MOST_LINES, note_prompts, prompts_of, record_path
+from ebbench.client.prefix_cache import MOST_LINES, note_prompts, prompts_key, record_path
 from ebbench.client.response import LONGEST_MODEL, MOST_MODELS, StreamedResponse
 from ebbench.client.verdict import other_models_warning
 from ebbench.engines.endpoint import drive
@@ -188,5 +188,5 @@ def test_the_record_is_bounded_and_survives_damage_and_a_read_only_home(state: P
 
 def test_prompts_are_the_seeds_whatever_the_load() -> None:
     few, many = plan(prompts=8), plan(prompts=40)
-    assert prompts_of(few.table)[0] == prompts_of(many.table)[0] != prompts_of(plan(seed=2).table)[0]
-    assert (prompts_of(few.table)[1], prompts_of(many.table)[1]) == (8, 40)
+    assert prompts_key(few.table)[0] == prompts_key(many.table)[0] != prompts_key(plan(seed=2).table)[0]
+    assert (prompts_key(few.table)[1], prompts_key(many.table)[1]) == (8, 40)

@@ -21,8 +21,8 @@ from ebbench.client.nodes import (
     alignment_error_ns,
     check_reachable,
     client_nodes,
+    clock_offset,
     measured_offset,
-    offset_of,
     this_place,
 )
 from ebbench.client.session_plan import PlanPart, shares, split, whole
@@ -107,7 +107,7 @@ def test_a_machine_without_slot_or_session_is_refused(plan: Plan) -> None:
 def test_the_clock_offset_is_off_by_half_a_round_trip_at_most(offset: int, exchanges: list[tuple[int, int]]) -> None:
     now, found = 10**12, []
     for there_ns, back_ns in exchanges:
-        found.append(offset_of(now, now + there_ns + offset, now + there_ns + back_ns))
+        found.append(clock_offset(now, now + there_ns + offset, now + there_ns + back_ns))
         now += 10**9
     best = min(found, key=lambda one: one.round_trip_ns)
     assert abs(best.offset_ns - offset) <= best.error_ns

@@ -67,17 +67,20 @@ def test_drafts_are_the_growth_of_the_servers_counters_over_all_engines() -> Non
         positions = zip(places, accepted * 2, strict=True)
         return rows + [(f"{name}accepted_tokens_per_pos_total", labels, value) for labels, value in positions]
 
-    found = Drafted.of(drafts(metrics(*page(100, 200, 90, 50), *page(200, 400, 170, 100))))
+    found = Drafted.of(
+        drafts(requests_table([request(0)]), metrics(*page(100, 200, 90, 50), *page(200, 400, 170, 100)))
+    )
     assert found is not None
     assert found.figures() == {
         "mean_acceptance_length": pytest.approx(2.3),
         "acceptance": pytest.approx([0.8, 0.5]),
+        "draft_acceptance_rate": pytest.approx(260 / 400),
         "drafted_tokens": 400,
         "accepted_tokens": 260,
     }
-    assert drafts(metrics(*page(100, 200, 90, 50))) == {}
-    assert drafts(metrics(*page(100, 200, 90, 50), *page(10, 20, 9, 5))) == {}
-    assert drafts(NO_METRICS) == {}
+    assert drafts(requests_table([request(0)]), metrics(*page(100, 200, 90, 50))) == {}
+    assert drafts(requests_table([request(0)]), metrics(*page(100, 200, 90, 50), *page(10, 20, 9, 5))) == {}
+    assert drafts(requests_table([request(0)]), NO_METRICS) == {}
 
 
 def test_the_repeated_share_counts_earlier_turns_and_shared_blocks() -> None:

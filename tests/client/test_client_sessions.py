@@ -117,7 +117,7 @@ def test_a_client_that_hangs_up_is_abandoned_with_the_tokens_made_so_far() -> No
     assert left["end_ns"] - left["sent_ns"] >= 800_000_000
 
 
-def test_bundled_tokens_before_a_hang_up_are_counted_from_the_usage_so_far() -> None:
+def test_bundled_tokens_before_a_hang_up_count_by_the_usage_so_far() -> None:
     config = replace(QUICK, itl_ms=5, faults=(parse_fault("bundle:tokens=4"),))
     plan = with_columns(plan_of(1, concurrency=1, output_tokens=4000), hang_up_ns=[800_000_000])
     with FakeServerProcess(config) as server:
@@ -128,7 +128,7 @@ def test_bundled_tokens_before_a_hang_up_are_counted_from_the_usage_so_far() -> 
     assert 4 < left["output_tokens"] <= seen.tokens
 
 
-def test_an_aborted_request_closes_its_connection_so_that_the_server_stops() -> None:
+def test_an_aborted_request_closes_its_connection() -> None:
     plan = plan_of(12, concurrency=1, output_tokens=120)  # 600 ms per response, if it is not stopped
     with FakeServerProcess(replace(QUICK, itl_ms=5)) as server:
         result = run(server.url, plan, total_timeout_s=0.2)

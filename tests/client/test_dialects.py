@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.environment import environment_of
+from ebbench.analysis.environment import run_environment
 from ebbench.analysis.metrics import Slo, measure
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.client.dialects import DIALECTS, token_counts
@@ -24,7 +24,7 @@ from ebbench.config.server_url import PATHS, Endpoint
 from ebbench.engines.setup import make_engine
 from ebbench.errors import UsageError
 from ebbench.records.run import Run
-from ebbench.spec.run import spec_of
+from ebbench.spec.run import make_spec
 from ebbench.workloads.planner import make_plan
 from tests.client.client_runs import column, plan_of, run
 from tests.client.raw_server import END, EVENTS, Asked, chunk, counted, delta, event, raw_server, said, whole
@@ -488,8 +488,8 @@ def test_whatever_a_server_sends_by_any_api_is_classified(
 def test_limits_on_tokens_are_refused_where_there_are_none() -> None:
     settings: dict[str, Any] = {"workload": "balanced", "engine": "http://127.0.0.1:9", "endpoint": "embeddings"}
     with pytest.raises(UsageError, match="ttft:50: answers of --endpoint embeddings have no tokens"):
-        make_engine(spec_of(settings | {"goodput": "e2el:90 ttft:50"}))
-    make_engine(spec_of(settings | {"goodput": "e2el:90"}))
+        make_engine(make_spec(settings | {"goodput": "e2el:90 ttft:50"}))
+    make_engine(make_spec(settings | {"goodput": "e2el:90"}))
 
 
 def test_answers_without_tokens_have_no_time_to_a_first_one() -> None:
@@ -510,10 +510,10 @@ def test_answers_without_tokens_have_no_time_to_a_first_one() -> None:
 
 def test_a_tokenizer_without_texts_is_for_servers_only() -> None:
     settings: dict[str, Any] = {"workload": "balanced", "source": "profile", "num_prompts": 2, "tokenizer": "x"}
-    make_plan(spec_of(settings | {"engine": "http://127.0.0.1:9"}).plan)
+    make_plan(make_spec(settings | {"engine": "http://127.0.0.1:9"}).plan)
     for engine in ("sim", "vllm"):
         with pytest.raises(UsageError, match="--tokenizer counts the tokens of texts"):
-            make_plan(spec_of(settings | {"engine": engine}).plan)
+            make_plan(make_spec(settings | {"engine": engine}).plan)
 
 
 def test_an_estimate_is_marked_wherever_a_run_is_shown(tmp_path: Path) -> None:
@@ -560,7 +560,7 @@ def test_runs_by_different_apis_are_not_averaged(tmp_path: Path) -> None:
         command = ("run", "balanced", "--engine", server.url, *options)
         invoke(*command, "--endpoint", "messages", "-o", tmp_path / "messages")
         invoke(*command, "--tokenizer", tokenizer_file(tmp_path), "-o", tmp_path / "estimated")
-    known = [environment_of(Run.load(tmp_path / name).manifest)["endpoint"] for name in ("messages", "estimated")]
+    known = [run_environment(Run.load(tmp_path / name).manifest)["endpoint"] for name in ("messages", "estimated")]
     assert known == ["messages", "estimated tokens"]
     shown = " ".join(invoke("show", tmp_path / "messages", tmp_path / "estimated").stdout.split())
     assert "these runs differ in endpoint" in shown

@@ -7,7 +7,6 @@ import contextlib
 import gc
 from collections.abc import Awaitable, Callable, Iterator
 
-import httpx
 import pytest
 
 from ebbench.client.request_sender import ConnectionPool, HttpExchange
@@ -68,7 +67,7 @@ def with_pool(answer: bytes, play: Callable[[ConnectionPool], Awaitable[None]], 
     async def run() -> None:
         listening = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/"
-        pool = ConnectionPool(RequestHead.of(httpx.Request("POST", url)), None, 5.0)
+        pool = ConnectionPool(RequestHead.of("POST", url, {}), None, 5.0)
         try:
             await play(pool)
         finally:

@@ -98,7 +98,7 @@ def test_answers_of_one_token_meet_a_limit_on_tpot() -> None:
     assert (metrics.tpot.count, metrics.slo_attainment) == (0, 1.0)
 
 
-def test_thinking_that_was_counted_and_not_sent_is_no_part_of_tpot_and_itl() -> None:
+def test_thinking_that_was_not_sent_is_no_part_of_tpot_and_itl() -> None:
     async def answer(asked: Asked) -> None:
         await asked.send(EVENTS)
         for number in range(5):

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.devices.base import Device, StepShape
-from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
@@ -75,7 +74,7 @@ def run(
 ) -> EngineResult:
     """Run a plan on a cluster."""
     spec = parse_topology(topology) if isinstance(topology, str) else topology
-    engine = SimEngine(spec, parse_dispatch(dispatch), parse_dispatch(decode_dispatch))
+    engine = SimEngine(spec, dispatch, decode_dispatch)
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "async_scheduling": False} | options
     return engine.run(requests, parse_policy(policy), on or device(), EngineOptions(**settings))
 

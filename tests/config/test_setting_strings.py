@@ -20,10 +20,10 @@ from ebbench.config.declare import (
     Setting,
     check_fields,
     named_settings,
+    parse_values,
     setting,
     settings_of,
     split_kind,
-    values_of,
 )
 from ebbench.config.topology import parse_topology
 from ebbench.dispatch import parse_dispatch
@@ -167,9 +167,9 @@ def test_any_text_is_read_or_refused_in_one_line(reader: str, text: str) -> None
 
 @pytest.mark.parametrize("text", ["32,128", " 32, 128 ", "32 128,"])
 def test_an_option_may_take_several_values(text: str) -> None:
-    assert values_of("--tokens", text, KNOWN["count"]) == (32, 128)
+    assert parse_values("--tokens", text, KNOWN["count"]) == (32, 128)
     with pytest.raises(UsageError, match="--tokens: 'x' is not valid; write a whole number of at least 1"):
-        values_of("--tokens", f"{text} x", KNOWN["count"])
+        parse_values("--tokens", f"{text} x", KNOWN["count"])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from ebbench.errors import DataError
 from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.cases import WITHOUT, all_cases
-from ebbench.papers.fidelity.pages import PAGES, page_of
+from ebbench.papers.fidelity.pages import PAGES, source_page
 from ebbench.papers.fidelity.report import BOARD, FRONT_PAGE, NOTES, merged_cells, read_cells, write_report
 from ebbench.papers.fidelity.scores import Decisions, PublishedFigure, decisions
 
@@ -26,12 +26,12 @@ def cell(scheduler: str, published: float, ours: float, source: str = "table 3",
 def test_every_source_has_a_page_and_no_page_is_left_over() -> None:
     sources = {number.source for case in all_cases() for number in case.published}
     sources |= {cell.source for cell in read_cells(REPORT)}
-    assert {page_of(source).slug for source in sources} == {page.slug for page in PAGES}
+    assert {source_page(source).slug for source in sources} == {page.slug for page in PAGES}
 
 
 def test_a_source_without_a_page_is_refused() -> None:
     with pytest.raises(DataError, match=r"table 99, no API server: .*pages\.py"):
-        page_of("table 99, no API server")
+        source_page("table 99, no API server")
 
 
 def test_the_committed_pages_and_their_notes_are_there() -> None:

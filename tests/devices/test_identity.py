@@ -12,7 +12,7 @@ import pytest
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model, has_bundled_shape, list_models
-from ebbench.runs.key import key_of
+from ebbench.runs.key import result_key
 from ebbench.runs.store import RunStore
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import EngineOptions
@@ -131,7 +131,7 @@ def test_a_cell_is_keyed_by_model_folder_and_measured_step_times(tmp_path: Path)
     file = device(tmp_path / "d.toml", more='[measured]\nm = "costs.json"\n')
 
     def key() -> str:
-        return key_of(RunSpec(PlanOptions("balanced"), device=file, model=str(folder)))
+        return result_key(RunSpec(PlanOptions("balanced"), device=file, model=str(folder)))
 
     keys = [key()]
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 30}))

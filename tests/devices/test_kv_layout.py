@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ebbench.devices.base import Device
-from ebbench.devices.kv_layout import KvGroup, KvLayout, layout_of
+from ebbench.devices.geometry import KvGroup, KvLayout, kv_layout
 from ebbench.devices.loader import load_device
 from ebbench.devices.profiles import find_model
 from ebbench.engines.sim import SimEngine
@@ -48,7 +48,7 @@ def test_a_state_takes_the_same_for_every_length() -> None:
 
 
 def test_all_layers_alike_need_no_groups() -> None:
-    assert layout_of(find_model("qwen3-8b"), 8192) is None
+    assert kv_layout(find_model("qwen3-8b"), 8192) is None
 
 
 def test_the_longer_sequences_are_the_more_of_their_tokens_fit() -> None:
@@ -60,7 +60,7 @@ def test_the_longer_sequences_are_the_more_of_their_tokens_fit() -> None:
 
 def test_groups_have_the_size_of_the_smallest_kind() -> None:
     """Gemma 3: one layer in six attends to everything."""
-    layout = layout_of(find_model("gemma-3-1b-it"), 8192)
+    layout = kv_layout(find_model("gemma-3-1b-it"), 8192)
     assert layout is not None
     full, windowed = layout.groups
     assert (full.tables, full.window) == (1, 0)

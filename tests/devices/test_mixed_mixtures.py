@@ -115,7 +115,7 @@ def test_each_layer_takes_the_time_of_its_kind() -> None:
     np.testing.assert_allclose((arrays(model).dense - 3 * KERNEL_S)[1:4096], expected[1:4096], rtol=1e-9)
 
 
-def test_units_exchange_tokens_and_share_experts_only_where_there_are_some() -> None:
+def test_units_share_experts_only_in_layers_that_have_them() -> None:
     shape = Parallel(dp=2, ep=2)
     all_layers, fewer = (arrays(mixture(dense), shape).experts for dense in (0, 12))
     assert all_layers is not None

@@ -44,5 +44,5 @@ def test_every_cell_runs_and_shows_what_is_stored(
         kinds = [(one["output_type"], sorted(one.get("data", {}))) for one in cell.get("outputs", [])]
         assert kinds == [(one["output_type"], sorted(one.get("data", {}))) for one in before.get("outputs", [])]
     shown = "".join(json.dumps(cell.get("outputs", [])) for cell in made.cells)
-    assert shown.count("data:image/svg+xml") == 2
+    assert shown.count("data:image/svg+xml") == 3
     assert "did you mean 'policies'" in shown

@@ -16,7 +16,7 @@ from ebbench.engines import machine
 from ebbench.engines.checks import check_fits
 from ebbench.engines.costs import local_hardware, serving_costs
 from ebbench.engines.sim import SimEngine
-from ebbench.engines.vllm_command import hub_name, parallel_of, types_of
+from ebbench.engines.vllm_command import hub_name, parse_parallel, parse_types
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.run import RunWriter
 from ebbench.runs.conclude import RunContext, conclude
@@ -124,7 +124,7 @@ def test_a_model_without_a_profile_runs_where_no_costs_are_needed(
     ],
 )
 def test_profiles_go_by_the_names_of_the_driver(driver_name: str, profile: str | None) -> None:
-    assert machine.profile_of(driver_name) == profile
+    assert machine.gpu_profile(driver_name) == profile
 
 
 def test_unknown_costs_are_not_stored_with_the_run(unprofiled: str, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_hub_knows_models_by_other_names() -> None:
     ],
 )
 def test_options_of_vllm_say_how_many_gpus_share_the_model(options: tuple[str, ...], shape: Parallel) -> None:
-    assert parallel_of(options) == shape
+    assert parse_parallel(options) == shape
 
 
 def test_costs_are_those_of_the_gpus_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_costs_are_those_of_the_gpus_that_vllm_takes(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_options_of_vllm_say_in_which_types_it_computes(options: tuple[str, ...], types: dict[str, str]) -> None:
-    assert types_of(options) == types
+    assert parse_types(options) == types
 
 
 def test_costs_are_those_of_the_types_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:

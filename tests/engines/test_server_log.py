@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.engines.vllm_command import hub_name
-from ebbench.engines.vllm_server import ServerProcess, explain, first_error, reason_of
+from ebbench.engines.vllm_server import ServerProcess, error_reason, explain, first_error
 from ebbench.errors import RunError, UsageError
 
 WARNING = (
@@ -78,7 +78,7 @@ def test_a_taken_port_comes_with_the_remedy() -> None:
 
 
 def test_an_exception_of_this_process_is_told_alike() -> None:
-    assert reason_of(ValueError("no such type\nand more")) == "ValueError: no such type"
+    assert error_reason(ValueError("no such type\nand more")) == "ValueError: no such type"
 
 
 def failed(folder: Path, program: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.analysis.environment import differences, environment_of
+from ebbench.analysis.environment import differences, run_environment
 from ebbench.cli.main import app
 from ebbench.engines.setup import make_engine
 from ebbench.engines.vllm import VllmEngine, server_facts
@@ -40,8 +40,8 @@ def test_runs_that_differ_in_them_are_not_compared() -> None:
     common: dict[str, Any] = {"versions": {}, "anchor_unix_ns": 0, "workload": "w", "scenario": "s", "seed": 0,
                               "source": "profile", "plan_hash": "", "policy": "v1", "engine": "vllm",
                               "device": "h200", "model": "m"}  # fmt: skip
-    plain = environment_of(Manifest(**common))
-    quantized = environment_of(Manifest(**common, facts={"vllm_options": ["--quantization", "fp8"]}))
+    plain = run_environment(Manifest(**common))
+    quantized = run_environment(Manifest(**common, facts={"vllm_options": ["--quantization", "fp8"]}))
     assert differences(quantized, quantized) == []
     assert differences(plain, quantized) == ["options.vllm_options: None against ['--quantization', 'fp8']"]
 

@@ -26,7 +26,7 @@ from ebbench.papers.table import PaperFigure
 from ebbench.records.run import Run
 from ebbench.render import palette
 from ebbench.render.figures import save, surface_chart
-from ebbench.render.timeline import BINS, timeline_chart, timeline_of
+from ebbench.render.timeline import BINS, make_timeline, timeline_chart
 from ebbench.report.page import specs
 from ebbench.runs.store import RunStore, run_missing
 from ebbench.spec.run import simulated
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_timeline_holds_what_the_run_recorded(run: Run) -> None:
-    line = timeline_of(run)
+    line = make_timeline(run)
     steps = run.steps
     end_s = max(steps["end_ns"].to_pylist()) / 1e9
     assert line.modes[0]["t"] == pytest.approx(min(steps["start_ns"].to_pylist()) / 1e9)
@@ -65,7 +65,7 @@ def test_the_timeline_holds_what_the_run_recorded(run: Run) -> None:
 
 
 def test_the_timelines_throughput_adds_up_to_the_tokens(run: Run) -> None:
-    rows = timeline_of(run).throughput
+    rows = make_timeline(run).throughput
     width = rows[1]["t"] - rows[0]["t"]
     requests = run.requests
     tokens = sum(sum(requests[name].to_pylist()) for name in ("input_tokens", "output_tokens"))
@@ -74,7 +74,7 @@ def test_the_timelines_throughput_adds_up_to_the_tokens(run: Run) -> None:
 
 @pytest.mark.parametrize("kind", ["pdf", "svg", "png"])
 def test_a_timeline_is_written_in_every_format(run: Run, tmp_path: Path, kind: str) -> None:
-    (path,) = save(timeline_chart(timeline_of(run)), tmp_path / "t", [kind], legend="top")
+    (path,) = save(timeline_chart(make_timeline(run)), tmp_path / "t", [kind], legend="top")
     head = {"pdf": b"%PDF", "svg": b"<svg", "png": b"\x89PNG"}[kind]
     assert path.read_bytes().startswith(head)
 
@@ -90,7 +90,7 @@ def of_a_server(run: Run) -> Run:
 
 
 def test_without_steps_the_timeline_is_that_of_the_requests(run: Run, tmp_path: Path) -> None:
-    line = timeline_of(of_a_server(run))
+    line = make_timeline(of_a_server(run))
     assert [*line.modes, *line.queue, *line.kv] == []
     assert len(line.phases) == 5
     open_at = {name: {r["t"]: r["value"] for r in line.open if r["series"] == name} for name in palette.OPEN}
@@ -109,7 +109,7 @@ def test_a_run_that_sent_nothing_has_no_timeline(run: Run) -> None:
     requests, nothing = run.requests, pa.nulls(run.requests.num_rows, pa.int64())
     unsent = requests.set_column(requests.schema.get_field_index("sent_ns"), "sent_ns", nothing)
     with pytest.raises(DataError, match="no request was sent"):
-        timeline_of(Run(run.path, run.manifest, {"steps": run.steps.slice(0, 0), "requests": unsent}))
+        make_timeline(Run(run.path, run.manifest, {"steps": run.steps.slice(0, 0), "requests": unsent}))
 
 
 def test_attainment_is_drawn_for_every_phase(run: Run) -> None:
@@ -147,7 +147,7 @@ def meanings(spec: Any) -> dict[str, set[str]]:
 
 
 def test_a_meaning_has_one_colour_in_figures_and_on_the_page(run: Run) -> None:
-    drawn = meanings([timeline_chart(timeline_of(run)).to_dict(), *specs().values()])
+    drawn = meanings([timeline_chart(make_timeline(run)).to_dict(), *specs().values()])
     assert {"exclusive", "mixed", "prefill", "decode", "running", "waiting", "N*", "k*", "N_obs"} <= set(drawn)
     assert {name: len(colours) for name, colours in drawn.items()} == dict.fromkeys(drawn, 1)
     assert drawn["exclusive"] != drawn["mixed"]

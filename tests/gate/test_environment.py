@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ebbench.analysis.environment import differences, environment_of, load_of
+from ebbench.analysis.environment import describe_load, differences, run_environment
 from ebbench.engines import machine
 from ebbench.engines.machine import Gpu, engine_versions
 from ebbench.records.run import Run
@@ -15,7 +15,7 @@ from tests.gate.gate_data import SMALL, invoke
 
 
 def test_a_simulated_run_has_neither_vllm_nor_driver(measured: Path) -> None:
-    found = environment_of(Run.load(measured / "v1" / "v1-seed0").manifest)
+    found = run_environment(Run.load(measured / "v1" / "v1-seed0").manifest)
     assert (found["vllm"], found["driver"]) == ("", "")
     assert (found["engine"], found["device"], found["model"]) == ("sim", "rtx-pro-6000", "qwen3-8b")
 
@@ -35,16 +35,16 @@ def test_the_emulated_engine_names_its_vllm(tmp_path: Path) -> None:
     arguments = [*SMALL[:-1], "emulated", "--policy", "v1", "--output-dir", str(tmp_path / "run")]
     done = invoke(*arguments)
     assert done.exit_code == 0, done.output
-    assert environment_of(Run.load(tmp_path / "run").manifest)["vllm"] == engine_versions("emulated")["vllm"]
+    assert run_environment(Run.load(tmp_path / "run").manifest)["vllm"] == engine_versions("emulated")["vllm"]
 
 
 def test_several_engines_are_another_environment(measured: Path) -> None:
     manifest = Run.load(measured / "v1" / "v1-seed0").manifest
-    alone = environment_of(manifest)
+    alone = run_environment(manifest)
     assert "topology" not in alone["options"]
 
     def joined(**facts: str) -> dict[str, str]:
-        return environment_of(msgspec.structs.replace(manifest, facts=manifest.facts | facts))
+        return run_environment(msgspec.structs.replace(manifest, facts=manifest.facts | facts))
 
     two, four = joined(topology="dp=2", dispatch="round-robin"), joined(topology="dp=4", dispatch="round-robin")
     assert differences(two, four) == ["options.topology: dp=2 against dp=4"]
@@ -55,7 +55,7 @@ def test_several_engines_are_another_environment(measured: Path) -> None:
 
 def test_the_load_is_how_many_sessions_come_how_fast(measured: Path) -> None:
     manifest = Run.load(measured / "v1" / "v1-seed0").manifest
-    assert load_of(manifest) == "64 sessions at concurrency 16"
+    assert describe_load(manifest) == "64 sessions at concurrency 16"
     facts = manifest.facts | {"request_rate": 2.5}
     opened = msgspec.structs.replace(manifest, phases=(), max_concurrency=8, facts=facts)
-    assert load_of(opened) == "64 sessions, rate 2.5, concurrency cap 8"
+    assert describe_load(opened) == "64 sessions, rate 2.5, concurrency cap 8"

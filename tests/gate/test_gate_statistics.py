@@ -44,7 +44,7 @@ def test_p_of_the_two_directions_cover_everything(values: list[float]) -> None:
     assert sign_flip_p(values) + sign_flip_p([-x for x in values]) >= 1
 
 
-def test_all_losses_above_zero_give_the_smallest_p_and_equal_ones_give_one() -> None:
+def test_all_losses_above_zero_give_the_smallest_p() -> None:
     assert sign_flip_p([0.1, 0.2, 0.3, 0.1, 0.2, 0.3]) == 1 / 64
     assert sign_flip_p([0.0] * 6) == 1.0
 

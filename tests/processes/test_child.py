@@ -164,7 +164,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_processes_in_sessions_of_their_own_end_when_the_process_is_killed(tmp_path: Path, number: int) -> None:
+def test_children_in_own_sessions_end_when_the_process_is_killed(tmp_path: Path, number: int) -> None:
     """A program in a session of its own whose parent has ended, as the agents of a Ray cluster."""
     code = """
 import subprocess, time

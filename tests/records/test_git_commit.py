@@ -13,7 +13,7 @@ from ebbench.records.manifest import git_commit
 
 def test_the_commit_of_a_checkout_is_found() -> None:
     top = Path(__file__).resolve().parents[2]
-    commit = git_commit()
+    commit = git_commit.__wrapped__()
     assert (commit is not None) == (top / ".git").exists()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
 
@@ -21,11 +21,11 @@ def test_the_commit_of_a_checkout_is_found() -> None:
 def test_an_installed_package_and_a_missing_git_give_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        assert git_commit() is None
+        assert git_commit.__wrapped__() is None
     inside = tmp_path / "project" / "site-packages" / "ebbench" / "__init__.py"
     author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
     for command in (("init", "-q"), (*author, "commit", "-q", "--allow-empty", "-m", "of another project")):
         inside.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "-C", str(tmp_path / "project"), *command], check=True)
     monkeypatch.setattr(ebbench, "__file__", str(inside))
-    assert git_commit() is None
+    assert git_commit.__wrapped__() is None

@@ -37,6 +37,18 @@ def test_every_batch_can_be_rebuilt_as_soon_as_it_came(tmp_path: Path, result: E
         assert recorded(copy) == start + 3
 
 
+def test_batches_with_a_column_more_can_be_rebuilt_too(tmp_path: Path, result: EngineResult) -> None:
+    journal = Journal(begun(tmp_path / "run"), "requests", rows=100, interval_s=1e9)
+    for start in range(0, 30, 10):
+        batch = result.requests.slice(start, 10)
+        if start:  # as of a server that tells of drafts, once one of its answers does
+            batch = batch.append_column("drafted_tokens", pa.array([start] * 10, pa.int32()))
+        journal.add(batch)
+        copy = shutil.copytree(tmp_path / "run", tmp_path / f"killed-{start}")
+        assert recorded(copy) == start + 10
+    assert Run.load(copy).table("requests", ["drafted_tokens"])["drafted_tokens"].null_count == 10
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 def test_a_tail_that_breaks_off_gives_its_whole_batches(tmp_path: Path, result: EngineResult, share: float) -> None:
     writer = begun(tmp_path / "run")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.cases import Group, cases_of, group_by_policy
+from ebbench.analysis.cases import Group, comparison_cases, group_by_policy
 from ebbench.analysis.documents import text
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts, explain
 from ebbench.analysis.metrics import Distribution, Slo, SteadyRates
@@ -225,7 +225,7 @@ def printed(groups: tuple[Group, ...], width: int) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     explanations = [explanation for group in groups for explanation in group.explanations]
     summaries = [summary for group in groups for summary in group.summaries]
-    print_report(console, cases_of(summaries, explanations if len(explanations) == len(summaries) else ()))
+    print_report(console, comparison_cases(summaries, explanations if len(explanations) == len(summaries) else ()))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -239,7 +239,7 @@ def test_every_column_is_shown_at_every_width_beside_its_policy(
 ) -> None:
     from ebbench.render.documents import section_tables
 
-    cases = cases_of([summary for group in made_groups(tmp_path, *POLICIES) for summary in group.summaries])
+    cases = comparison_cases([summary for group in made_groups(tmp_path, *POLICIES) for summary in group.summaries])
     [section] = tables.comparison(cases, all_percentiles=all_percentiles).sections
     console = Console(file=io.StringIO(), width=width, highlight=False)
     for part in section_tables(section, width):
@@ -278,7 +278,7 @@ def test_too_few_samples_show_the_highest_percentile_that_they_support(tmp_path:
 
 def test_percentiles_of_too_few_samples_are_marked_where_asked_for(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
-    found = tables.comparison(cases_of(group.summaries), all_percentiles=True)
+    found = tables.comparison(comparison_cases(group.summaries), all_percentiles=True)
     [section] = found.sections
     marked = {
         column.key: text(value, column).endswith(" ?")
@@ -303,7 +303,7 @@ def test_deviations_are_columns_of_their_own_in_csv(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
     faster = replace(summary, seed=1, metrics=replace(summary.metrics, output_throughput=1.0))
-    row = as_csv(tables.comparison(cases_of([summary, faster]))).splitlines()
+    row = as_csv(tables.comparison(comparison_cases([summary, faster]))).splitlines()
     values = dict(zip(row[0].split(","), row[1].split(","), strict=True))
     mean = (1 + (summary.metrics.output_throughput or 0)) / 2
     assert float(values["output_throughput"]) == pytest.approx(mean)
@@ -358,7 +358,7 @@ def test_the_sentence_on_refills_states_the_rule_of_each_policy(policy: str, upd
     assert told.startswith(f"Refill: {line}")
 
 
-def test_a_winner_that_only_the_start_and_end_of_the_run_decide_is_doubted(tmp_path: Path) -> None:
+def test_a_winner_by_start_and_end_of_the_run_is_doubted(tmp_path: Path) -> None:
     v1, eb = made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20})  # eb is slower over the whole run
     told = doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
     assert told[0].startswith("eb: -50.0 % over the whole run but +10.0 % while it is steady.")

@@ -18,9 +18,9 @@ import yaml
 
 from ebbench.analysis import trend
 from ebbench.analysis.summary import summarise
-from ebbench.analysis.units import FIGURES, unit_of
+from ebbench.analysis.units import FIGURES, gate_unit
 from ebbench.errors import DataError
-from ebbench.export import llm_d_report, series_of, vllm_result
+from ebbench.export import llm_d_report, otava_series, vllm_result
 from ebbench.records.run import Run
 from tests.report.report_data import invoke, rewrite
 
@@ -214,16 +214,16 @@ def test_history_has_a_row_a_commit_in_order_of_time(runs: Path, tmp_path: Path)
         shutil.copytree(runs / "v1", tmp_path / str(place))
         rewrite(tmp_path / str(place), git_commit=commit, anchor_unix_ns=created * 10**9, valid=commit != "c")
     loaded = [Run.load(tmp_path / str(place)) for place in range(4)]
-    (series,) = series_of(loaded)
+    (series,) = otava_series(loaded)
     rows = list(csv.DictReader(series.csv.splitlines()))
     assert [(row["commit"], row["runs"], row["time"]) for row in rows] == [
         ("a", "2", "1970-01-01T00:00:01+00:00"),
         ("b", "1", "1970-01-01T00:00:03+00:00"),
     ]
-    assert {row["environment"] for row in rows} == {unit_of(loaded[0]).configuration_hash}
+    assert {row["environment"] for row in rows} == {gate_unit(loaded[0]).configuration_hash}
     assert series.name.startswith("v1-")
     with pytest.raises(DataError, match="no valid run"):
-        series_of(loaded[3:])
+        otava_series(loaded[3:])
 
 
 def test_a_row_never_mixes_loads_or_limits(runs: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_row_never_mixes_loads_or_limits(runs: Path, tmp_path: Path) -> None:
     for name, changes in cases.items():
         shutil.copytree(runs / "v1", tmp_path / name)
         rewrite(tmp_path / name, **{"phases": (), **changes})
-    found = series_of([Run.load(path) for path in sorted(tmp_path.iterdir())])
+    found = otava_series([Run.load(path) for path in sorted(tmp_path.iterdir())])
     assert len({series.name for series in found}) == len(found) == 5
     assert all(len(series.csv.splitlines()) == 2 for series in found)
 
@@ -255,7 +255,7 @@ def test_measurements_of_servers_are_rows_of_their_own_series(runs: Path, tmp_pa
             tmp_path / str(place), engine="endpoint", device="unknown", seed=seed, anchor_unix_ns=begun_s * 10**9,
             facts={**facts, "server": server, "server_machine": "10.0.0.1", "server_version": "0.11.0"},
         )  # fmt: skip
-    found = series_of([Run.load(tmp_path / str(place)) for place in range(len(made))])
+    found = otava_series([Run.load(tmp_path / str(place)) for place in range(len(made))])
     rows = {series.name: list(csv.DictReader(series.csv.splitlines())) for series in found}
     by_server = {held[0]["server"]: [(row["seeds"], row["runs"]) for row in held] for held in rows.values()}
     assert by_server == {one: [("0 1", "2"), ("0", "1"), ("0", "1"), ("2", "1")], other: [("0", "1")]}
@@ -264,7 +264,7 @@ def test_measurements_of_servers_are_rows_of_their_own_series(runs: Path, tmp_pa
 
 def test_a_history_keeps_zeros_and_leaves_unknown_cells_empty(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units = [
-        replace(unit_of(Run.load(runs / "v1")), anchor_unix_ns=place, figures=figures)
+        replace(gate_unit(Run.load(runs / "v1")), anchor_unix_ns=place, figures=figures)
         for place, figures in enumerate(
             [
                 dict.fromkeys(FIGURES) | {"output_throughput": 5.0, "request_goodput": 2.0, "p99_ttft_ms": 3.0},
@@ -276,8 +276,8 @@ def test_a_history_keeps_zeros_and_leaves_unknown_cells_empty(runs: Path, monkey
         replace(loaded, manifest=msgspec.structs.replace(loaded.manifest, git_commit=commit))
         for loaded, commit in ((Run.load(runs / "v1"), commit) for commit in "ab")
     ]
-    monkeypatch.setattr(trend, "unit_of", lambda run: units["ab".index(run.manifest.git_commit)])
-    (series,) = series_of(runs_of_two_commits)
+    monkeypatch.setattr(trend, "gate_unit", lambda run: units["ab".index(run.manifest.git_commit)])
+    (series,) = otava_series(runs_of_two_commits)
     rows = list(csv.DictReader(series.csv.splitlines()))
     assert [row["request_goodput"] for row in rows] == ["2", "0"]
     assert [row["p99_ttft_ms"] for row in rows] == ["3", ""]

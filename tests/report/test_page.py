@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbench.analysis.cases import cases_of
+from ebbench.analysis.cases import comparison_cases
 from ebbench.analysis.metrics import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.render import numbers
-from ebbench.render.timeline import timeline_of
+from ebbench.render.timeline import make_timeline
 from ebbench.report import page as page_module
 from ebbench.report.page import specs
 from ebbench.report.page_tables import comparison_tables
@@ -106,7 +106,9 @@ def test_runs_with_different_limits_show_each_limit(runs: Path) -> None:
     def note(*limits: float) -> str:
         names = ("v1", "eb")
         pairs = zip(names, limits, strict=True)
-        return comparison_tables(cases_of([summarise(Run.load(runs / n), Slo(ttft=ms)) for n, ms in pairs]))[0].note
+        return comparison_tables(comparison_cases([summarise(Run.load(runs / n), Slo(ttft=ms)) for n, ms in pairs]))[
+            0
+        ].note
 
     assert note(5, 5).endswith("Limits: ttft:5 ms.")
     assert "Limits differ between the runs" in note(5, 6)
@@ -219,7 +221,7 @@ def test_phases_of_the_scenario_are_marked_in_the_timeline(
         timeline = page.query_selector("[data-chart=timeline]")
         columns = timeline.evaluate(DASHED)
         label = page.evaluate("document.querySelector('#run').selectedOptions[0].text")
-        phases = timeline_of(Run.load(runs / label)).phases
+        phases = make_timeline(Run.load(runs / label)).phases
         starts = [phase["t"] for phase in phases]
         told = page.inner_text("#about-phases")
         assert all(f"{phase['label']} ({phase['t']:.1f} s)" in told for phase in phases)

@@ -30,7 +30,7 @@ def test_show_and_compare_decide_by_latency_where_every_policy_keeps_up(tmp_path
     assert "E2EL median decides" in compared or "cannot show" in compared
 
 
-def test_a_difference_too_small_to_matter_has_no_winner_however_sure_it_is() -> None:
+def test_a_difference_too_small_to_matter_has_no_winner() -> None:
     found = compare({"v1": side([0.0] * 8), "v0": [*side([0.001 + x / 10_000 for x in range(8)], policy="v0")]})
     [other] = found.others
     assert other.contrasts[0].p_adjusted == pytest.approx(0.0234, abs=1e-3)

@@ -16,7 +16,7 @@ import pytest
 from ebbench.errors import DataError, UsageError
 from ebbench.records.run import MANIFEST, PARTIAL, Run, RunWriter, find_runs
 from ebbench.report.listing import document
-from ebbench.runs.stored import Wanted, in_use, listed, meant, moment_ns
+from ebbench.runs.stored import Wanted, in_use, listed, meant, moment_ns, run_paths
 from tests.gate.gate_data import invoke
 
 DAY_NS = 86_400 * 10**9
@@ -113,13 +113,60 @@ def test_a_narrow_list_keeps_what_tells_runs_apart(shelf: Path) -> None:
 
 
 def test_names_directories_and_paths_mean_runs(shelf: Path) -> None:
-    assert [run.path.name for run in meant(["first"], [shelf])] == ["one"]
-    assert [run.path.name for run in meant(["two", str(shelf / "one")], [shelf])] == ["two", "one"]
-    assert len(meant([str(shelf)], [])) == 3
+    assert [run.path.name for run in meant(["first"], [shelf]).runs] == ["one"]
+    assert [run.path.name for run in meant(["two", str(shelf / "one")], [shelf]).runs] == ["two", "one"]
+    assert len(meant([str(shelf)], []).runs) == 3
     with pytest.raises(UsageError, match="first"):
         meant(["frist"], [shelf])
     with pytest.raises(DataError, match="no run"):
         meant([str(shelf / "thesis")], [shelf])
+
+
+@pytest.fixture
+def nightly(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """runs/ of two nights of one name, each v1 and eb on one plan, the second one of another commit."""
+    for night, commit in ((1, "aaa"), (2, "bbb")):
+        for policy in ("v1", "eb"):
+            labels = {"name": "nightly", "commit": commit}
+            copied(made, tmp_path / "runs" / f"{policy}-{night}", day=night, labels=labels, policy=policy)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def test_a_name_is_its_newest_measurement(nightly: Path) -> None:
+    told: list[str] = []
+    assert {path.name for path in run_paths(["nightly"], told.append)} == {"v1-2", "eb-2"}
+    assert "the newest 2 of 4" in told[0]
+    copied(nightly / "v1-2", nightly / "v1-3", day=3, labels={"name": "nightly", "commit": "bbb"})
+    assert [path.name for path in run_paths(["nightly"], told.append)] == ["v1-3"]
+
+
+def test_a_directory_is_itself_although_a_run_has_its_name(nightly: Path, tmp_path: Path) -> None:
+    (tmp_path / "nightly").mkdir()
+    assert run_paths(["nightly"], print) == [Path("nightly")]
+
+
+@pytest.mark.parametrize(
+    "words", [("show",), ("report", "-o", "page.html"), ("query", "select policy from runs", "--runs"), ("trend",)]
+)
+def test_commands_take_a_name_for_a_directory(nightly: Path, words: tuple[str, ...]) -> None:
+    done = invoke(*words, "nightly")
+    assert done.exit_code == 0, done.output
+    assert words[0] == "trend" or "the newest 2 of 4 runs of that name" in done.stderr
+    unknown = invoke(*words, "nightli")
+    assert unknown.exit_code in (2, 3)
+    assert "did you mean 'nightly'?" in unknown.stderr
+
+
+def test_sides_of_a_comparison_and_of_the_gate_may_be_names(made: Path, nightly: Path) -> None:
+    for policy in ("v1", "eb"):
+        copied(made, nightly / f"{policy}-new", day=4, labels={"name": "change", "commit": "ccc"}, policy=policy)
+    compared = invoke("compare", "nightly", "change", "--json")
+    assert compared.exit_code == 0, compared.output
+    assert "v1 (change)" in compared.stdout
+    judged = invoke("gate", "nightly", "change", "--policy", "v1")
+    assert judged.exit_code == 5, judged.output
+    assert "1 pairs" in judged.stdout or "1 pair" in judged.stdout
 
 
 def test_nothing_is_removed_before_one_says_yes(shelf: Path) -> None:

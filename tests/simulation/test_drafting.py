@@ -18,7 +18,7 @@ from ebbench.foreign.documents import read_toml
 from ebbench.records.plan import Plan
 from ebbench.simulation.drafting import accepted_drafts
 from ebbench.simulation.state import RequestState
-from ebbench.spec.server import EngineOptions, published_acceptance, speculative_of
+from ebbench.spec.server import EngineOptions, parse_speculative, published_acceptance
 from ebbench.workloads import build_plan
 from vllm_eb.policy import PolicyError, parse_policy
 from vllm_eb.theory import Drafts, crossover, optimal_threshold
@@ -75,7 +75,7 @@ def test_a_setting_that_cannot_be_is_one_line(text: str, said: str) -> None:
     ],
 )
 def test_rates_that_are_left_out_continue_the_last_one(text: str, rates: tuple[float, ...]) -> None:
-    assert speculative_of(text).acceptance == pytest.approx(rates)
+    assert parse_speculative(text).acceptance == pytest.approx(rates)
 
 
 def test_published_acceptance_has_its_source() -> None:
@@ -83,18 +83,18 @@ def test_published_acceptance_has_its_source() -> None:
     found = read_toml(Path(ebbench.spec.server.__file__).with_name("acceptance.toml"))
     assert set(found) == set(published_acceptance())
     for name, about in found.items():
-        assert speculative_of(f"method=eagle3,acceptance={name}").acceptance == tuple(about["rates"])
+        assert parse_speculative(f"method=eagle3,acceptance={name}").acceptance == tuple(about["rates"])
         assert about["source"]
         assert about["about"]
 
 
 def test_a_model_without_mtp_layers_names_the_methods_that_it_has() -> None:
     with pytest.raises(UsageError, match="no layers for multi-token prediction"):
-        load_device("h200", "qwen3-8b", speculative=speculative_of("method=mtp,tokens=1,acceptance=0.8"))
+        load_device("h200", "qwen3-8b", speculative=parse_speculative("method=mtp,tokens=1,acceptance=0.8"))
 
 
 def test_the_shares_of_accepted_drafts_are_the_rates(plan: Plan) -> None:
-    speculative = speculative_of("method=eagle3,tokens=3,acceptance=0.8,0.5,0.1")
+    speculative = parse_speculative("method=eagle3,tokens=3,acceptance=0.8,0.5,0.1")
     accepted = accepted_drafts(speculative, RequestState(plan), seed=0)
     shares = [float(np.mean(accepted > position)) for position in range(3)]
     assert shares == pytest.approx([0.8, 0.5, 0.1], abs=0.01)
@@ -126,7 +126,7 @@ def test_all_accepted_takes_one_step_for_all_tokens_of_it(plan: Plan) -> None:
 
 def test_drafts_of_which_none_is_accepted_only_take_time(plan: Plan) -> None:
     plain = SimEngine().run(plan, parse_policy("v1"), DEVICE, options())
-    device = load_device("h200", "qwen3-8b", speculative=speculative_of("method=eagle3,tokens=3,acceptance=0"))
+    device = load_device("h200", "qwen3-8b", speculative=parse_speculative("method=eagle3,tokens=3,acceptance=0"))
     drafted = SimEngine().run(plan, parse_policy("v1"), device, options("method=eagle3,tokens=3,acceptance=0"))
     assert drafted.requests["end_ns"].to_numpy().max() > plain.requests["end_ns"].to_numpy().max()
 
@@ -137,7 +137,7 @@ def test_n_grams_are_scheduled_one_step_at_a_time() -> None:
 
 
 def test_a_step_with_drafts_costs_less_than_a_step_per_token() -> None:
-    drafting = load_device("h200", "qwen3-8b", speculative=speculative_of("method=eagle3,tokens=3,acceptance=0.5"))
+    drafting = load_device("h200", "qwen3-8b", speculative=parse_speculative("method=eagle3,tokens=3,acceptance=0.5"))
     for seqs in (1, 64, 256):
         plain_s = DEVICE.cost.step_s(decode_shape(seqs, 512))
         assert plain_s < drafting.cost.step_s(decode_shape(seqs, 512, drafts=3)) < 4 * plain_s
@@ -148,7 +148,7 @@ def test_a_step_with_drafts_costs_less_than_a_step_per_token() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 @pytest.mark.parametrize("rate", [0.3, 0.9])
 def test_the_threshold_of_the_theory_is_within_two_per_cent_of_the_best(gpu: str, tokens: int, rate: float) -> None:
-    speculative = speculative_of(f"method=eagle3,tokens={tokens},acceptance={rate}")
+    speculative = parse_speculative(f"method=eagle3,tokens={tokens},acceptance={rate}")
     device = load_device(gpu, "qwen3-8b", speculative=speculative)
     load = build_plan(
         "balanced",
@@ -188,7 +188,7 @@ def memoryless() -> Plan:
 
 def decided(plan: Plan, policy: str, speculative: str | None, kind: str) -> dict[str, list[float]]:
     """Values of the decisions of that kind while the batch is full: without the first five, and the drain."""
-    drafts = None if speculative is None else speculative_of(speculative)
+    drafts = None if speculative is None else parse_speculative(speculative)
     device = load_device("h200", "qwen3-8b", speculative=drafts)
     settings = EngineOptions(max_num_seqs=128, speculative=speculative)
     found = SimEngine().run(plan, parse_policy(policy), device, settings).decisions
@@ -205,7 +205,7 @@ def test_the_hazard_and_the_lengths_are_per_token(memoryless: Plan, policy: str,
     mean = float(np.mean(memoryless.table["output_tokens"]))
     assert np.mean(found["p0"]) * mean == pytest.approx(1.0, abs=0.03)
     assert np.mean(found["mu_o"]) == pytest.approx(mean, rel=0.05)
-    costs = load_device("h200", "qwen3-8b", speculative=speculative_of(text)).calibration
+    costs = load_device("h200", "qwen3-8b", speculative=parse_speculative(text)).calibration
     best = optimal_threshold(1 / mean, costs.alpha_p, costs.alpha_d, drafts=Drafts(rates))
     assert np.mean(found["theta0"]) == pytest.approx(best.theta0, rel=0.02)
 
@@ -215,7 +215,7 @@ def test_the_hazard_and_the_lengths_are_per_token(memoryless: Plan, policy: str,
 def test_both_sides_of_the_crossover_are_those_of_the_known_lengths(memoryless: Plan, rates: tuple[float, ...]) -> None:
     text = f"method=eagle3,acceptance={','.join(map(str, rates))}"
     found = decided(memoryless, "ebplus", text, "mode")
-    costs = load_device("h200", "qwen3-8b", speculative=speculative_of(text)).calibration
+    costs = load_device("h200", "qwen3-8b", speculative=parse_speculative(text)).calibration
     mu_l, mu_o = (float(np.mean(memoryless.table[name])) for name in ("input_tokens", "output_tokens"))
     sides = [
         crossover(costs, mu_l=mu_l, mu_o=mu_o, n_obs=n_obs, theta0=theta0, drafts=Drafts(rates))
@@ -241,7 +241,9 @@ def test_drafts_change_nothing_of_an_estimated_length_distribution() -> None:
     ("speculative", "said"), [(None, "the server drafts no tokens"), ("method=ngram,acceptance=0.5", None)]
 )
 def test_draft_lengths_that_adapt_need_drafts(plan: Plan, speculative: str | None, said: str | None) -> None:
-    device = load_device("h200", "qwen3-8b", speculative=None if speculative is None else speculative_of(speculative))
+    device = load_device(
+        "h200", "qwen3-8b", speculative=None if speculative is None else parse_speculative(speculative)
+    )
     policy, settings = parse_policy("marginal:draft=adaptive"), options(speculative)
     if said is None:
         assert SimEngine().run(plan, policy, device, settings).facts["speculative"]["steps"]
@@ -253,7 +255,7 @@ def test_draft_lengths_that_adapt_need_drafts(plan: Plan, speculative: str | Non
 def test_fewer_tokens_are_drafted_in_a_larger_batch() -> None:
     """All of them in a small batch, fewer in a full one, and more throughput than with all or none."""
     text = "method=eagle3,tokens=5,acceptance=qwen3-30b-a3b-eagle3"
-    drafting = load_device("h200", "qwen3-8b", speculative=speculative_of(text))
+    drafting = load_device("h200", "qwen3-8b", speculative=parse_speculative(text))
 
     def run(seqs: int, policy: str, device: Device, speculative: str | None) -> tuple[float, list[int]]:
         load = build_plan("balanced", num_prompts=12 * seqs + 300, max_concurrency=seqs, input_len=64, output_len=64)

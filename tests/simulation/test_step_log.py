@@ -17,7 +17,7 @@ from ebbench.errors import RunError
 from ebbench.records import files
 from ebbench.records.run import NotStoredError, RunWriter
 from ebbench.runs.conclude import RunContext, conclude
-from ebbench.simulation import step, tables
+from ebbench.simulation import state, step
 from ebbench.simulation.step import FOLD, Step, StepLog
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
@@ -31,7 +31,7 @@ def test_tables_do_not_depend_on_the_size_of_their_pieces(world: World, fold: in
     at_once = world.run()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "FOLD", fold)
-        patch.setattr(tables, "_SLOTS_AT_ONCE", fold)
+        patch.setattr(state, "_SLOTS_AT_ONCE", fold)
         folded = world.run()
         parts = world.on(SimEngine(steps_in_parts=True))
         assert parts.step_parts is not None
@@ -55,7 +55,7 @@ def test_the_numbers_that_figures_need_are_those_of_the_table(world: World, warm
     assert figures.last_mode == ""
 
 
-def test_steps_in_parts_are_stored_as_the_table_and_kept_if_they_cannot_be(tmp_path: Path) -> None:
+def test_steps_in_parts_are_stored_as_the_table_is(tmp_path: Path) -> None:
     plan = build_plan("balanced", num_prompts=30, max_concurrency=8)
     device, options, policy = load_device("h200", "qwen3-8b"), EngineOptions(), parse_policy("v1")
     context = RunContext(plan, policy, "sim", device, options, 0)

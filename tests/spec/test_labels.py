@@ -11,8 +11,8 @@ import pytest
 from ebbench.errors import UsageError
 from ebbench.records.manifest import RunLabels
 from ebbench.records.run import Run, read_manifest
-from ebbench.runs.key import key_of
-from ebbench.spec.run import Job, Labels, job_of, simulated, spec_of
+from ebbench.runs.key import result_key
+from ebbench.spec.run import Job, Labels, ci_job, make_spec, simulated
 from tests.gate.gate_data import invoke
 
 SPEC = simulated("balanced", "v1", "h200", "qwen3-8b", 64, 2048, num_prompts=8)
@@ -23,7 +23,7 @@ def test_labels_are_no_part_of_the_key() -> None:
     named = SPEC.changed(name="before", tags=("nightly",), commit="c0ffee")
     assert named.labels.name == "before"
     assert named == SPEC
-    assert key_of(named) == key_of(SPEC)
+    assert result_key(named) == result_key(SPEC)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_labels_are_no_part_of_the_key() -> None:
     ],
 )  # fmt: skip
 def test_commit_and_branch_of_a_ci_job(environ: dict[str, str], job: Job) -> None:
-    assert job_of(environ) == job
+    assert ci_job(environ) == job
 
 
 def test_what_is_given_counts_before_the_job() -> None:
@@ -63,7 +63,7 @@ def test_what_is_given_counts_before_the_job() -> None:
 @pytest.mark.parametrize("labels", [{"name": " "}, {"tags": ("",)}, {"note": "two\nlines"}, {"name": "x" * 300}])
 def test_a_label_is_one_line_of_text(labels: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="--"):
-        spec_of({"workload": "balanced", **labels})
+        make_spec({"workload": "balanced", **labels})
 
 
 def test_a_run_stores_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from ebbench.cli.main import app, load_command
 from ebbench.records.run import Run
 from ebbench.runs.execute import Task, execute, make
 from ebbench.runs.file import plain_type, spec_of_file
-from ebbench.runs.key import key_of
+from ebbench.runs.key import result_key
 from ebbench.runs.prepare import prepare
-from ebbench.spec.run import RunSpec, as_dict, known_settings, settings_of, spec_of
+from ebbench.spec.run import RunSpec, as_dict, known_settings, make_spec, settings_of
 
 OTHER: dict[str, Any] = {
     "workload": "sharegpt", "policy": "eb", "engine": "emulated", "headers": {"x-team": "a"},
@@ -38,16 +38,16 @@ def other(name: str) -> Any:
 
 
 def small(**settings: Any) -> RunSpec:
-    return spec_of({"workload": "balanced", "num_prompts": 20, "max_concurrency": 4, "source": "profile", **settings})
+    return make_spec({"workload": "balanced", "num_prompts": 20, "max_concurrency": 4, "source": "profile", **settings})
 
 
 @pytest.mark.parametrize("name", [name for name in known_settings() if name != "prefix_groups"])
 def test_every_setting_but_labels_is_part_of_the_key(name: str) -> None:
     given = {"workload": "balanced"} | {name: other(name)}
-    spec = spec_of(given)
+    spec = make_spec(given)
     assert settings_of(spec)[name] == other(name)
     a_label = known_settings()[name].part == "labels"  # labels change no result
-    assert (key_of(spec) == key_of(spec_of({"workload": "balanced"}))) == a_label
+    assert (result_key(spec) == result_key(make_spec({"workload": "balanced"}))) == a_label
 
 
 def test_the_options_of_run_are_the_declared_ones_with_their_defaults() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.runs.pool import RayCluster
-from ebbench.sweep.drive import SweepProgress, SweepStore, pool_of, run_sweep
+from ebbench.sweep.drive import SweepProgress, SweepStore, run_sweep, sweep_pool
 from ebbench.sweep.spec import load_sweep
 from tests.processes.process_tree import assert_gone, descendants, wait_until
 from tests.sweep.sweep_data import TINY, invoke, spec_file
@@ -120,11 +120,11 @@ def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> 
 @pytest.mark.parametrize(("engine", "gpus"), [("vllm", 1.0), ("sim", 0.0)])
 def test_cells_of_the_vllm_engine_get_a_gpu_each(engine: str, gpus: float, tmp_path: Path) -> None:
     sweep = load_sweep(spec_file(tmp_path, TINY + f'engine = "{engine}"\n'))
-    chosen = pool_of(sweep, None, "ray", None, None)
+    chosen = sweep_pool(sweep, None, "ray", None, None)
     assert isinstance(chosen, RayCluster)
     assert chosen.gpus == gpus
-    assert pool_of(sweep, None, "ray", None, 0.5).gpus == 0.5  # type: ignore[attr-defined]
-    here = pool_of(sweep, None, "process", None, None)
+    assert sweep_pool(sweep, None, "ray", None, 0.5).gpus == 0.5  # type: ignore[attr-defined]
+    here = sweep_pool(sweep, None, "process", None, None)
     assert (here.workers == 1) == (engine == "vllm" or len(os.sched_getaffinity(0)) == 1)  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,7 @@ from ebbench.analysis.sensitivity import least_difference
 from ebbench.runs.file import spec_of_file
 from ebbench.runs.store import Measured
 from ebbench.sweep.drive import Finished
-from ebbench.sweep.show import Finding, findings, metric_of
+from ebbench.sweep.show import Finding, deciding_metric, findings
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 
 LIMITED = TINY.replace("[common]", '[common]\ngoodput = "ttft:40 tpot:12"').replace(
@@ -102,7 +102,7 @@ def test_limits_rank_by_goodput(tmp_path: Path) -> None:
 
 def test_goodput_needs_limits_everywhere(tmp_path: Path) -> None:
     cells = [spec_of_file({"workload": "balanced", "goodput": limits}) for limits in ("ttft:1", "")]
-    assert (metric_of(cells[:1]), metric_of(cells)) == ("request_goodput", "request_throughput")
+    assert (deciding_metric(cells[:1]), deciding_metric(cells)) == ("request_goodput", "request_throughput")
     done = invoke("sweep", spec_file(tmp_path, TINY), "--metric", "request_goodput", "-o", tmp_path / "out")
     assert done.exit_code == 2
     assert "needs limits for all cells" in done.stderr

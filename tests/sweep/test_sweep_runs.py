@@ -19,12 +19,12 @@ from ebbench.devices.loader import load_device
 from ebbench.records.run import Run
 from ebbench.runs.execute import Task, make
 from ebbench.runs.file import spec_of_file
-from ebbench.runs.key import directory_name, key_of
+from ebbench.runs.key import directory_name, result_key
 from ebbench.runs.pool import ATTEMPTS, Processes, attempt
 from ebbench.runs.prepare import device_of
 from ebbench.runs.store import Measured
 from ebbench.sweep.drive import SCHEMA, Finished, SweepStore, run_sweep
-from ebbench.sweep.show import baseline_of, findings
+from ebbench.sweep.show import baseline_policy, findings
 from ebbench.sweep.spec import load_sweep
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 from tests.sweep.sweep_jobs import deadly
@@ -45,7 +45,7 @@ def test_results_are_one_table_in_the_order_of_the_grid(tiny: Path) -> None:
     table = pq.read_table(tiny / "out" / "results.parquet")
     assert table.schema.equals(SCHEMA)
     cells = load_sweep(tiny / "spec.toml").cells
-    assert table["key"].to_pylist() == [key_of(cell) for cell in cells]
+    assert table["key"].to_pylist() == [result_key(cell) for cell in cells]
     assert table["completed"].to_pylist() == [40.0] * 8
     assert set(table["valid"].to_pylist()) == {True}
     rows = table.to_pylist()
@@ -125,7 +125,7 @@ def test_there_is_one_baseline_and_no_gain_where_it_is_missing() -> None:
 
     cells = [cell("eb", 4, 2.0), cell("ebplus", 4, 3.0), cell("eb", 8, 5.0), cell("v1", 8, 4.0)]
     found = findings(cells, ("policy", "max_concurrency"))
-    assert baseline_of(found) == "v1"
+    assert baseline_policy(found) == "v1"
     assert [finding.gain for finding in found] == [None, None, 0.25, None]
 
 

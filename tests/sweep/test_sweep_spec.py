@@ -9,7 +9,7 @@ import pytest
 
 from ebbench.errors import EbbenchError, InputFileError
 from ebbench.runs.file import spec_of_file
-from ebbench.runs.key import key_of, with_absolute_paths
+from ebbench.runs.key import result_key, with_absolute_paths
 from ebbench.spec.server import EngineOptions
 from ebbench.sweep.spec import load_sweep
 from tests.sweep.sweep_data import TINY, invoke, spec_file
@@ -22,7 +22,7 @@ def test_every_combination_is_a_cell_and_repeats_are_seeds(tmp_path: Path) -> No
     sweep = load_sweep(spec_file(tmp_path, text))
     settings = {(c.policy, c.server.max_num_batched_tokens, c.plan.seed) for c in sweep.cells}
     assert settings == {(p, b, s) for p in ("v1", "eb") for b in (256, 512, 1024) for s in (10, 11, 20, 21)}
-    assert len(sweep.cells) == len({key_of(cell) for cell in sweep.cells}) == 24
+    assert len(sweep.cells) == len({result_key(cell) for cell in sweep.cells}) == 24
     assert set(sweep.axes) == {"policy", "max_num_batched_tokens", "seed"}
     assert {cell.plan.num_prompts for cell in sweep.cells} == {40}
 
@@ -39,7 +39,7 @@ def test_the_papers_grid_has_1440_cells() -> None:
     assert asked == {(False, 4000), (True, 430)}  # conversations of 9.3 requests
     sample = load_sweep(REPORTS / "paper-grid-sample.toml")
     assert len(sample.cells) == 192
-    assert {key_of(cell) for cell in sample.cells} < {key_of(cell) for cell in sweep.cells}
+    assert {result_key(cell) for cell in sample.cells} < {result_key(cell) for cell in sweep.cells}
 
 
 def test_two_spellings_of_a_policy_are_one_cell(tmp_path: Path) -> None:
@@ -49,15 +49,15 @@ def test_two_spellings_of_a_policy_are_one_cell(tmp_path: Path) -> None:
 
 def test_a_key_is_the_content_of_settings_and_files(tmp_path: Path) -> None:
     cell = spec_of_file({"workload": "balanced"})
-    assert key_of(cell) == key_of(spec_of_file({"workload": "balanced", "policy": "v1"}))
-    assert key_of(cell) != key_of(spec_of_file({"workload": "balanced", "seed": 1}))
+    assert result_key(cell) == result_key(spec_of_file({"workload": "balanced", "policy": "v1"}))
+    assert result_key(cell) != result_key(spec_of_file({"workload": "balanced", "seed": 1}))
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n')
     traced = spec_of_file({"workload": f"trace:{trace}"})
-    before = key_of(traced)
-    assert key_of(traced) == before
+    before = result_key(traced)
+    assert result_key(traced) == before
     trace.write_text('{"timestamp": 0, "input_length": 6, "output_length": 5}\n')
-    assert key_of(traced) != before
+    assert result_key(traced) != before
 
 
 def test_files_are_named_absolutely_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameE
 from ebbench.records.run import MANIFEST, Run
 from ebbench.runs import key as key_module
 from ebbench.runs.execute import Task, make
-from ebbench.runs.key import directory_name, key_of
+from ebbench.runs.key import directory_name, result_key
 from ebbench.runs.pool import Outcome
 from ebbench.runs.store import CELL, RunStore, run_missing
 from ebbench.spec.run import RunSpec
@@ -40,7 +40,7 @@ def test_a_second_call_runs_nothing(store: RunStore, small_cell: RunSpec, shift_
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_a_changed_setting_changes_the_key(small_cell: RunSpec, change: dict[str, object]) -> None:
-    assert key_of(small_cell.changed(**change)) != key_of(small_cell)
+    assert result_key(small_cell.changed(**change)) != result_key(small_cell)
 
 
 def test_a_length_limit_taken_away_is_the_servers_default_again(small_cell: RunSpec) -> None:
@@ -52,32 +52,32 @@ def test_a_length_limit_taken_away_is_the_servers_default_again(small_cell: RunS
 
 
 def test_the_weight_of_a_cell_does_not_change_the_key(small_cell: RunSpec) -> None:
-    assert key_of(replace(small_cell, weight=99.0)) == key_of(small_cell)
+    assert result_key(replace(small_cell, weight=99.0)) == result_key(small_cell)
 
 
 def test_changed_code_changes_the_key(small_cell: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = key_of(small_cell)
+    before = result_key(small_cell)
     monkeypatch.setattr(key_module, "code_fingerprint", lambda engine: "other code")
-    assert key_of(small_cell) != before
+    assert result_key(small_cell) != before
 
 
 def test_a_changed_scenario_file_changes_the_key(shift_cell: RunSpec, shift_file: Path) -> None:
-    before, text = key_of(shift_cell), shift_file.read_text()
+    before, text = result_key(shift_cell), shift_file.read_text()
     try:
         shift_file.write_text(text.replace("mean = 400", "mean = 401"))
-        assert key_of(shift_cell) != before
+        assert result_key(shift_cell) != before
     finally:
         shift_file.write_text(text)
-    assert key_of(shift_cell) == before
+    assert result_key(shift_cell) == before
 
 
 def test_a_changed_trace_changes_the_key(tmp_path: Path, small_cell: RunSpec) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("one")
     asked = small_cell.changed(workload=f"trace:{path}"), small_cell.changed(source=f"file:{path}")
-    before = [key_of(cell) for cell in asked]
+    before = [result_key(cell) for cell in asked]
     path.write_text("two")
-    assert not {key_of(cell) for cell in asked} & set(before)
+    assert not {result_key(cell) for cell in asked} & set(before)
 
 
 def test_a_changed_module_of_the_users_own_policy_changes_the_key(
@@ -89,9 +89,9 @@ def test_a_changed_module_of_the_users_own_policy_changes_the_key(
     module.write_text("steps = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
     cell = small_cell.changed(policy="policy_of_a_user.first:steps=3")
-    before = key_of(cell)
+    before = result_key(cell)
     module.write_text("steps = 2")
-    assert key_of(cell) != before
+    assert result_key(cell) != before
 
 
 def test_a_stored_cell_is_a_run_like_any_other(store: RunStore, small_cell: RunSpec) -> None:
@@ -304,4 +304,4 @@ def test_cell_json_holds_cell_and_key(store: RunStore, small_cell: RunSpec) -> N
     assert found is not None
     content = json.loads((found.path / CELL).read_text())
     assert content["cell"]["policy"] == "v1"
-    assert content["key"] == key_of(small_cell)
+    assert content["key"] == result_key(small_cell)

@@ -29,7 +29,7 @@ from ebbench.papers.staggered.prefill import (
 from ebbench.records.manifest import plan_hash
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.runs.conclude import pool_figures
-from ebbench.runs.key import key_of
+from ebbench.runs.key import result_key
 from ebbench.runs.prepare import plan_of
 from ebbench.runs.store import Measured, RunStore, run_missing
 from ebbench.spec.run import RunSpec, simulated
@@ -48,7 +48,7 @@ CELL = simulated(
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_any_other_cluster_has_another_key(change: dict[str, object]) -> None:
-    assert key_of(CELL.changed(**change)) != key_of(CELL)
+    assert result_key(CELL.changed(**change)) != result_key(CELL)
 
 
 def test_a_single_run_does_not_stand_for_a_cluster(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_curves_are_straight_between_two_loads_and_know_their_peak(tmp_path: Pat
     assert curve.peak(SHARES[-1] + 0.1) is None
     assert curve.at("mean_ttft_ms", 1.5) is None
     assert FiguresOverLoad(PaperOptions(), RunStore(tmp_path / "none"), SHORT_3K, "sbs").peak(0.8) is None
-    assert key_of(prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.5)) != key_of(
+    assert result_key(prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.5)) != result_key(
         prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.525)
     )
 

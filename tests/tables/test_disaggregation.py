@@ -43,9 +43,7 @@ def test_disaggregated_servers_have_the_defaults_of_vllm() -> None:
 
 @pytest.mark.parametrize("device", ["h200", "rtx-pro-6000"])
 @pytest.mark.parametrize("setting", [TWO["ebplus_dp2"], FOUR["ebplus_dp4"]])
-def test_ebplus_has_a_fixed_threshold_and_the_margin_of_the_published_runs(
-    setting: PolicyOnTopology, device: str
-) -> None:
+def test_ebplus_has_the_threshold_and_margin_of_the_published_runs(setting: PolicyOnTopology, device: str) -> None:
     run = two_gpus(setting, device, 64) if setting in TWO.values() else four_gpus(setting, device, "balanced", 128)
     policy = parse_policy(run.policy)
     assert isinstance(policy, EbPlus)

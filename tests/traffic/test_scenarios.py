@@ -32,7 +32,7 @@ def test_every_bundled_scenario_builds_a_plan(name: str, tmp_path: Path) -> None
     assert set(plan.table["phase"].to_pylist()) <= {phase.name for phase in spec.phases}
 
 
-def test_distribution_shift_has_the_published_phases_whatever_the_workload() -> None:
+def test_distribution_shift_has_the_published_phases() -> None:
     plan = build_plan("sharegpt", "distribution-shift", seed=4)
     assert plan.phases == tuple(ClosedPhase(name, 2000, 2048) for name in ("1024/128", "512/512", "128/1024"))
     for index, (mean_in, mean_out) in enumerate([(1024, 128), (512, 512), (128, 1024)]):

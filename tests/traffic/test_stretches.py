@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.traffic.arrivals import centres_of, order_centred, order_with, roots_of
+from ebbench.traffic.arrivals import order_centred, order_with, relative_roots, stretch_centres
 
 
 def per_stretch(values: np.ndarray, stretch: np.ndarray) -> np.ndarray:
@@ -31,20 +31,20 @@ def test_values_only_change_places_within_their_group(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stretches_with_one_large_value_differ_from_those_of_middling_ones(seed: int) -> None:
+def test_stretches_with_a_large_value_differ_from_middling_ones(seed: int) -> None:
     """Every second stretch is heavy-tailed, the others are of nearly equal values; both have the same mean."""
     rng = np.random.default_rng(seed)
     stretch = np.repeat(np.arange(200), 8)
     sigma = np.where(stretch % 2, 0.3, 1.6)
     values = np.exp(rng.standard_normal(1600) * sigma - sigma**2 / 2)
-    means, roots = per_stretch(values, stretch), per_stretch(roots_of(values), stretch)
+    means, roots = per_stretch(values, stretch), per_stretch(relative_roots(values), stretch)
     shuffled = rng.permutation(values)
     for known, spread_is_kept in ((roots, True), ((), False)):
         found = shuffled[order_with(stretch, shuffled, rng, means=means, roots=known)]
         assert np.abs(per_stretch(found, stretch) - means).mean() < 0.2 * means.mean()
         spreads = [np.log(one).reshape(-1, 8).std(axis=1) for one in (values, found)]
         assert (np.corrcoef(*spreads)[0, 1] > 0.7) == spread_is_kept
-        assert (np.abs(per_stretch(roots_of(found), stretch) - roots).mean() < 0.03) == spread_is_kept
+        assert (np.abs(per_stretch(relative_roots(found), stretch) - roots).mean() < 0.03) == spread_is_kept
 
 
 @pytest.mark.parametrize("levels", [[1e-310], [5e-324, 1e-310], [0.0, 2e-308, 5.0], [0.0, 0.0]])
@@ -79,14 +79,14 @@ def test_values_only_change_places_within_their_stretch(
     order = order_centred(stretch, values, wanted, np.random.default_rng(seed))
     assert sorted(order.tolist()) == list(range(len(values)))
     assert (stretch[order] == stretch).all()
-    off = [np.abs(wanted - centres_of(stretch, one)) for one in (values, values[order])]
+    off = [np.abs(wanted - stretch_centres(stretch, one)) for one in (values, values[order])]
     assert (off[1] <= off[0] + 1e-9).all()
 
 
 def test_the_centre_says_where_the_values_of_a_stretch_lie() -> None:
     first, even, last, none = [8.0, 0, 0, 0], [2.0, 2, 2, 2], [0.0, 0, 0, 8], [0.0, 0, 0, 0]
     stretch = np.repeat(np.arange(4), 4)
-    assert centres_of(stretch, np.array(first + even + last + none)).tolist() == [0.125, 0.5, 0.875, 0.5]
+    assert stretch_centres(stretch, np.array(first + even + last + none)).tolist() == [0.125, 0.5, 0.875, 0.5]
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -96,8 +96,8 @@ def test_stretches_get_their_centres(size: int) -> None:
     stretch = np.repeat(np.arange(300), size)
     rows = np.exp(1.5 * rng.standard_normal((300, size)))
     rows[::2].sort(axis=1)
-    wanted = centres_of(stretch, rows.ravel())
+    wanted = stretch_centres(stretch, rows.ravel())
     dealt = rng.permuted(rows, axis=1).ravel()
     found = dealt[order_centred(stretch, dealt, wanted, rng)]
-    assert np.abs(centres_of(stretch, dealt) - wanted).mean() > 0.1
-    assert np.abs(centres_of(stretch, found) - wanted).mean() < 0.02
+    assert np.abs(stretch_centres(stretch, dealt) - wanted).mean() > 0.1
+    assert np.abs(stretch_centres(stretch, found) - wanted).mean() < 0.02

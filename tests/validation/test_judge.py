@@ -22,7 +22,7 @@ from ebbench.validation.judge import (
     error_freedom,
     interval_factor,
     judge,
-    noise_of,
+    noise_between_rounds,
 )
 
 POLICIES, LOADS = ("v1", "eb"), (8, 32)
@@ -138,14 +138,14 @@ def test_degrees_of_freedom_fall_where_rounds_are_slow_together() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "common"), [(2, 1.0), (3, 0.0), (3, 0.5), (3, 1.0), (6, 1.0)])
-def test_intervals_cover_errors_of_a_machine_that_is_slow_for_whole_rounds(rounds: int, common: float) -> None:
+def test_intervals_cover_a_machine_that_is_slow_for_whole_rounds(rounds: int, common: float) -> None:
     """Coverage of nearly 95 %; with the freedom of all settings it is 82 to 91 % where all noise is common."""
     random = np.random.default_rng(3)
     covered = []
     for _ in range(400):
         of_round = random.normal(0.0, math.sqrt(common), rounds)
         values = random.normal(0.0, math.sqrt(1.0 - common), (8, rounds)) + of_round
-        sigmas = np.array(noise_of(values.tolist())[1])
+        sigmas = np.array(noise_between_rounds(values.tolist())[1])
         t = interval_factor(error_freedom([dict(enumerate(row)) for row in values.tolist()]))
         covered += (np.abs(values.mean(axis=1)) <= t * sigmas / math.sqrt(rounds)).tolist()
     assert np.mean(covered) > 0.92
@@ -220,7 +220,7 @@ def test_a_verdict_of_figures_means_most_settings_keep_their_limits(seed: int, n
 
 @given(st.lists(st.lists(st.floats(-1.0, 1.0), min_size=1, max_size=4), min_size=1, max_size=8))
 def test_the_noise_of_a_group_is_at_least_the_typical_noise(groups: list[list[float]]) -> None:
-    typical, sigmas = noise_of(groups)
+    typical, sigmas = noise_between_rounds(groups)
     assert all(sigma >= typical for sigma in sigmas)
     assert math.isinf(typical) == all(len(group) == 1 for group in groups)
 
@@ -228,5 +228,5 @@ def test_the_noise_of_a_group_is_at_least_the_typical_noise(groups: list[list[fl
 @pytest.mark.parametrize("rounds", [2, 3, 5])
 def test_typical_noise_is_that_of_the_machine(rounds: int) -> None:
     random = np.random.default_rng(1)
-    typical, _ = noise_of(random.normal(0.0, 0.07, (4000, rounds)).tolist())
+    typical, _ = noise_between_rounds(random.normal(0.0, 0.07, (4000, rounds)).tolist())
     assert typical == pytest.approx(0.07, rel=0.05)

@@ -26,7 +26,7 @@ from ebbench.validation.question import (
     fitted_schedule,
     measured_cell,
     predicted_cell,
-    question_of,
+    validation_question,
 )
 
 SMALL = [
@@ -237,7 +237,7 @@ def test_predictions_of_a_real_vllm_have_an_api_server_unless_it_is_off(monkeypa
 
     def asked(api_server: str | None) -> str:
         given = {} if api_server is None else {"api_server": api_server}
-        return question_of({"model": "qwen3-8b", "engine": "vllm", **given}).api_server
+        return validation_question({"model": "qwen3-8b", "engine": "vllm", **given}).api_server
 
     assert asked(None) == "datacenter"
     assert asked("off") == "off"
@@ -259,7 +259,7 @@ def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_s", [100.0, 400.0, 1200.0, 5000.0])
-def test_a_schedule_fits_the_time_where_two_rounds_of_the_shortest_runs_do(left_s: float) -> None:
+def test_a_schedule_fits_if_two_rounds_of_the_shortest_runs_do(left_s: float) -> None:
     rates, start_s, steps_s = (2.0, 5.0), 10.0, 30.0
     asked = question()
     found = fitted_schedule(asked, rates, start_s, left_s, steps_s)

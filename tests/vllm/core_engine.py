@@ -24,6 +24,11 @@ def accepted(drafts: Speculative, name: str, made: int) -> int:
     return sum(drawn < rate for rate in drafts.acceptance)
 
 
+def allowed(name: str, made: int) -> int:
+    """How many drafts the grammar of a request allows after ``made`` output tokens."""
+    return random.Random(f"grammar of {name} {made}").randint(0, 4)
+
+
 @dataclass
 class Engine:
     """vLLM's engine core under a policy; ``outputs`` has the result of every schedule()."""
@@ -39,6 +44,7 @@ class Engine:
     speculative: str | None = None  # how tokens are drafted; by what it holds, some drafts of each length are accepted
     outputs: list[Any] = field(default_factory=list)
     idle_decoders: int = 0  # schedule() calls that came out empty beside requests with a further token to decode
+    shortened: int = 0  # drafts that a grammar shortened
     tokens: Counter[str] = field(default_factory=Counter)
     answers: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     watch: Callable[[set[str], Any], None] | None = None  # of each schedule(): ids decoding before it, its output
@@ -61,7 +67,7 @@ class Engine:
         reader = (
             StepReader(self.streams)
             if drafts is None
-            else DraftReader(self.streams, lambda name, made: accepted(drafts, name, made), drafts.tokens)
+            else DraftReader(self.streams, partial(self._accepted, drafts), drafts.tokens)
         )
         self.core.model_executor.attach(self.clock, TestCost(), reader)
         self.core.model_executor.on_step = self.core.model_executor.on_preempted = lambda *_: None
@@ -70,10 +76,22 @@ class Engine:
             if self.scheduler.controller is not None:
                 self.scheduler.controller.keep_records()
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched
-        # Grammars and their masks are not under test.
+        # Grammars and their masks are not under test, only that they shorten drafts.
         self.scheduler.structured_output_manager.accept_tokens = lambda *_: True
-        self.scheduler.structured_output_manager.validate_tokens = lambda _, tokens: tokens
+        self.scheduler.structured_output_manager.validate_tokens = self._valid
         self.scheduler.get_grammar_bitmask = lambda *_: None
+
+    def _accepted(self, drafts: Speculative, name: str, made: int) -> int:
+        request = self.scheduler.requests.get(name)
+        most = allowed(name, made) if request is not None and request.use_structured_output else drafts.tokens
+        return min(accepted(drafts, name, made), most)
+
+    def _valid(self, request: Any, tokens: list[int]) -> list[int]:
+        if not request.use_structured_output:
+            return tokens
+        valid = tokens[: allowed(request.request_id, request.num_output_tokens)]
+        self.shortened += len(valid) < len(tokens)
+        return valid
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         # The last token of an answer may be on its way: nothing is left to schedule for that request.

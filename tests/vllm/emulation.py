@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.devices.base import Device, StepShape
+from ebbench.devices.linear import cost_grid
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
@@ -38,6 +39,23 @@ CALIBRATION = Calibration(
     alpha_p=5e-3, beta_p=17e-6, alpha_d=3e-3, beta_d=31e-6, mixed=MixedCost(a=2e-5, b=6e-5, c=-3e-5)
 )
 DEVICE = Device("test", "test", TestCost(), 1 << 20, CALIBRATION, "made for tests")
+
+
+class DraftingCost(TestCost):
+    """Drafted tokens cost as much as others, and each drafting pass a further 0.1 ms."""
+
+    __test__ = False
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds."""
+        return super().step_s(shape) + 31e-6 * shape.draft_tokens + 1e-4 * (shape.next_drafts or 0)
+
+
+def drafting_device(tokens: int) -> Device:
+    """A device on which few sequences gain by drafts and many lose."""
+    cost = DraftingCost()
+    costs = replace(CALIBRATION, grid=cost_grid(cost, tokens), undrafted=cost_grid(cost))
+    return replace(DEVICE, cost=cost, calibration=costs)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from unittest.mock import create_autospec
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from ebbench.spec.server import speculative_of
+from ebbench.spec.server import parse_speculative
 from tests.vllm.core_engine import Engine
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.scene_checks import LOST_BY_VLLM, Checks
@@ -64,7 +64,7 @@ class Scene:
         budget = max(seqs, dice.choice((8, 24, 200)))
         self.drafts = draw_drafts(self.seed)
         if self.drafts is not None:
-            tokens = speculative_of(self.drafts).tokens
+            tokens = parse_speculative(self.drafts).tokens
             blocks += -(-2 * tokens // block_size)
             budget = max(budget, 2 * (1 + tokens))
         if self.policy.endswith(":?"):

@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.devices.base import Device, StepShape
-from ebbench.devices.linear import cost_grid
 from ebbench.records.plan import Plan
 from ebbench.spec.server import EngineOptions
 from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.emulation import (
-    CALIBRATION,
     DEVICE,
-    TestCost,
     differences,
+    drafting_device,
     random_case,
     run_emulated,
     run_sim,
@@ -61,23 +58,6 @@ def test_equal_with_drafts_under_the_rivals(kind: str, seed: int) -> None:
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []
     assert sim.requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
-
-
-class DraftingCost(TestCost):
-    """Drafted tokens cost as much as others, and each drafting pass a further ms."""
-
-    __test__ = False
-
-    def step_s(self, shape: StepShape) -> float:
-        """Seconds."""
-        return super().step_s(shape) + 31e-6 * shape.draft_tokens + 1e-4 * (shape.next_drafts or 0)
-
-
-def drafting_device(tokens: int) -> Device:
-    """A device on which few sequences gain by drafts and many lose."""
-    cost = DraftingCost()
-    costs = replace(CALIBRATION, grid=cost_grid(cost, tokens), undrafted=cost_grid(cost))
-    return replace(DEVICE, cost=cost, calibration=costs)
 
 
 @pytest.mark.parametrize("seed", range(600, 630))

@@ -108,7 +108,7 @@ def test_no_event_of_a_connector_is_lost_with_a_step_that_is_given_up(policy: st
     assert events_lost(policy) == 0
 
 
-def test_events_would_be_lost_if_an_empty_output_were_made_and_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throwing_away_an_empty_output_would_lose_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier version of the plugin did this; if no event were lost here, the test above could not fail."""
     from vllm_eb.scheduler import _PhasedScheduler
 

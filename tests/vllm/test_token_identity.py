@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.emulation import CALIBRATION
+from tests.vllm.emulation import CALIBRATION, drafting_device
+from tests.vllm.small_drafters import DRAFTERS, TOKENS, Drafter
 from tests.vllm.small_model import VOCABULARY
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy
@@ -19,7 +23,6 @@ from vllm_eb.policy import parse_policy
 pytestmark = pytest.mark.vllm
 
 REQUESTS, ABORTED, CONCURRENCY, BLOCKS, BLOCK = 50, 5, 36, 44, 32
-N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 POLICIES = (
     "v1",
     "v0",
@@ -29,15 +32,16 @@ POLICIES = (
     "marginal:ttft=0.2,tpot=0.02,update_every=6",  # orders the queue, holds prompts back
     "cadence:every=4",
 )
+RIVALS = ("delayer", "ppas", "batchwait:iters=8,ratio=0.5", "slochunk:tpot=0.05")
+ADAPTIVE = "marginal:draft=adaptive,update_every=6"
 
 
 @dataclass(frozen=True)
 class Served:
-    """Answers by request, how often KV pressure preempted or the queue was reordered, what the controller decided."""
+    """Answers by request, counts (see :func:`_count`), what the controller decided."""
 
     answers: dict[str, tuple[int, ...]]
-    preemptions: int
-    reorderings: int
+    counted: Counter[str]
     phases: tuple[str, ...]
     modes: tuple[str, ...]
 
@@ -53,30 +57,34 @@ def prompts() -> list[tuple[list[int], int]]:
     return found
 
 
-def serve(folder: Path, policy: str, sent_again: list[str] | None = None, drafts: Counter[str] | None = None) -> Served:
+def serve(
+    folder: Path, policy: str, sent_again: list[str] | None = None, speculative: Mapping[str, Any] | None = None
+) -> Served:
     """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway.
 
-    ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens. With ``drafts``
-    tokens are drafted from n-grams, and those scheduled are counted by the id of their request.
+    ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens. ``speculative``: how
+    tokens are drafted.
     """
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     plain = policy == "v1"
+    costs = drafting_device(TOKENS).calibration if policy == ADAPTIVE else CALIBRATION
+    gc.collect()
+    gc.freeze()  # vLLM collects garbage seven times while it starts
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder), dtype="float32", enforce_eager=True, block_size=BLOCK,
             num_gpu_blocks_override=BLOCKS + 1,
             max_model_len=BLOCKS * BLOCK, max_num_seqs=32, max_num_batched_tokens=96, disable_log_stats=True,
             scheduler_cls=None if plain else SCHEDULER,
-            additional_config={} if plain else additional_config(parse_policy(policy), CALIBRATION),
-            speculative_config=None if drafts is None else N_GRAMS,
+            additional_config={} if plain else additional_config(parse_policy(policy), costs),
+            speculative_config=None if speculative is None else dict(speculative),
         )
     )  # fmt: skip
+    gc.unfreeze()
     scheduler = engine.engine_core.engine_core.scheduler
-    if drafts is not None:
-        _count_drafts(scheduler, drafts)
     counted = _count(scheduler)
     if sent_again is not None:
         _note_sent_again(scheduler, sent_again)
@@ -105,21 +113,10 @@ def serve(folder: Path, policy: str, sent_again: list[str] | None = None, drafts
     engine.engine_core.shutdown()
     return Served(
         answers,
-        counted["preemptions"],
-        counted["reorderings"],
+        counted,
         tuple(r.phase for r in records),
         tuple(r.mode for r in records if r.kind == "mode"),
     )
-
-
-def _count_drafts(scheduler: Any, drafts: Counter[str]) -> None:
-    update = scheduler.update_from_output
-
-    def updating(scheduled: Any, *args: Any) -> Any:
-        drafts.update({name: len(tokens) for name, tokens in scheduled.scheduled_spec_decode_tokens.items()})
-        return update(scheduled, *args)
-
-    scheduler.update_from_output = updating
 
 
 def _note_sent_again(scheduler: Any, sent_again: list[str]) -> None:
@@ -134,8 +131,17 @@ def _note_sent_again(scheduler: Any, sent_again: list[str]) -> None:
 
 
 def _count(scheduler: Any) -> Counter[str]:
-    """Count preemptions, and orderings of the queue that changed it."""
+    """Count preemptions, drafted and accepted tokens, and reorderings: those of the queue that changed it."""
     counted: Counter[str] = Counter()
+    update = scheduler.update_from_output
+
+    def updating(step: Any, output: Any) -> Any:
+        for name, drafts in step.scheduled_spec_decode_tokens.items():
+            sampled = output.sampled_token_ids[output.req_id_to_index[name]]
+            counted.update(drafted=len(drafts), accepted=max(len(sampled) - 1, 0))
+        return update(step, output)
+
+    scheduler.update_from_output = updating
     preempt = scheduler._preempt_request
 
     def preempting(*args: Any, **kwargs: Any) -> Any:
@@ -199,11 +205,13 @@ def test_answers_are_those_of_v1_with_asynchronous_scheduling(
         assert shorter >= 4
 
 
-@pytest.mark.parametrize("policy", ["v1", *POLICIES[1:5]])
-def test_answers_are_those_of_v1_with_drafts_from_n_grams(
-    served: dict[str, Served], small_model_folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's CPU build reads ``vars`` of all objects of all modules; llvmlite's library has none and says otherwise."""
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Drafter, Served]]:
+    """A drafter by its method, and the answers of its model without drafts.
+
+    At every start vLLM's CPU build reads ``vars`` of all objects of all modules; llvmlite's library, which n-grams
+    load, has none and says otherwise.
+    """
     from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
     attribute = ffi._lib_wrapper.__getattr__
@@ -213,13 +221,38 @@ def test_answers_are_those_of_v1_with_drafts_from_n_grams(
             raise AttributeError(name)
         return attribute(library, name)
 
-    monkeypatch.setattr(ffi._lib_wrapper, "__getattr__", without_vars)
-    drafts: Counter[str] = Counter()
-    ours = serve(small_model_folder, policy, drafts=drafts).answers
-    assert drafts.total() > 50
-    for name, tokens in served["v1"].answers.items():
-        shorter = min(len(tokens), len(ours[name]))
-        assert ours[name][:shorter] == tokens[:shorter], name
+    ffi._lib_wrapper.__getattr__ = without_vars
+
+    @cache
+    def drafter(method: str) -> tuple[Drafter, Served]:
+        drafts = DRAFTERS[method](tmp_path_factory.mktemp(method))
+        return drafts, serve(drafts.model, "v1")
+
+    return drafter
+
+
+def with_drafts() -> list[Any]:
+    """Methods with policies; those that `make test` leaves to `make nightly` are marked."""
+    every = [(method, policy) for method in DRAFTERS for policy in (*POLICIES[:5], "deferred:k=8")]
+    every += [("eagle", policy) for policy in (*POLICIES[5:], *RIVALS, ADAPTIVE)]
+    often = {("ngram", policy) for policy in POLICIES[:5]} | {("eagle", policy) for policy in POLICIES[2:5]}
+    often |= {(method, policy) for method in DRAFTERS for policy in POLICIES[1:3]}
+    return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.nightly) for pair in every]
+
+
+@pytest.mark.parametrize(("method", "policy"), with_drafts())
+def test_answers_are_those_of_v1_with_drafts(
+    drafters: Callable[[str], tuple[Drafter, Served]], method: str, policy: str
+) -> None:
+    drafter, plain = drafters(method)
+    lengths = {"num_speculative_tokens_per_batch_size": [[1, 1, TOKENS]]} if policy == ADAPTIVE else {}
+    drafted = serve(drafter.model, policy, speculative=drafter.config | lengths)
+    assert drafted.counted["drafted"] > 50
+    if method != "ngram":  # random answers repeat little
+        assert 100 < drafted.counted["accepted"] < 0.9 * drafted.counted["drafted"]
+    for name, tokens in plain.answers.items():
+        shorter = min(len(tokens), len(drafted.answers[name]))
+        assert drafted.answers[name][:shorter] == tokens[:shorter], name
         assert shorter >= 4
 
 
@@ -236,10 +269,10 @@ def test_only_aborted_requests_have_shortened_answers(served: dict[str, Served])
 def test_the_runs_preempt_switch_phases_and_reorder(served: dict[str, Served]) -> None:
     """Preemption, switches of phase and mode and reordering did occur; without them equal tokens would show little."""
     for policy in POLICIES[:4]:  # marginal leaves room for answers to grow into
-        assert served[policy].preemptions > 0, policy
+        assert served[policy].counted["preemptions"] > 0, policy
     for policy in POLICIES[4:]:
         assert len(set(served[policy].phases)) > 1, policy
-    assert served[POLICIES[5]].reorderings > 0
+    assert served[POLICIES[5]].counted["reorderings"] > 0
     assert {"prefill", "decode"} <= set(served[POLICIES[2]].phases)
     modes = served[POLICIES[3]].modes
     assert sum(a != b for a, b in pairwise(modes)) >= 2

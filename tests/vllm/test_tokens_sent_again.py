@@ -67,9 +67,7 @@ def served(policy: str, blocks: int = 400, *, asynchronous: bool = True) -> Work
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("blocks", [120, 400])
 @pytest.mark.parametrize("policy", [*PHASED, "cadence:every=4"])
-def test_a_worker_finds_the_output_tokens_of_every_request_that_comes_back(
-    policy: str, blocks: int, asynchronous: bool
-) -> None:
+def test_a_worker_finds_the_output_of_requests_that_come_back(policy: str, blocks: int, asynchronous: bool) -> None:
     assert served(policy, blocks, asynchronous=asynchronous).wrong == []
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.devices.geometry import ModelGeometry, attention
-from ebbench.devices.kv_layout import KvGroup, KvLayout, layout_of
+from ebbench.devices.geometry import KvGroup, KvLayout, ModelGeometry, attention, kv_layout
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
@@ -94,6 +93,6 @@ def test_layers_are_grouped_as_in_vllm(full: tuple[int, int, int], windowed: tup
     )
     layers = full[0] + windowed[0]
     model = ModelGeometry("m", "m", layers, 1024, 16, full[1], full[2], 4096, 32000, own_mixers=mixers)
-    layout = layout_of(model, 8192)
+    layout = kv_layout(model, 8192)
     assert layout is not None
     assert sorted((group.tables, group.block_tokens) for group in layout.groups) == groups_of_vllm(model)

@@ -163,7 +163,7 @@ def test_algorithm_1_sets_k_and_n_from_what_finished() -> None:
     assert decision.k == max(1, int(record.values["theta"] * decision.n_limit))  # type: ignore[operator]
 
 
-def test_a_floor_holds_the_online_threshold_up_and_leaves_n_to_algorithm_1() -> None:
+def test_a_floor_raises_the_threshold_and_leaves_n_to_algorithm_1() -> None:
     free, floored = controller("eb"), controller("eb:theta_min=0.6")
     for made in (free, floored):
         feed(made, 100)

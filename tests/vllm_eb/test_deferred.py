@@ -99,7 +99,7 @@ def test_the_shape_of_table_1_llama() -> None:
     assert chain.throughput[74] > 0.99 * chain.throughput[chain.best_k - 1]
 
 
-def test_time_per_token_and_prompt_lower_the_throughput_but_not_the_best_k() -> None:
+def test_time_per_token_lowers_the_throughput_but_not_the_best_k() -> None:
     dear = replace(GRANITE, t_d=0.01, prefill_s=0.5)
     assert exact_chain(dear).best_k == exact_chain(GRANITE).best_k
     assert (exact_chain(dear).throughput < exact_chain(GRANITE).throughput).all()

@@ -55,7 +55,7 @@ def test_a_period_divides_the_interval_by_which_ranks_agree() -> None:
 
 @given(st.integers(20, 400), st.integers(1, 30), st.floats(10.0, 2000.0), st.floats(1e-3, 0.5))
 @settings(max_examples=60)
-def test_ranks_that_choose_unlike_periods_meet_in_every_pass_of_the_longer(
+def test_ranks_with_unlike_periods_meet_in_passes_of_the_longer(
     decoding: int, seqs: int, answers: float, alpha_p: float
 ) -> None:
     """All periods are powers of two, counted from pass 0."""

@@ -67,7 +67,7 @@ def test_for_any_decline_no_other_moment_pays_less_per_token(
 
 @given(st.integers(1, 50), st.integers(20, 500))
 @settings(max_examples=50)
-def test_a_refill_is_due_once_the_waiting_time_costs_as_much_as_the_refill(waiting: int, decoding: int) -> None:
+def test_a_refill_is_due_once_waiting_costs_as_much_as_refilling(waiting: int, decoding: int) -> None:
     rule = MarginalRefill(LINEAR, may_mix=False)
     steps = 0
     while way(rule, decoding, Refill(waiting, 512.0)) == "decode":

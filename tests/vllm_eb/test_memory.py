@@ -62,7 +62,7 @@ def test_a_worked_example_of_the_paper_form() -> None:
     assert bounds.n_star() == bounds.n_code
 
 
-def test_slot_tokens_tend_to_prompt_plus_mean_output_when_refilled_at_once() -> None:
+def test_slot_tokens_tend_to_prompt_plus_output_if_refilled_at_once() -> None:
     assert slot_tokens(100, 0.01, 0.0) == pytest.approx(200)
     assert slot_tokens(100, 0.01, 1e-9) == pytest.approx(200)
 

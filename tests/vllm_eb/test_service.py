@@ -34,7 +34,7 @@ def test_a_tpot_target_bounds_the_batch_just_enough() -> None:
     seqs=st.integers(1, 2000), target_s=st.floats(1e-3, 1.0), mu_l=st.floats(1, 10_000), mu_o=st.floats(1, 10_000),
     cached=st.floats(0, 1),
 )  # fmt: skip
-def test_tokens_and_the_longest_pause_take_the_planned_share_of_the_target(
+def test_tokens_and_longest_pause_take_their_share_of_the_target(
     seqs: int, target_s: float, mu_l: float, mu_o: float, cached: float
 ) -> None:
     lengths = {"mu_l": mu_l, "mu_new": max(mu_l * cached, 1.0), "mu_o": mu_o}

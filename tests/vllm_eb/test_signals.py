@@ -54,9 +54,7 @@ def test_a_pass_scheduled_while_another_runs_starts_when_that_one_ends() -> None
 
 
 @pytest.mark.parametrize(("queued", "generates", "continues"), [(0, False, False), (5, False, True), (0, True, True)])
-def test_a_pass_continues_while_tokens_are_queued_or_answers_are_generated(
-    queued: int, generates: bool, continues: bool
-) -> None:
+def test_a_pass_continues_while_tokens_are_queued_or_generated(queued: int, generates: bool, continues: bool) -> None:
     passes, kept = clock(0, 1)
     output = object()
     passes.scheduled(output)

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.errors import UsageError
 from ebbench.records.content import block_tokens
-from ebbench.traffic.arrivals import centres_of, dispersion
+from ebbench.traffic.arrivals import dispersion, stretch_centres
 from ebbench.workloads import build_plan
-from ebbench.workloads.fitted import GROUP, Points, points_of
+from ebbench.workloads.fitted import GROUP, Points, fit_points
 from ebbench.workloads.log_report import repeated_prefixes
 from ebbench.workloads.requests import int_lists, single_turn
-from ebbench.workloads.shared_prefix import repeats_in, repeats_of, shared_prefixes
+from ebbench.workloads.shared_prefix import count_repeats, repeats_in, shared_prefixes
 from ebbench.workloads.trace import read_trace
 
 
@@ -122,7 +122,7 @@ def _numbers(value: Any) -> list[float]:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300), st.booleans())
 def test_points_keep_the_mean(values: list[float], tailed: bool) -> None:
-    points, shares = Points(means=points_of(values, 9, tailed=tailed)), (np.arange(2**18) + 0.5) / 2**18
+    points, shares = Points(means=fit_points(values, 9, tailed=tailed)), (np.arange(2**18) + 0.5) / 2**18
     drawn = points.tailed_at(shares) if tailed else points.at(shares)
     assert drawn.mean() == pytest.approx(np.mean(values), rel=1e-4, abs=1e-6)
     assert (np.diff(drawn) >= -1e-9 * drawn.max()).all()
@@ -131,7 +131,7 @@ def test_points_keep_the_mean(values: list[float], tailed: bool) -> None:
 def test_the_tail_is_above_the_mean_of_the_highest_group() -> None:
     """Exponential values have the spread of all of them, not that of their groups' means."""
     values = np.random.default_rng(0).exponential(100, 4000)
-    points, shares = Points(means=points_of(values, 9, 400, tailed=True)), (np.arange(2**16) + 0.5) / 2**16
+    points, shares = Points(means=fit_points(values, 9, 400, tailed=True)), (np.arange(2**16) + 0.5) / 2**16
     assert points.tailed_at(shares).mean() == pytest.approx(values.mean(), rel=1e-4)
     assert points.tailed_at(shares).std() == pytest.approx(values.std(), rel=0.02)
     assert points.tailed_at(shares).max() > values.max() > points.at(shares).max()
@@ -225,7 +225,7 @@ def test_whether_arrivals_come_before_or_after_a_pause_is_learned(tmp_path: Path
     times = np.cumsum(gaps.ravel())
     path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t + 1.7e9:.6f},50,5\n" for t in times))
     drawn = build_plan(str(fit(path, tmp_path))).table["arrival_ns"].to_numpy() / 1e9
-    real, found = (centres_of(stretch, np.diff(one, prepend=0.0)) for one in (times, drawn))
+    real, found = (stretch_centres(stretch, np.diff(one, prepend=0.0)) for one in (times, drawn))
     assert np.abs(found - real).mean() < 0.05
 
 
@@ -312,7 +312,7 @@ def test_prompts_repeat_no_more_than_asked(rows: list[tuple[int, int, int]]) -> 
     wanted = np.array([one for _, one, _ in rows], np.int64)
     lags = np.array([one for _, _, one in rows], np.float64)
     ids = shared_prefixes(inputs, wanted, lags, np.ones(len(rows)), 512)
-    found = repeats_of(int_lists(ids.to_pylist()), inputs, 512)
+    found = count_repeats(int_lists(ids.to_pylist()), inputs, 512)
     assert (found.blocks <= np.maximum(wanted, 0)).all()
     assert [len(one) for one in ids.to_pylist()] == (-(-inputs // 512)).tolist()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.errors import InputFileError
-from ebbench.runs.key import key_of
+from ebbench.runs.key import result_key
 from ebbench.spec.run import RunSpec
 from ebbench.workloads import build_plan
 from ebbench.workloads.options import PlanOptions
@@ -73,12 +73,12 @@ def test_folders_of_other_formats_and_empty_ones_are_refused(tmp_path: Path) -> 
 
 def test_a_changed_file_of_a_folder_makes_another_plan_and_another_key(folder: Path) -> None:
     cell = RunSpec(PlanOptions(f"log:{folder}"), "v1", "sim", "h200", "qwen3-8b")
-    before, key = build_plan(f"log:{folder}").table, key_of(cell)
+    before, key = build_plan(f"log:{folder}").table, result_key(cell)
     changed = json.dumps(session("a"), indent=1).replace('"out": 20', '"out": 21')
     (folder / "a.json").write_text(changed)
     os.utime(folder / "a.json", ns=(1, 1))
     assert not build_plan(f"log:{folder}").table.equals(before)
-    assert key_of(cell) != key
+    assert result_key(cell) != key
 
 
 def test_yaml_that_is_broken_or_makes_objects_is_refused(tmp_path: Path) -> None:

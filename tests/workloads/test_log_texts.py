@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbench.workloads.recorded import answer_of, text_of
+from ebbench.workloads.recorded import answer_text, joined_text
 from ebbench.workloads.trace import read_trace
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "a.py"}'}}
@@ -32,7 +32,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "read_file", "a
     ],
 )
 def test_an_answer_is_its_thinking_its_text_and_its_tool_calls(answer: Any, words: list[str]) -> None:
-    found = answer_of(answer)
+    found = answer_text(answer)
     places = [found.find(word) for word in words]
     assert -1 not in places
     assert places == sorted(places)
@@ -41,7 +41,7 @@ def test_an_answer_is_its_thinking_its_text_and_its_tool_calls(answer: Any, word
 
 def test_tool_calls_are_part_of_a_prompt() -> None:
     messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    assert text_of(messages) == 'user: go\nassistant: read_file\n{"path": "a.py"}'
+    assert joined_text(messages) == 'user: go\nassistant: read_file\n{"path": "a.py"}'
 
 
 def test_a_log_whose_answers_are_tool_calls_has_lengths(tmp_path: Path) -> None:

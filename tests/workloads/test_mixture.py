@@ -22,7 +22,7 @@ from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run
 from ebbench.spec.client import ClientOptions
-from ebbench.workloads.mixture import Mixture, RequestClass, mixture_of
+from ebbench.workloads.mixture import Mixture, RequestClass, read_mixture
 from ebbench.workloads.options import PlanOptions, is_recorded, mixture_parts
 from ebbench.workloads.planner import make_plan
 
@@ -211,5 +211,5 @@ def test_an_engine_without_priorities_refuses_them(engine: str) -> None:
 
 
 def test_single_workloads_are_no_mixtures(tmp_path: Path) -> None:
-    assert mixture_of("sharegpt") is None
+    assert read_mixture("sharegpt") is None
     assert mixture_parts("log:trace.csv") == mixture_parts("log:a:2024") == mixture_parts("trace:x 2.csv") == []

@@ -16,7 +16,7 @@ from ebbench.devices.loader import load_device
 from ebbench.engines.sim import SimEngine
 from ebbench.spec.server import EngineOptions
 from ebbench.workloads import build_plan
-from ebbench.workloads.overlap import draw_order, draw_session, fit_overlap, starts_of
+from ebbench.workloads.overlap import draw_order, draw_session, find_starts, fit_overlap
 from ebbench.workloads.requests import Requests
 from ebbench.workloads.trace import read_trace
 from vllm_eb.policy import parse_policy
@@ -86,7 +86,7 @@ def test_as_many_requests_of_a_session_are_open_at_once_as_in_the_log(agents: Pa
 
 
 def test_what_was_running_when_a_request_started_is_learned(agents: Path) -> None:
-    real = starts_of(read_trace(agents).timed())
+    real = find_starts(read_trace(agents).timed())
     overlap = tomllib.loads(fitted(agents).read_text())["fitted"]["sessions"]["overlap"]
     assert overlap["s_per_output_token"] == pytest.approx(S_PER_TOKEN, rel=1e-3)
     learned = fit_overlap(real, S_PER_TOKEN)
@@ -117,7 +117,7 @@ def test_a_request_continues_only_what_it_waits_for(rows: list[tuple[int, int, i
         np.zeros(count, np.int64), turn, np.full(count, 9, np.int32), np.full(count, 3, np.int32), after=after,
         content=rng.integers(0, 5, count),
     )  # fmt: skip
-    overlap = fit_overlap(starts_of(made), 0.1)
+    overlap = fit_overlap(find_starts(made), 0.1)
     session = draw_session(overlap, count, rng)
     lasts = [float(last) for _, last, _ in rows]
     order = draw_order(overlap, session, lasts, [float(pause) for pause, _, _ in rows], rng)

@@ -171,11 +171,11 @@ def _against(base: Value, ours: Value) -> tuple[Value, Value]:
     return ours, None
 
 
-def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
+def value_or_oom(measured: Measured | None, key: str, scale: float = 1.0) -> Value:
     """A figure, or OOM if the run ended with one."""
-    if found is None:
+    if measured is None:
         return None
-    return "OOM" if found.figures.get("dead") else found.get(key, scale)
+    return "OOM" if measured.figures.get("dead") else measured.get(key, scale)
 
 
 # Table 19: two GPUs.
@@ -196,7 +196,7 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
     further = _further(options, 2)
     rows = []
     for concurrency in REQUESTS19:
-        found = {
+        by_name = {
             name: store.get(_cell19(options, device, choice, concurrency))
             for name, choice in (_ALL_TWO | further).items()
         }
@@ -205,11 +205,11 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
             for name in _ALL_TWO:
                 where = {"concurrency": str(concurrency), "metric": metric, "gpu": gpu_title(device)}
                 published = pick("table19_two_gpu", name, **where)
-                ours = value_or_oom(found[name], key, scale)
+                ours = value_or_oom(by_name[name], key, scale)
                 row += _beside(published, ours, failed=name == "disagg_1p1d" and device in GPUS)
-            base = value_or_oom(found["v1_dp2"], key, scale)
+            base = value_or_oom(by_name["v1_dp2"], key, scale)
             for name in further:
-                row += _against(base, value_or_oom(found[name], key, scale))
+                row += _against(base, value_or_oom(by_name[name], key, scale))
             rows.append(tuple(row))
     return Section(gpu_title(device), labels("c", "metric") + _columns(_ALL_TWO, further), tuple(rows))
 
@@ -217,9 +217,9 @@ def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
 def _content19(options: PaperOptions, store: RunStore) -> Content:
     deaths = []
     for device, concurrency in product(options.devices or GPUS, REQUESTS19):
-        found = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
-        if found is not None and found.figures.get("dead"):
-            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {found.figures['dead']}.")
+        measured = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
+        if measured is not None and measured.figures.get("dead"):
+            deaths.append(f"{gpu_title(device)}, c = {concurrency}: {measured.figures['dead']}.")
     notes = (
         f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers. 1,000 "
         "requests of 512 tokens, outputs of 256 on average; 4,000 with 2,048 open, which is inferred.",
@@ -267,7 +267,7 @@ def _rows20(
 ) -> Iterator[tuple[Value, ...]]:
     """One row per metric."""
     further = _further(options, 4)
-    found = {
+    by_name = {
         name: store.get(_cell20(options, device, choice, mix, concurrency)) for name, choice in (FOUR | further).items()
     }
     for metric, title, key, scale in _METRICS20:
@@ -277,10 +277,10 @@ def _rows20(
                 "table20_four_gpus", "value", gpu=gpu_title(device), concurrency=str(concurrency),
                 workload=mix, setting=name, metric=metric,
             )  # fmt: skip
-            row += _beside(published, value_or_oom(found[name], key, scale), failed=device in GPUS)
-        base = value_or_oom(found["v1_dp4"], key, scale)
+            row += _beside(published, value_or_oom(by_name[name], key, scale), failed=device in GPUS)
+        base = value_or_oom(by_name["v1_dp4"], key, scale)
         for name in further:
-            row += _against(base, value_or_oom(found[name], key, scale))
+            row += _against(base, value_or_oom(by_name[name], key, scale))
         yield tuple(row)
 
 
@@ -292,27 +292,27 @@ def _beside(published: float | None, ours: Value, *, failed: bool) -> tuple[Valu
     return left, ours, None
 
 
-def _ranked(found: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
+def _ranked(by_title: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
     """Titles and rates of the finished runs, best first."""
     rates = [
         (title, measured.get(_RATE))
-        for title, measured in found.items()
+        for title, measured in by_title.items()
         if measured and not measured.figures.get("dead")
     ]
     return sorted(((title, rate) for title, rate in rates if rate is not None), key=lambda item: -item[1])
 
 
-def explained(found: Mapping[str, Measured]) -> str:
+def explained(by_title: Mapping[str, Measured]) -> str:
     """The fastest topology, and why the others were slower, from the runs' figures."""
-    ranked = _ranked(found)
+    ranked = _ranked(by_title)
     if not ranked:
         return "no topology finished."
     best, rate = ranked[0]
     remarks = [f"{best} with {rate:,.0f} tokens/s"]
-    for title, other in ranked[1:]:
-        remarks.append(f"{title} {100 * (other / rate - 1):+.1f} %{_why(title, found[title], found[best])}")
-    remarks += [f"{title} ran out of memory" for title, measured in found.items() if measured.figures.get("dead")]
-    return f"{remarks[0]}{_why_best(best, found[best])}; {'; '.join(remarks[1:])}."
+    for title, other_rate in ranked[1:]:
+        remarks.append(f"{title} {100 * (other_rate / rate - 1):+.1f} %{_why(title, by_title[title], by_title[best])}")
+    remarks += [f"{title} ran out of memory" for title, measured in by_title.items() if measured.figures.get("dead")]
+    return f"{remarks[0]}{_why_best(best, by_title[best])}; {'; '.join(remarks[1:])}."
 
 
 def _why_best(title: str, best: Measured) -> str:
@@ -365,8 +365,8 @@ def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
     for device in options.devices or GPUS:
         near = total = 0
         for mix, concurrency in product(MIXES, CONCURRENCY20):
-            found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
-            known = {title: measured for title, measured in found.items() if measured is not None}
+            by_title = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
+            known = {title: measured for title, measured in by_title.items() if measured is not None}
             if len(known) < len(FOUR):
                 continue
             total += 1
@@ -388,10 +388,10 @@ def _best_policy(options: PaperOptions, store: RunStore, device: str, mix: str, 
     if not further:
         return
     choices = [FOUR["v1_dp4"], FOUR["ebplus_dp4"], *further.values()]
-    found = {choice.title: store.get(_cell20(options, device, choice, mix, concurrency)) for choice in choices}
-    if any(measured is None for measured in found.values()):
+    by_title = {choice.title: store.get(_cell20(options, device, choice, mix, concurrency)) for choice in choices}
+    if any(measured is None for measured in by_title.values()):
         return
-    ranked = _ranked(found)
+    ranked = _ranked(by_title)
     (best, rate), base = ranked[0], dict(ranked)[FOUR["v1_dp4"].title]
     gain = 100 * (rate / base - 1)
     yield f"of the policies, {best} is best ({gain:+.1f} % over v1)" if gain >= 1 else "no policy gains 1 % over v1"

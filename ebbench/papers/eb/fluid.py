@@ -91,24 +91,25 @@ def _phase_times(cost: Calibration, batch: int, p0: float, threshold: int) -> ND
 
 
 def _calibration(device: str, model: str) -> Calibration:
-    found = published_calibration(find_profile(device), find_model(model))
-    if found is None:
+    calibration = published_calibration(find_profile(device), find_model(model))
+    if calibration is None:
         raise UsageError(f"no linear costs of {model} on {device} are published, from which the errors would follow")
-    return found
+    return calibration
 
 
 def _section(device: str, model: str) -> Section:
     cost, p0 = _calibration(device, model), 1 / MEAN_OUTPUT
-    found = [fluid_errors(cost, batch, p0, MEAN_INPUT) for batch in BATCHES]
+    by_batch = [fluid_errors(cost, batch, p0, MEAN_INPUT) for batch in BATCHES]
     columns = labels("source", "printed error", "vanishes as N grows")
     columns += tuple(Column(f"N = {batch:,}", "change", ours=True, show=_percent) for batch in BATCHES)
     names = ("fluctuation", "discretisation", "rounding", "continuous")
     rows: list[tuple[Value, ...]] = [
-        (*printed, *(getattr(errors, name) for errors in found)) for printed, name in zip(_PRINTED, names, strict=True)
+        (*printed, *(getattr(errors, name) for errors in by_batch))
+        for printed, name in zip(_PRINTED, names, strict=True)
     ]
-    rows[0] = (*rows[0][:3], *(f"±{100 * errors.fluctuation:.2f} %" for errors in found))
-    rows.append((_TOTAL, "", "", *(errors.total for errors in found)))
-    rows.append((_LOSS, "", "", *(errors.loss for errors in found)))
+    rows[0] = (*rows[0][:3], *(f"±{100 * errors.fluctuation:.2f} %" for errors in by_batch))
+    rows.append((_TOTAL, "", "", *(errors.total for errors in by_batch)))
+    rows.append((_LOSS, "", "", *(errors.loss for errors in by_batch)))
     theta = base_threshold(p0, cost.alpha_p, cost.alpha_d)
     return Section(f"{gpu_title(device)}, {model}: theta0 = {theta:.3f}", columns, tuple(rows))
 

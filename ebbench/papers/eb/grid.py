@@ -65,10 +65,10 @@ def real_cell(
 def grid_rates(store: RunStore, cell: RunSpec, key: str = "request_throughput") -> dict[tuple[int, int], float]:
     """Known throughputs over the grid."""
     rates = {}
-    for one in grid_cells(cell):
-        rate = figure(store, one, key)
+    for grid_cell in grid_cells(cell):
+        rate = figure(store, grid_cell, key)
         if rate is not None:
-            rates[one.server.max_num_batched_tokens, one.server.max_num_seqs] = rate
+            rates[grid_cell.server.max_num_batched_tokens, grid_cell.server.max_num_seqs] = rate
     return rates
 
 
@@ -82,7 +82,7 @@ def _base(options: PaperOptions, device: str, model: str, workload: str, schedul
     return real_cell(options, device, model, workload, scheduler, (256, 4096))
 
 
-def _found(options: PaperOptions, store: RunStore, *key: str) -> Sensitivity | None:
+def _swept(options: PaperOptions, store: RunStore, *key: str) -> Sensitivity | None:
     rates = grid_rates(store, _base(options, *key))
     return sensitivity(rates) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
@@ -102,13 +102,13 @@ def _real_content(number: int, device: str, options: PaperOptions, store: RunSto
     for workload in options.workloads or tuple(WORKLOADS):
         for model in options.models or tuple(MODELS):
             for scheduler in SCHEDULERS:
-                found = _found(options, store, device, model, workload, scheduler)
+                swept = _swept(options, store, device, model, workload, scheduler)
                 where = {"gpu": GPUS[device], "workload": WORKLOADS.get(workload, workload),
                          "model": model_title(model), "scheduler": scheduler}  # fmt: skip
                 row: list[Value] = [where["workload"], where["model"], scheduler]
                 for metric, name, scale in _METRICS:
                     published = pick(_SENSITIVITY, "value", metric=metric, **where)
-                    row += comparison(published, _value(found, name, scale))[:2]
+                    row += comparison(published, _value(swept, name, scale))[:2]
                 rows.append(tuple(row))
     notes = (
         f"Published: {EB_PAPER}, table {number}. Grid: B in {BUDGETS}, N in {BATCHES}; best by requests/s.",
@@ -120,8 +120,8 @@ def _real_content(number: int, device: str, options: PaperOptions, store: RunSto
     return [Section("", columns, tuple(rows))], notes
 
 
-def _value(found: Sensitivity | None, name: str, scale: float = 1.0) -> float | None:
-    value = None if found is None else getattr(found, name)
+def _value(swept: Sensitivity | None, name: str, scale: float = 1.0) -> float | None:
+    value = None if swept is None else getattr(swept, name)
     return None if value is None else value * scale
 
 
@@ -148,11 +148,11 @@ def _synthetic_document(options: PaperOptions, store: RunStore) -> Content:
             for scheduler in _SYNTHETIC_SCHEDULERS:
                 where = {"workload": SYNTHETIC.get(workload, workload), "scheduler": scheduler}
                 b, n = (pick("table16_synthetic_best_config", f"{prefix}_{w}", **where) for w in ("tokens", "seqs"))
-                found = _found(options, store, device, "qwen3-8b", workload, scheduler)
+                swept = _swept(options, store, device, "qwen3-8b", workload, scheduler)
                 rates = grid_rates(store, _base(options, device, "qwen3-8b", workload, scheduler))
                 there = rates.get((int(b or 0), int(n or 0)), math.nan)
-                loss = None if found is None or math.isnan(there) else there / found.best - 1
-                best = _value(found, "best_budget"), _value(found, "best_size")
+                loss = None if swept is None or math.isnan(there) else there / swept.best - 1
+                best = _value(swept, "best_budget"), _value(swept, "best_size")
                 rows.append((where["workload"], scheduler, b, best[0], n, best[1], loss))
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
     notes = (

@@ -67,14 +67,14 @@ def _cells3(options: PaperOptions) -> list[RunSpec]:
 
 
 def _points3(options: PaperOptions, store: RunStore, workload: str, key: str) -> list[dict[str, Any]]:
-    found = []
+    points = []
     for step in FRACTIONS:
         value = figure(store, _cell3(options, workload, fixed_threshold(_k(step))), key)
-        found += [] if value is None else [{"k": _k(step), "value": value, "series": _SERIES3[0], "source": "ours"}]
+        points += [] if value is None else [{"k": _k(step), "value": value, "series": _SERIES3[0], "source": "ours"}]
     for policy, name in zip(("eb", "v1"), _SERIES3[1:], strict=True):
         value = figure(store, _cell3(options, workload, policy), key)
-        found += [] if value is None else _level(value, name, "ours")
-    return found
+        points += [] if value is None else _level(value, name, "ours")
+    return points
 
 
 def _level(value: float, series: str, source: str) -> list[dict[str, Any]]:
@@ -83,16 +83,16 @@ def _level(value: float, series: str, source: str) -> list[dict[str, Any]]:
 
 
 def _published3(workload: str, column: str) -> list[dict[str, Any]]:
-    found, levels = [], {"ours": _SERIES3[1], "v1": _SERIES3[2]}
+    points, levels = [], {"ours": _SERIES3[1], "v1": _SERIES3[2]}
     for row in rows("figure3_validation_grid", "eb_vllm"):
         if row["workload"] != workload.replace("-", "_") or not row[column]:
             continue
         value = float(row[column])
         if row["method"] == "fixed_k":
-            found.append({"k": int(row["k"]), "value": value, "series": _SERIES3[0], "source": "published"})
+            points.append({"k": int(row["k"]), "value": value, "series": _SERIES3[0], "source": "published"})
         elif row["method"] in levels:
-            found += _level(value, levels[row["method"]], "published")
-    return found
+            points += _level(value, levels[row["method"]], "published")
+    return points
 
 
 def _panel3(data: list[dict[str, Any]], title: str, y_title: str | None, *, last: bool) -> Any:
@@ -252,8 +252,8 @@ def _best_thetas(options: PaperOptions, store: RunStore) -> Section:
     for index, name in enumerate(FIGURE12_COSTS):
         row: list[Value] = [name]
         for shape in FIGURE12_SHAPES:
-            found = best_and_near(sweep12(options, store, shape, slow=bool(index)))
-            row += [None, ""] if found is None else [found[0], f"{found[1]:.2f}-{found[2]:.2f}"]
+            best = best_and_near(sweep12(options, store, shape, slow=bool(index)))
+            row += [None, ""] if best is None else [best[0], f"{best[1]:.2f}-{best[2]:.2f}"]
         rows.append(tuple(row))
     return Section("best thresholds", columns, tuple(rows))
 
@@ -316,12 +316,12 @@ def _error_columns(*first: str) -> tuple[Column, ...]:
 
 
 def _error_row(
-    names: tuple[str, ...], true_p0: float, found: list[float], costs: tuple[float, float]
+    names: tuple[str, ...], true_p0: float, estimates: list[float], costs: tuple[float, float]
 ) -> tuple[Value, ...]:
     truth = base_threshold(true_p0, *costs)
-    if not found:
+    if not estimates:
         return (*names, 1e3 * true_p0, None, None, None, None, truth, None)
-    low, median, high = (float(value) for value in np.percentile(found, (5, 50, 95)))
+    low, median, high = (float(value) for value in np.percentile(estimates, (5, 50, 95)))
     return (
         *names, 1e3 * true_p0, 1e3 * median, 1e3 * low, 1e3 * high, median / true_p0 - 1, truth,
         base_threshold(median, *costs),
@@ -334,7 +334,7 @@ def _windows_section(costs: tuple[float, float]) -> Section:
         rng = np.random.default_rng([mean, window])
         estimates = [_estimate(estimator, rng.geometric(1 / mean, window)) for _ in range(DRAWS)]
         names = (f"geometric, mean {mean}", estimator, f"W = {window}")
-        rows.append(_error_row(names, 1 / mean, [each.p0 for each in estimates if each is not None], costs))
+        rows.append(_error_row(names, 1 / mean, [estimate.p0 for estimate in estimates if estimate is not None], costs))
     return Section("complete windows", _error_columns("lengths", "estimator", "window"), tuple(rows))
 
 
@@ -356,11 +356,11 @@ def _service_section(options: PaperOptions, store: RunStore, costs: tuple[float,
     return Section("in service", _error_columns("lengths", "estimator"), tuple(rows))
 
 
-def _updates(found: Measured | None) -> list[float]:
+def _updates(measured: Measured | None) -> list[float]:
     """p0 at every update of a run."""
-    if found is None:
+    if measured is None:
         return []
-    table = found.run.table("decisions", ["kind", "p0"])
+    table = measured.run.table("decisions", ["kind", "p0"])
     updates = table.filter(pc.equal(table["kind"], "update"))["p0"].drop_null()
     return [float(value) for value in updates.to_pylist()]
 

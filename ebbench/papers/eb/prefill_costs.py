@@ -140,7 +140,7 @@ def _cost(model: str, device: str = DEVICE) -> CostModel:
 
 
 def _printed_r2(table: int, row: int) -> Mapping[str, str]:
-    return next(each for each in rows(_TABLE) if (each["table"], each["row"]) == (str(table), str(row)))
+    return next(printed for printed in rows(_TABLE) if (printed["table"], printed["row"]) == (str(table), str(row)))
 
 
 def _fits(options: PaperOptions, table: int) -> Section:
@@ -149,20 +149,20 @@ def _fits(options: PaperOptions, table: int) -> Section:
     columns: tuple[Column, ...] = labels("model")
     for limit in LIMITS[table]:
         columns += beside(f"up to {limit:,} tokens", show="{:.4f}".format)
-    found = []
+    lines = []
     for name in names:
         row: list[Value] = [name]
         for number, limit in enumerate(LIMITS[table], start=1):
             ours = prefill_r2(costs[name], limit) if name in costs else None
             row += comparison(float(_printed_r2(table, number)[name]), ours)[:2]
-        found.append(tuple(row))
-    return Section(f"R² of a line through prefill times, {gpu_title(DEVICE)}", columns, tuple(found))
+        lines.append(tuple(row))
+    return Section(f"R² of a line through prefill times, {gpu_title(DEVICE)}", columns, tuple(lines))
 
 
 def _calibrations(options: PaperOptions) -> Section:
     """The authors' own fits, over the lengths and batches that their calibration files name."""
     columns = labels("GPU", "model") + beside("prefill", show="{:.4f}".format) + beside("decode", show="{:.4f}".format)
-    found = []
+    lines = []
     for row in rows("calibration", "eb_vllm"):
         device = "h200" if "H200" in row["device_name"] else DEVICE
         model = find_model(row["model"].replace("Meta-Llama", "Llama")).name
@@ -173,8 +173,8 @@ def _calibrations(options: PaperOptions) -> Section:
         context = DECODE_CONTEXT_TOKENS
         decode = r_squared(DECODE_SEQS, [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS])
         published = float(row["prefill_r2"]), float(row["decode_r2"])
-        found.append((gpu_title(device), model, published[0], prefill, published[1], decode))
-    return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(found))
+        lines.append((gpu_title(device), model, published[0], prefill, published[1], decode))
+    return Section("R² of the authors' calibration files, 256 to 4,096 tokens", columns, tuple(lines))
 
 
 def _document5(options: PaperOptions, store: RunStore) -> Content:
@@ -305,8 +305,8 @@ def _long_pairs(options: PaperOptions) -> list[tuple[str, str]]:
 
 
 def _long_cells(options: PaperOptions) -> list[RunSpec]:
-    found = [_long_cell(options, device, model, kind) for device, model in _long_pairs(options) for kind in _LONG_KINDS]
-    return [cell for cell in found if cell is not None]
+    cells = [_long_cell(options, device, model, kind) for device, model in _long_pairs(options) for kind in _LONG_KINDS]
+    return [cell for cell in cells if cell is not None]
 
 
 def _long_section(options: PaperOptions, store: RunStore, device: str) -> Section:
@@ -319,8 +319,8 @@ def _long_section(options: PaperOptions, store: RunStore, device: str) -> Sectio
         cells = {kind: _long_cell(options, device, model, kind) for kind in _LONG_KINDS}
         row: list[Value] = [model_title(model), concurrency(device, model)]
         for key, scale in _LONG_METRICS.values():
-            found = {k: None if cell is None else store.get(cell) for k, cell in cells.items()}
-            row += ["does not fit" if cells[k] is None else value_or_oom(found[k], key, scale) for k in cells]
+            by_kind = {k: None if cell is None else store.get(cell) for k, cell in cells.items()}
+            row += ["does not fit" if cells[k] is None else value_or_oom(by_kind[k], key, scale) for k in cells]
         rates = dict(zip(cells, row[2:], strict=False))
         lines.append((*row, _change(rates["eb"], rates["v1"]), _change(rates["ebplus"], rates["v1"])))
     return Section(f"{gpu_title(device)}, two GPUs", columns, tuple(lines))

@@ -106,7 +106,7 @@ def _section3(options: PaperOptions, store: RunStore, device: str, model: str) -
     for name, traffic in TRAFFIC.items():
         cells = {policy: table3_cells(options, device, model, name, policy) for policy in policies}
         for metric, title, key, scale in _METRICS3:
-            ours = {policy: mean_figure(store, each, key, scale) for policy, each in cells.items()}
+            ours = {policy: mean_figure(store, repeats, key, scale) for policy, repeats in cells.items()}
             rows.append((traffic.title, title, *policy_row(_published3(device, model, name, metric), ours, gain=False)))
     columns = labels("scenario", "metric") + policy_columns(PUBLISHED_POLICIES, _further3(options), gain="")
     return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
@@ -125,9 +125,9 @@ def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> S
     rows = []
     for name, traffic in TRAFFIC.items():
         cells = {policy: table3_cells(options, device, model, name, policy) for policy in PUBLISHED_POLICIES}
-        ours = {policy: mean_figure(store, each, "total_token_throughput") for policy, each in cells.items()}
+        ours = {policy: mean_figure(store, chosen, "total_token_throughput") for policy, chosen in cells.items()}
         rates = (_published3(device, model, name, "total_tokens_per_s"), ours)
-        rows.append((traffic.title, *(_gain(each, *pair) for pair in pairs for each in rates)))
+        rows.append((traffic.title, *(_gain(chosen, *pair) for pair in pairs for chosen in rates)))
     return Section(f"{gpu_title(device)}, {model}: throughput of one policy over another", columns, tuple(rows))
 
 
@@ -169,8 +169,8 @@ def _cells18(options: PaperOptions) -> list[RunSpec]:
 
 
 def _surface(store: RunStore, cell: RunSpec, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
-    found = store.get(cell)
-    return None if found is None else run_surfaces(found.run, ttft_ms, tpot_ms)[0]
+    measured = store.get(cell)
+    return None if measured is None else run_surfaces(measured.run, ttft_ms, tpot_ms)[0]
 
 
 def _section18(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:

@@ -62,13 +62,13 @@ def _kind(prompts: int, decodes: int) -> str:
 
 
 def _scatter(
-    found: list[dict[str, Any]], titles: tuple[str, str], ends: tuple[float, float], domain: list[float], size: int
+    step_rows: list[dict[str, Any]], titles: tuple[str, str], ends: tuple[float, float], domain: list[float], size: int
 ) -> Any:
     """Ours over published times (ms) by kind of batch, with the diagonal; ``titles`` of both axes."""
     alt, names = altair(), list(_BATCHES)
     scale = alt.Scale(type="log", domain=domain, nice=False)
     shape = alt.Shape("series:N", scale=alt.Scale(domain=names, range=["circle", "triangle-up", "square"]), title=None)
-    points = alt.Chart(values(found)).mark_point(size=size, opacity=0.75, filled=True)
+    points = alt.Chart(values(step_rows)).mark_point(size=size, opacity=0.75, filled=True)
     points = points.encode(
         x=alt.X("measured:Q", title=titles[0], scale=scale), y=alt.Y("ours:Q", title=titles[1], scale=scale),
         color=colour(names, list(_BATCHES.values())), shape=shape,
@@ -129,16 +129,16 @@ def _marginal_panel(device: str, model: str) -> Any:
 def _check_panel(model: str, device: str) -> Any:
     """Published and our step times for the same composition and context, pure and mixed steps."""
     cost = device_cost(device, model, eager=True)
-    found: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
     for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
         decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
         total = decodes + prompts * prompt
         ours = step_ms(cost, total, decodes / total, 32)
-        found.append({"measured": float(row["mean_ms"]), "ours": ours, "series": _kind(prompts, decodes)})
-    top = max(max(row["measured"], row["ours"]) for row in found)
+        points.append({"measured": float(row["mean_ms"]), "ours": ours, "series": _kind(prompts, decodes)})
+    top = max(max(row["measured"], row["ours"]) for row in points)
     titles = "published step time, ms", f"ours on {gpu_title(device)}, ms"
     title = f"{model}, eager, 32 tokens of context"
-    return _scatter(found, titles, (4, top), [4, 1.1 * top], 28).properties(width=_WIDTH, height=_HEIGHT, title=title)
+    return _scatter(points, titles, (4, top), [4, 1.1 * top], 28).properties(width=_WIDTH, height=_HEIGHT, title=title)
 
 
 def _chart1(options: PaperOptions, store: RunStore, published: bool) -> Any:
@@ -201,11 +201,11 @@ def _share_axis(alt: Any) -> Any:
     return alt.X("r:Q", title="decode share of the step's tokens", axis=axis, scale=scale)
 
 
-def _mixed_lines_and_pure_points(found: list[dict[str, Any]]) -> tuple[Any, Any]:
+def _mixed_lines_and_pure_points(by_share: list[dict[str, Any]]) -> tuple[Any, Any]:
     """Lines over the mixed steps, and points for the pure ones, since time jumps between the two."""
     alt = altair()
-    mixed = [row for row in found if 0.0 < row["r"] < 1.0]
-    pure = [row for row in found if not 0.0 < row["r"] < 1.0]
+    mixed = [row for row in by_share if 0.0 < row["r"] < 1.0]
+    pure = [row for row in by_share if not 0.0 < row["r"] < 1.0]
     points = alt.Chart(values(pure)).mark_point(filled=True, size=36, opacity=1)
     return alt.Chart(values(mixed)).mark_line(strokeWidth=1.8), points
 
@@ -213,13 +213,13 @@ def _mixed_lines_and_pure_points(found: list[dict[str, Any]]) -> tuple[Any, Any]
 def _parts_panel(device: str, model: str) -> Any:
     alt = altair()
     cost = table_cost_of(device, model)
-    found = [
+    by_share = [
         {"r": r, "value": 1e3 * part, "series": name}
         for r in KERNEL_SHARES
         for name, part in zip(_PARTS, step_parts(cost, composed(KERNEL_TOKENS, r, CONTEXT_TOKENS)), strict=True)
     ]
     y = alt.Y("value:Q", title="GPU time of a step, ms")
-    chart = _mixed_lines_and_pure_points(found)
+    chart = _mixed_lines_and_pure_points(by_share)
     hues = colour(_PARTS, _PART_COLOURS, legend=alt.Legend(symbolType="stroke"))
     layers = [layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in chart]
     layers[0] = layers[0].encode(strokeDash=dash(_PARTS))
@@ -233,13 +233,13 @@ def _parts_panel(device: str, model: str) -> Any:
 def measured_attention(device: str) -> list[dict[str, Any]]:
     """One FlashAttention call in ms, as published for a GPU and as our tables have it, by kind of batch."""
     ((_, attention),) = table_cost_of(device, FIGURE1_MODEL).attention  # one kind of layer
-    found = []
+    points = []
     for row in rows(f"attention_kernel_{device.replace('-', '')}", "eb_vllm"):
         prompts, decodes = int(row["num_prefill"]), int(row["num_decode"])
         length = int(row["prefill_len"] or row["context_len"])
         ours = attention.step_s(((length, 0),) * prompts, decodes, decodes * length)
-        found.append({"measured": float(row["time_ms"]), "ours": 1e3 * ours, "series": _kind(prompts, decodes)})
-    return found
+        points.append({"measured": float(row["time_ms"]), "ours": 1e3 * ours, "series": _kind(prompts, decodes)})
+    return points
 
 
 def _attention_panel(device: str) -> Any:
@@ -291,16 +291,18 @@ def _chart10(options: PaperOptions, store: RunStore, published: bool) -> Any:
     names = [f"{context:,}" for context in CONTEXTS]
     panels = []
     for title in ("step", *_PARTS[:2]):
-        found: list[dict[str, Any]] = []
+        step_rows: list[dict[str, Any]] = []
         for context, name in zip(CONTEXTS, names, strict=True):
             for r in KERNEL_SHARES:
                 parts = step_parts(cost, composed(KERNEL_TOKENS, r, context))
                 part_s = {"step": sum(parts), _PARTS[0]: parts.dense_s, _PARTS[1]: parts.attention_s}[title]
-                found.append({"r": r, "value": 1e3 * part_s, "series": name})
-        y = alt.Y("value:Q", title="ms", scale=alt.Scale(domain=[0, 1.1 * max(row["value"] for row in found)]))
+                step_rows.append({"r": r, "value": 1e3 * part_s, "series": name})
+        y = alt.Y("value:Q", title="ms", scale=alt.Scale(domain=[0, 1.1 * max(row["value"] for row in step_rows)]))
         legend = alt.Legend(symbolType="stroke")
         hues = colour(names, _CONTEXT_COLOURS, "context, tokens", legend=legend)
-        layers = [layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in _mixed_lines_and_pure_points(found)]
+        layers = [
+            layer.encode(x=_share_axis(alt), y=y, color=hues) for layer in _mixed_lines_and_pure_points(step_rows)
+        ]
         layers[0] = layers[0].encode(strokeDash=dash(names, "context, tokens"))
         if published and title == "attention":
             marks = values([{"r": r, "value": ms} for r, ms in PUBLISHED_ATTENTION_MS])
@@ -373,7 +375,7 @@ def convexity_index(shares: Sequence[float], times: Sequence[float], decode: flo
 def _indices(times: Mapping[float, float]) -> tuple[float, float]:
     """The index over mixed steps alone, and with both pure steps (shares 0 and 1) among the points."""
     mixed = {share: time for share, time in times.items() if 0.0 < share < 1.0}
-    alone, together = (convexity_index(list(each), list(each.values()), times[1.0]) for each in (mixed, times))
+    alone, together = (convexity_index(list(chosen), list(chosen.values()), times[1.0]) for chosen in (mixed, times))
     return alone, together
 
 
@@ -398,12 +400,12 @@ def _published_index() -> tuple[Value, ...]:
 
 
 def _published_cost_indices() -> list[tuple[Value, ...]]:
-    found: list[tuple[Value, ...]] = []
+    lines: list[tuple[Value, ...]] = []
     for row in rows("beta_mb", "eb_vllm"):
         gpu = gpu_title("h200" if "H200" in row["device_name"] else "rtx-pro-6000")
         a, b, c = (float(row[f"{name}_s_per_token"]) for name in "abc")
-        found.append((gpu, "qwen3-8b", "published cost of mixed batches, v1 runs", c / (a + b + c), None))
-    return found
+        lines.append((gpu, "qwen3-8b", "published cost of mixed batches, v1 runs", c / (a + b + c), None))
+    return lines
 
 
 def _kappa_document(options: PaperOptions, store: RunStore) -> Content:

@@ -133,13 +133,13 @@ def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step
 
 def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
     """Best theta of the sweep, and the range of thetas within 1 % of it."""
-    found: list[dict[str, float]] = []
+    rates: list[dict[str, float]] = []
     for step in range(1, THETA_STEPS):
         rate = mean_figure(store, _repeats10(options, device, output, batch, step), "request_throughput")
         if rate is None:
             return None, ""
-        found.append({"theta": theta_k(batch, step) / batch, "value": rate})
-    best, low, high = best_and_near(found) or (None, 0.0, 0.0)
+        rates.append({"theta": theta_k(batch, step) / batch, "value": rate})
+    best, low, high = best_and_near(rates) or (None, 0.0, 0.0)
     return best, f"{low:.2f}-{high:.2f}"
 
 
@@ -274,14 +274,14 @@ def figure12_cells(options: PaperOptions) -> list[RunSpec]:
 def sweep12(options: PaperOptions, store: RunStore, shape: str, *, slow: bool) -> list[dict[str, float]]:
     """Mean tokens/s per theta with a 95 % t interval over the seeds; thetas that were not run are left out."""
     device = both_devices(options, "h200")[slow]
-    found = []
+    points = []
     for theta in FIGURE12_THETAS:
         rates = [figure(store, cell, "total_token_throughput") for cell in _repeats12(options, device, shape, theta)]
         known = [rate for rate in rates if rate is not None]
         if len(known) == len(rates):
             interval = paired_t(known)
-            found.append({"theta": theta, "value": fmean(known), "low": interval.low, "high": interval.high})
-    return found
+            points.append({"theta": theta, "value": fmean(known), "low": interval.low, "high": interval.high})
+    return points
 
 
 def best_and_near(data: list[dict[str, float]]) -> tuple[float, float, float] | None:
@@ -307,9 +307,9 @@ def _figure12_panel(options: PaperOptions, store: RunStore, shape: str) -> Any:
         base.mark_line(strokeWidth=1.8).encode(y=y, strokeDash=dash(FIGURE12_COSTS)),
     ]
     marks = [
-        {"theta": found[0], "value": next(r["value"] for r in curves[name] if r["theta"] == found[0]), "series": name,
-         "label": f"best {found[0]:.2f} ({found[1]:.2f} to {found[2]:.2f} within 1 %)"}
-        for name in FIGURE12_COSTS if (found := best_and_near(curves[name])) is not None
+        {"theta": peak[0], "value": next(r["value"] for r in curves[name] if r["theta"] == peak[0]), "series": name,
+         "label": f"best {peak[0]:.2f} ({peak[1]:.2f} to {peak[2]:.2f} within 1 %)"}
+        for name in FIGURE12_COSTS if (peak := best_and_near(curves[name])) is not None
     ]  # fmt: skip
     best = alt.Chart(values(marks)).encode(x="theta:Q", y="value:Q", color=colour(FIGURE12_COSTS, (BLUE, VERMILION)))
     layers.append(best.mark_point(size=70, filled=True))
@@ -368,7 +368,7 @@ def _section13(options: PaperOptions, store: RunStore, name: str) -> Section:
     ]
     for device in both_devices(options, "rtx-pro-6000"):
         cells = {label: _repeats13(options, device, name, policy) for label, policy in _policies13(options)}
-        rates.append({label: mean_figure(store, each, "total_token_throughput") for label, each in cells.items()})
+        rates.append({label: mean_figure(store, seeds, "total_token_throughput") for label, seeds in cells.items()})
     peaks = [of_all(max, (column.get(str(theta)) for theta in TABLE13_THETAS)) for column in rates]
     rows = []
     for label, _ in _policies13(options):

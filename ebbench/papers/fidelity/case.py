@@ -62,12 +62,12 @@ class Case:
 
 def best_settings() -> dict[tuple[str, str, str, str], tuple[int, int]]:
     """(max_num_seqs, max_num_batched_tokens) of tables 14 and 15, by GPU, model, workload and scheduler."""
-    found: dict[tuple[str, str, str, str], dict[str, int]] = {}
+    settings: dict[tuple[str, str, str, str], dict[str, int]] = {}
     for row in reference_rows("paper_tables/table14_15_best_config_and_sensitivity.csv"):
         if row["metric"].startswith("max_num_"):
             key = (row["gpu"], row["model"], row["workload"], row["scheduler"])
-            found.setdefault(key, {})[row["metric"]] = int(row["value"])
-    return {key: (v["max_num_seqs"], v["max_num_batched_tokens"]) for key, v in found.items()}
+            settings.setdefault(key, {})[row["metric"]] = int(row["value"])
+    return {key: (v["max_num_seqs"], v["max_num_batched_tokens"]) for key, v in settings.items()}
 
 
 def reference_rows(name: str) -> list[dict[str, str]]:

@@ -71,7 +71,9 @@ def without_api_server(cases: Iterable[Case]) -> Iterator[Case]:
     """The cases of groups measured from outside a server under many requests, again under a source of their own."""
     for case in cases:
         if case.group in SERVED:
-            yield replace(case, published=tuple(replace(each, source=each.source + WITHOUT) for each in case.published))
+            yield replace(
+                case, published=tuple(replace(figure, source=figure.source + WITHOUT) for figure in case.published)
+            )
 
 
 def table3() -> Iterator[Case]:

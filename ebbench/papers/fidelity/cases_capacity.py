@@ -47,11 +47,11 @@ def capacity_cells() -> list[PublishedFigure]:
 def row_cells(row: Row) -> Iterator[PublishedFigure]:
     """The two capacities of one GPU."""
     device = served(row)
-    found = [capacity(row, device, seed) for seed in SEEDS]
+    by_seed = [capacity(row, device, seed) for seed in SEEDS]
     for metric, column in (
         ("requests_per_s", "capacity_requests_per_s"), ("output_tokens_per_s", "capacity_output_tokens_per_s"),
     ):  # fmt: skip
-        ours = float(np.mean([one[metric] for one in found]))
+        ours = float(np.mean([rates[metric] for rates in by_seed]))
         yield PublishedFigure(
             SOURCE, DEVICES[row["gpu"]], device.model, "prompts of 4,400 tokens", "v1", metric, float(row[column]), ours
         )
@@ -90,7 +90,8 @@ def rate_figures(row: Row, device: Device, rate: float, seed: int) -> dict[str, 
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, n - 1)
     arrival_s = np.concatenate(([0.0], np.cumsum(gaps)))
     plan = timed_plan(arrival_s, inputs, outputs, np.arange(n) + 1, ["load"] * n)
-    got = RequestColumns.of(SimEngine(figures_only=True).run(plan, parse_policy("v1"), device, options).requests)
+    result = SimEngine(figures_only=True).run(plan, parse_policy("v1"), device, options)
+    got = RequestColumns.of(result.uninterrupted().requests)
     duration_s = float(got.last_token.max()) / 1e9
     return {
         "duration_s": duration_s,

@@ -59,10 +59,10 @@ def iog_cells(seeds: Sequence[int] = SEEDS) -> list[PublishedFigure]:
 
 def sessions() -> list[list[Row]]:
     """The runs of each server, in the order in which they were made."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    by_session: dict[tuple[str, str], list[Row]] = {}
     for row in reference_rows(IOG):
-        found.setdefault((row["model"], row["gpus"]), []).append(row)
-    return list(found.values())
+        by_session.setdefault((row["model"], row["gpus"]), []).append(row)
+    return list(by_session.values())
 
 
 def session_cells(rows: Sequence[Row], seeds: Sequence[int] = SEEDS) -> list[PublishedFigure]:
@@ -87,14 +87,14 @@ def session_figures(rows: Sequence[Row], device: Device, seed: int) -> list[dict
         *SIZES, max_model_len=4096, async_scheduling=False, scheduler_reserve_full_isl=False, vllm_version=VLLM
     )
     result = SimEngine(figures_only=True).run(session_plan(rows, seed), parse_policy("v1"), device, options)
-    got = RequestColumns.of(result.requests)
-    found = []
+    got = RequestColumns.of(result.uninterrupted().requests)
+    by_row = []
     for row in rows:
-        one = got.phase == row["rate"]
-        times = (got.intended[one] / 1e9, got.first_token[one] / 1e9, got.last_token[one] / 1e9)
-        figures = latencies(*times, got.output_tokens[one])
-        found.append({**figures, "requests_per_s": int(one.sum()) / figures["duration_s"]})
-    return found
+        in_phase = got.phase == row["rate"]
+        times = (got.intended[in_phase] / 1e9, got.first_token[in_phase] / 1e9, got.last_token[in_phase] / 1e9)
+        figures = latencies(*times, got.output_tokens[in_phase])
+        by_row.append({**figures, "requests_per_s": int(in_phase.sum()) / figures["duration_s"]})
+    return by_row
 
 
 def session_plan(rows: Sequence[Row], seed: int) -> Plan:

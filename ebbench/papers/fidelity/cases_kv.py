@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ebbench.devices.base import Parallel, start_up
 from ebbench.devices.capacity import in_flight_tokens, kv_capacity_tokens
-from ebbench.devices.kv_layout import layout_of
+from ebbench.devices.geometry import kv_layout
 from ebbench.devices.profiles import DeviceProfile, find_model
 from ebbench.papers.fidelity.case import reference_rows
 from ebbench.papers.fidelity.scores import PublishedFigure
@@ -46,6 +46,6 @@ def kv_gib(row: dict[str, str]) -> float:
         max_num_batched_tokens=budget, eager=row["eager"] == "yes",
     )  # fmt: skip
     part = model.sliced(tp)
-    layout = layout_of(part, in_flight_tokens(budget, async_scheduling=True))
+    layout = kv_layout(part, in_flight_tokens(budget, async_scheduling=True))
     kept = tokens * part.kv_bytes_per_token if layout is None else layout.blocks_of(tokens) * layout.block_bytes
     return kept / 2**30

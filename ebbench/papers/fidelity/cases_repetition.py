@@ -48,11 +48,11 @@ MIXED_ONLY_MARGIN = 1e-4  # EB+ without the cost of mixed batches
 
 def repetition() -> Iterator[Case]:
     """The runs, each with its published numbers."""
-    found: dict[tuple[str, str, str], list[Published]] = {}
+    by_case: dict[tuple[str, str, str], list[Published]] = {}
     for row in reference_rows(FILE):
         number = Published(row["metric"], float(row["value"]), GROUP)
-        found.setdefault((row["case"], row["model"], row["scheduler"]), []).append(number)
-    for (case, model, scheduler), published in found.items():
+        by_case.setdefault((row["case"], row["model"], row["scheduler"]), []).append(number)
+    for (case, model, scheduler), published in by_case.items():
         yield Case(
             case, DEVICE, model, scheduler, _protocol(case, model, scheduler), tuple(published),
             fitted=_fitted(case, model), group=GROUP,

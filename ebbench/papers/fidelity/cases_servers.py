@@ -181,11 +181,11 @@ def table20() -> Iterator[Case]:
     """
     cells: dict[tuple[str, str, str, str], list[Published]] = {}
     for row in reference_rows("paper_tables/table20_four_gpus.csv"):
-        found = cells.setdefault((row["gpu"], row["workload"], row["concurrency"], row["setting"]), [])
+        figures = cells.setdefault((row["gpu"], row["workload"], row["concurrency"], row["setting"]), [])
         if row["value"]:
-            found.append(_published(row["metric"], row["value"], "table 20"))
+            figures.append(_published(row["metric"], row["value"], "table 20"))
         elif row["metric"] == "total_tokens_per_s":
-            found.append(Published("tokens_per_s", nan, "table 20", False, FAILED_NOTE))
+            figures.append(Published("tokens_per_s", nan, "table 20", False, FAILED_NOTE))
     for (gpu, workload, concurrency, setting), published in cells.items():
         device = DEVICES[gpu]
         yield Case(

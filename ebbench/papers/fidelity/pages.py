@@ -240,7 +240,7 @@ def is_variant(source: str) -> bool:
     return source.endswith((WITHOUT, FUSED))
 
 
-def page_of(source: str) -> Page:
+def source_page(source: str) -> Page:
     """The page on which a cell's source stands. Raises DataError for a source without one."""
     name = source.split(",")[0]
     for page in PAGES:

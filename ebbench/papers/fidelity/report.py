@@ -20,8 +20,8 @@ from ebbench.papers.fidelity.cases import WITHOUT, all_cases, without_api_server
 from ebbench.papers.fidelity.cases_capacity import capacity_cells
 from ebbench.papers.fidelity.cases_iog import iog_cells
 from ebbench.papers.fidelity.cases_kv import kv_cells
-from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, page_of, pictures
-from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of
+from ebbench.papers.fidelity.pages import PAGES, Page, is_variant, pictures, source_page
+from ebbench.papers.fidelity.runs import as_answered, calibration_cells, cells_of, replay_cells, runs_of_cases
 from ebbench.papers.fidelity.scoreboard import FIGURES, Row
 from ebbench.papers.fidelity.scores import (
     Decisions,
@@ -34,8 +34,7 @@ from ebbench.papers.fidelity.scores import (
 )
 from ebbench.records import files
 from ebbench.render.documents import section_lines
-from ebbench.runs.progress import with_progress
-from ebbench.runs.store import RunStore
+from ebbench.runs.store import RunStore, with_progress
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import HostCosts
 
@@ -67,16 +66,16 @@ def _number(name: str, show: Callable[[float], str], *, ours: bool = False) -> C
 def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
     """One row per source and device, with a link to the source's page and what was fitted on it."""
     columns = (*labels("source", "device", "fitted on it"), *_figures())
-    found = tuple(
+    lines = tuple(
         (
-            f"[{row.source}]({page_of(row.source).slug}.md)",
+            f"[{row.source}]({source_page(row.source).slug}.md)",
             row.device,
-            f"{page_of(row.source).constants} ({row.fitted} cells)" if row.fitted else "nothing",
+            f"{source_page(row.source).constants} ({row.fitted} cells)" if row.fitted else "nothing",
             *_values(row, before),
         )
         for row in rows
     )
-    return Section("", columns, found)
+    return Section("", columns, lines)
 
 
 def errors(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
@@ -92,8 +91,8 @@ def _figures() -> tuple[Column, ...]:
 def _values(row: Row, before: Mapping[str, Row]) -> tuple[Value, ...]:
     """A median that differs from ``before`` is followed by the old one in brackets."""
     old = before.get(row.key)
-    found = (_errors(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES)
-    return (row.count, *found, "" if row.direction is None else f"{row.direction:.0%}")
+    figures = (_errors(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES)
+    return (row.count, *figures, "" if row.direction is None else f"{row.direction:.0%}")
 
 
 def _errors(now: tuple[float, float] | None, before: tuple[float, float] | None) -> str:
@@ -109,8 +108,8 @@ def targets(groups: Mapping[str, Sequence[Score]]) -> Section:
     columns = (*labels("cells", "score", "target"), _number("reached", _share), Column("count"), *labels("met"))
     rows = tuple(
         (name, score.name, score.target, score.reached, score.count, "yes" if score.met else "no")
-        for name, found in groups.items()
-        for score in found
+        for name, reached in groups.items()
+        for score in reached
     )
     return Section("", columns, rows)
 
@@ -119,7 +118,10 @@ def decided(groups: Mapping[str, Sequence[Decisions]]) -> Section:
     """How often a difference that we predict has the sign of the published one, per group of cells."""
     columns = (*labels("cells", "ours differ by more than"), Column("pairs"), Column("same direction in print"))
     rows = tuple(
-        (name, f"{one.gap:.0%}", one.count, one.right) for name, found in groups.items() for one in found if one.count
+        (name, f"{decision.gap:.0%}", decision.count, decision.right)
+        for name, by_gap in groups.items()
+        for decision in by_gap
+        if decision.count
     )
     return Section("", columns, rows)
 
@@ -196,8 +198,8 @@ def step_times(cells: Iterable[PublishedFigure]) -> Section:
         *labels(""),
     )
     rows = tuple(
-        (device, model, kind, median(found), min(found), max(found), note)
-        for (device, model, kind, note), found in errors.items()
+        (device, model, kind, median(signed_errors), min(signed_errors), max(signed_errors), note)
+        for (device, model, kind, note), signed_errors in errors.items()
     )
     return Section("", columns, rows)
 
@@ -251,7 +253,7 @@ def write_report(
     written = [front, parquet, *drawn]
     for page in PAGES:
         path = out / f"{page.slug}.md"
-        if chosen := [cell for cell in cells if page_of(cell.source) is page]:
+        if chosen := [cell for cell in cells if source_page(cell.source) is page]:
             _write(path, _page(page, chosen, rows, before or {}, out))
             written.append(path)
         else:
@@ -348,7 +350,7 @@ def _page(
         yield f"- **Why figures miss**: [{page.notes}]({notes}), written by hand."
     yield "\n## Errors\n"
     yield ERRORS
-    yield from _lines(errors([row for row in rows if page_of(row.source) is page], before))
+    yield from _lines(errors([row for row in rows if source_page(row.source) is page], before))
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]
@@ -389,16 +391,16 @@ def collect(
     store = RunStore(runs)
 
     def figures(run: RunSpec) -> Mapping[str, Any]:
-        found = store.get(run)
-        assert found is not None  # it has just been made
-        return found.figures
+        measured = store.get(run)
+        assert measured is not None  # it has just been made
+        return measured.figures
 
     for repeated, count in ((True, repeats), (False, 1)):
         chosen = [case for case in cases if (case.group == REPEATED) is repeated]
-        wanted = runs_of(chosen, seed, count)
+        wanted = runs_of_cases(chosen, seed, count)
         with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
         answers = as_answered(chosen, figures, seed, count)
-        wanted = runs_of(answers, seed, count)
+        wanted = runs_of_cases(answers, seed, count)
         with_progress("behind the API server", wanted, store, whole=False, workers=workers, quiet=False)
         cells += cells_of(answers, figures, say, seed, count)
         cells += cells_of(

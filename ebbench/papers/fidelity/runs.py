@@ -32,7 +32,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.runs.api_server import left_out_of
 from ebbench.runs.execute import Task, make
-from ebbench.runs.pool import pool_of
+from ebbench.runs.pool import make_pool
 from ebbench.spec.run import RunSpec
 from ebbench.spec.server import DEFAULT_CLASS, EngineOptions, HostCosts
 from vllm_eb.policy import parse_policy
@@ -52,8 +52,8 @@ def run_cases(
     made: dict[RunSpec, Mapping[str, Any]] = {}
 
     def make_missing(chosen: Sequence[Case]) -> None:
-        tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host) if run not in made]
-        for task, outcome in pool_of(workers, len(tasks)).outcomes(make, tasks):
+        tasks = [Task(run) for run in runs_of_cases(chosen, seed, repeats, host) if run not in made]
+        for task, outcome in make_pool(workers, len(tasks)).outcomes(make, tasks):
             if outcome.error is not None or outcome.value is None:
                 raise outcome.error or RunError("a run gave no result")
             made[task.cell] = outcome.value.figures
@@ -77,16 +77,16 @@ def as_answered(
     Decided for each case alone, since it has settings of its own. The runs of ``cases`` must exist; ``figures`` as in
     :func:`cells_of`.
     """
-    found = []
+    answered = []
     for case in cases:
         runs = [run for i in range(repeats) for run in case_runs(case, seed + i, host)]
         busy = any(left_out_of(run, figures(run)) for run in runs)
         answer = replace(case, api_server=DEFAULT_CLASS) if busy else case
-        found.append(replace(answer, fitted=answer.fitted or sets_api_server(answer)))
-    return found
+        answered.append(replace(answer, fitted=answer.fitted or sets_api_server(answer)))
+    return answered
 
 
-def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[RunSpec]:
+def runs_of_cases(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[RunSpec]:
     """The runs behind cases; ``ebbench tables`` uses the same runs for the same figures."""
     return [run for case in cases for i in range(repeats) for run in case_runs(case, seed + i, host)]
 
@@ -154,11 +154,11 @@ METRICS = tuple(_KEYS)
 
 def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
     """Figures by name, NaN if undefined or if the run ended with a full KV store."""
-    found = {}
+    scaled = {}
     for name, (key, scale) in _KEYS.items():
         value = None if figures.get("dead") else figures.get(key)
-        found[name] = float("nan") if value is None else float(value) * scale
-    return found
+        scaled[name] = float("nan") if value is None else float(value) * scale
+    return scaled
 
 
 # --- the real run, replayed ------------------------------------------------------------------------------------
@@ -175,12 +175,16 @@ def replay_cells() -> list[PublishedFigure]:
     plan = timed_plan(
         arrival - arrival.min(), columns["input_toks"], columns["output_toks"], np.arange(n) + 1, ["replay"] * n
     )
-    result = SimEngine().run(
-        plan,
-        parse_policy("v1"),
-        load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048, vllm_version="0.19"),
-        EngineOptions(256, 2048, max_model_len=32_768, num_kv_blocks=2588),
-        None,
+    result = (
+        SimEngine()
+        .run(
+            plan,
+            parse_policy("v1"),
+            load_device("rtx-4090", "llama-3.1-8b", max_num_seqs=256, max_num_batched_tokens=2048, vllm_version="0.19"),
+            EngineOptions(256, 2048, max_model_len=32_768, num_kv_blocks=2588),
+            None,
+        )
+        .uninterrupted()
     )
     got = RequestColumns.of(result.requests)
     ours = latencies(got.intended / 1e9, got.first_token / 1e9, got.last_token / 1e9, got.output_tokens)

@@ -97,22 +97,22 @@ def comparisons(cells: Iterable[PublishedFigure]) -> list[Comparison]:
     for cell in cells:
         if cell.metric in THROUGHPUT and cell.scored and cell.scheduler in SCHEDULERS:
             rows.setdefault(cell.row, {})[cell.scheduler] = cell
-    found = []
+    pairs = []
     for row, by_scheduler in rows.items():
         names = sorted(by_scheduler, key=lambda name: (name != "v1", name))
-        for one, two in combinations(names, 2):
-            first, second = by_scheduler[one], by_scheduler[two]
-            found.append(
+        for first_name, second_name in combinations(names, 2):
+            first, second = by_scheduler[first_name], by_scheduler[second_name]
+            pairs.append(
                 Comparison(
                     row,
-                    one,
-                    two,
+                    first_name,
+                    second_name,
                     second.published / first.published - 1.0,
                     second.ours / first.ours - 1.0,
                     first.fitted or second.fitted,
                 )
             )
-    return found
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ class Decisions:
 def decisions(cells: Iterable[PublishedFigure], gaps: Sequence[float] = (0.02, 0.05, 0.1)) -> list[Decisions]:
     """How often the scheduler that is faster by more than ``gap`` with us is faster in print."""
     pairs = comparisons(cells)
-    found = []
+    by_gap = []
     for gap in gaps:
         chosen = [pair for pair in pairs if abs(pair.our_gain) > gap]
-        found.append(Decisions(gap, len(chosen), sum(pair.published_gain * pair.our_gain > 0 for pair in chosen)))
-    return found
+        by_gap.append(Decisions(gap, len(chosen), sum(pair.published_gain * pair.our_gain > 0 for pair in chosen)))
+    return by_gap
 
 
 def scores(cells: Sequence[PublishedFigure]) -> list[Score]:
@@ -144,21 +144,21 @@ def scores(cells: Sequence[PublishedFigure]) -> list[Score]:
     gains = [pair for pair in pairs if pair.first == "v1"]
     close = [abs(pair.our_gain - pair.published_gain) <= GAIN_POINTS for pair in gains]
     errors = [abs(cell.error) for cell in cells if cell.scored and cell.metric in THROUGHPUT]
-    found = []
+    reached = []
     if decided:
         share = sum(pair.same_winner for pair in decided) / len(decided)
-        found.append(
+        reached.append(
             Score(
                 "same winner where the published gap exceeds 2 %", "at least 95 %", share, len(decided), share >= 0.95
             )
         )
     if gains:
         share = sum(close) / len(gains)
-        found.append(Score("gain over v1 within 5 points", "at least 80 %", share, len(gains), share >= 0.80))
+        reached.append(Score("gain over v1 within 5 points", "at least 80 %", share, len(gains), share >= 0.80))
     if errors:
         middle = median(errors)
-        found.append(Score("median error of throughput", "at most 8 %", middle, len(errors), middle <= 0.08))
-    return found
+        reached.append(Score("median error of throughput", "at most 8 %", middle, len(errors), middle <= 0.08))
+    return reached
 
 
 # Targets of the replayed run: metric -> largest relative error.

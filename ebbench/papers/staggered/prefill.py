@@ -120,8 +120,8 @@ class FiguresOverLoad:
     """Figures of one policy over the load, interpolated linearly between the runs."""
 
     def __init__(self, options: PaperOptions, store: RunStore, setup: Setup, dispatch: str) -> None:
-        found = [(share, store.get(prefill_cell(options, setup, dispatch, share))) for share in SHARES]
-        self._known = [(share, measured) for share, measured in found if measured is not None]
+        by_share = [(share, store.get(prefill_cell(options, setup, dispatch, share))) for share in SHARES]
+        self._known = [(share, measured) for share, measured in by_share if measured is not None]
         self.complete = len(self._known) == len(SHARES)
 
     def at(self, key: str, share: float, scale: float = 1.0) -> float | None:
@@ -458,7 +458,7 @@ def _pool_section(options: PaperOptions, store: RunStore, setup: Setup) -> Secti
 
 
 def _pool_findings(sections: tuple[Section, ...]) -> list[str]:
-    found = []
+    findings = []
     for section in sections:
         changes = [(row[5], f"{_pool_title(section, i)}, {row[1]}") for i, row in enumerate(section.rows)]
         known = [(float(change), where) for change, where in changes if isinstance(change, (int, float))]
@@ -466,8 +466,8 @@ def _pool_findings(sections: tuple[Section, ...]) -> list[str]:
             continue
         worst, best = max(known), min(known)
         span = " to ".join(f"{100 * change:+.1f} % ({where})" for change, where in (best, worst))
-        found.append(f"{section.title}: mean TTFT {span}.")
-    return found
+        findings.append(f"{section.title}: mean TTFT {span}.")
+    return findings
 
 
 def _pool_title(section: Section, index: int) -> str:

@@ -127,27 +127,27 @@ class AdaptiveThreshold:
 
     def _apply(self, estimate: HazardEstimate, now_s: float) -> Update:
         cal = self._calibration
-        found = optimal_threshold(
+        threshold = optimal_threshold(
             estimate.p0, cal.alpha_p, cal.alpha_d, eta=estimate.eta, beta_d=cal.beta_d, n=self.n_limit,
             drafts=self._lengths.drafts,
         )  # fmt: skip
-        clipped = min(max(self._target(found, estimate), self._spec.theta_min), THETA_MAX)
+        clipped = min(max(self._target(threshold, estimate), self._spec.theta_min), THETA_MAX)
         weight = THETA_WEIGHT if self._updates else 1.0
         self.theta += weight * (clipped - self.theta)
         # Eq. 8 compares costs with it, so the policy's lower bound on the threshold does not apply.
-        self.theta0 = max(found.theta0, THETA_MIN)
+        self.theta0 = max(threshold.theta0, THETA_MIN)
         self._updates += 1
         if self._spec.memory_safe and now_s - self._last_n_update_s >= N_UPDATE_INTERVAL_S:
             self.n_limit = min(max(self._memory_safe(estimate), 1), self._max_num_seqs)
             self._last_n_update_s = now_s
-        return Update(estimate, found.theta0, found.zeta, found.delta_theta, self.theta, self.n_limit)
+        return Update(estimate, threshold.theta0, threshold.zeta, threshold.delta_theta, self.theta, self.n_limit)
 
-    def _target(self, found: Threshold, estimate: HazardEstimate) -> float:
+    def _target(self, threshold: Threshold, estimate: HazardEstimate) -> float:
         """The threshold to move to, before its bounds."""
         if self._spec.correction == "renewal":
             costs, per_step = self._calibration, self._lengths.drafts.tokens_per_step
             return renewal_threshold(estimate.survival, costs.alpha_p, costs.alpha_d / per_step)
-        return found.theta0 if self._spec.correction == "off" else found.theta_star
+        return threshold.theta0 if self._spec.correction == "off" else threshold.theta_star
 
     def _memory_safe(self, estimate: HazardEstimate) -> int:
         """Number of sequences that fit into the KV cache while they grow."""

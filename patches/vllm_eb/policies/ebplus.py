@@ -151,10 +151,10 @@ class Switching(OnlineThreshold):
         changes = super().update(view, running_ages)
         lengths = self.lengths
         theta = self._adaptive.theta0 if self._crossover_theta == "base" else self._adaptive.theta
-        found = self._selector.evaluate(mu_l=lengths.mu_l, mu_o=lengths.mu_o, theta0=theta, drafts=lengths.drafts)
-        values: dict[str, float | int | None] = {"margin": found.margin}
-        if found.crossover is not None:
-            sides = found.crossover
+        evaluated = self._selector.evaluate(mu_l=lengths.mu_l, mu_o=lengths.mu_o, theta0=theta, drafts=lengths.drafts)
+        values: dict[str, float | int | None] = {"margin": evaluated.margin}
+        if evaluated.crossover is not None:
+            sides = evaluated.crossover
             values |= {
                 "lhs": sides.lhs,
                 "rhs": sides.rhs,
@@ -162,7 +162,7 @@ class Switching(OnlineThreshold):
                 "beta_mb": sides.beta_mb,
                 "beta_eb": sides.beta_eb,
             }
-        return (*changes, Change("mode", found.reason, values, found.mode if found.switched else None))
+        return (*changes, Change("mode", evaluated.reason, values, evaluated.mode if evaluated.switched else None))
 
 
 POLICY = EbPlus
