@@ -208,7 +208,7 @@ class MadeRuns:
 
     @property
     def summaries(self) -> list[Summary]:
-        """One per run."""
+        """Summaries of the runs made so far, in order."""
         return [result.summary for result in self.results]
 
 

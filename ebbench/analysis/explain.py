@@ -54,7 +54,7 @@ class KvPressure:
 
     @property
     def matters(self) -> bool:
-        """Whether it cost enough to be said."""
+        """Whether the full KV cache took more than ``WORTH_SAYING`` of the time."""
         repeated = self.preempted_share if self.repeated_share is None else self.repeated_share
         return max(self.full_share, repeated) > WORTH_SAYING
 
@@ -70,7 +70,7 @@ class KvPressure:
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """Its shares of the time and repeated tokens, by their names in JSON."""
+        """Shares of the time and repeated tokens, by their names in JSON."""
         return {
             "kv_full_share": self.full_share,
             "repeated_tokens": self.repeated_tokens,

@@ -77,7 +77,7 @@ class Drafted:
 
     @staticmethod
     def over(runs: Sequence[Drafted]) -> Drafted:
-        """The sums over several runs; what one of them does not know is unknown."""
+        """Sums over several runs; None where a run has no value."""
         steps = [run.steps for run in runs]
         drafted, accepted = ([sum(place) for place in zip(*by_run, strict=False)] for by_run in (
             [run.drafted for run in runs], [run.accepted for run in runs],

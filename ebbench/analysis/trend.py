@@ -40,7 +40,7 @@ class SeriesKind:
 
     @classmethod
     def of(cls, unit: GateUnit) -> SeriesKind:
-        """That of a run."""
+        """The kind of series that a run belongs to."""
         return cls(unit.policy, unit.configuration_hash, unit.server, unit.load, unit.slo)
 
     @property
@@ -61,7 +61,7 @@ class Member:
 
     @classmethod
     def of(cls, manifest: Manifest, unit: GateUnit) -> Member:
-        """Of a run's manifest and unit.
+        """The point of a history that a run's manifest and unit give.
 
         Without a stated commit it is that of ebbench, which holds simulator and plugin; of a server its own version.
         """
@@ -104,7 +104,7 @@ class Point:
 
     @property
     def begun(self) -> str:
-        """The same in UTC, to the minute."""
+        """Start of the first run in UTC, to the minute."""
         return datetime.fromtimestamp(self.begun_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
 
     @property

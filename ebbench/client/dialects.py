@@ -290,7 +290,7 @@ class Dialect:
 
     @property
     def thinks(self) -> bool:
-        """Whether its answers may have a part that is marked as thinking."""
+        """Whether answers of this endpoint can mark a part as thinking."""
         return self.holds == "messages"
 
     def decoder(self, reader: Reader) -> Callable[[bytes], Completion | Chat | None]:

@@ -234,7 +234,7 @@ class Sending:
 
     @property
     def running(self) -> bool:
-        """Whether more is to come from the node."""
+        """Whether the node still sends requests or reports."""
         return self.done is None and not self.lost_ns
 
     def alignment_error_ns(self) -> int | None:

@@ -187,7 +187,7 @@ class Tally:
             self._observer.update(self._snapshot())
 
     def complete(self, senders: Senders) -> pa.Table:
-        """All requests in plan order; ``senders`` knows what became of those without a record."""
+        """All requests in plan order; ``senders`` gives the status of those without a record."""
         missing = senders.missing(self._seen)
         self._keep(missing)
         table = pa.concat_tables(self._tables, promote_options="default")

@@ -64,7 +64,7 @@ class Slots:
 
     @classmethod
     def constant(cls, limit: int | None) -> Slots:
-        """The same limit for all sessions; None is no limit."""
+        """A limit on open sessions that does not change; None: no limit."""
         return cls((0,), (limit,))
 
     def limit(self, session: int) -> int | None:
@@ -201,7 +201,7 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True)
 class ReleaseSchedule:
-    """Releases sessions in plan order to the workers that ask, each as soon as it is due.
+    """Releases sessions in plan order, each as soon as it is due, to the workers that call it.
 
     ``memory`` is shared between the workers and holds the state; ``lock`` guards it. The intended start is the arrival
     time (open loop) or the time at which the slot became free (closed loop: ``arrivals`` None), not the time at which a

@@ -315,7 +315,7 @@ class _OpenRequest:
             self.body_end = asyncio.get_running_loop().call_later(_BODY_END_S, self.end, _ANSWERED, "")
 
     def close(self) -> None:
-        """Stop the timers and let go of the response."""
+        """Stop the timers and drop the reference to the response."""
         self.streamed.on_answered = None  # a cycle of references would wait for the garbage collector
         for timer in (self.patience, self.body_end):
             if timer is not None:
@@ -522,7 +522,7 @@ async def _bounded_body(response: httpx.Response) -> bytes:
 
 
 def _refused(streamed: StreamedResponse, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-    """Record a response that is no answer as an error, with those headers that say what to do."""
+    """Record a response with an error status, with the headers that give the remedy."""
     encoding = headers.get("content-encoding", "identity")
     if status == 200 and encoding != "identity":
         message = f"the server sent its stream with content-encoding {encoding[:_HEADER_CHARACTERS]}; {_NO_COMPRESSION}"

@@ -262,7 +262,7 @@ class StreamedResponse:
             self._without_choices(data)
 
     def _end(self, message: Translated, data: bytes) -> None:
-        """What a message of another API says beside its part of the answer."""
+        """Record usage, finish reason and errors in a message of another API."""
         if stream_messages.is_finish_reason(message.finish_reason):
             self.finish_reason = message.finish_reason
         if message.done:

@@ -192,7 +192,7 @@ class Interrupts:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal was received."""
         return self._signals.received > 0
 
     def stop(self, senders: Senders) -> None:
@@ -264,7 +264,7 @@ class Senders(Protocol):
         ...
 
     def findings(self, limit_ms: float) -> Findings:
-        """What is to be said about the machines, after the end. ``limit_ms``: the limit on the client's lag."""
+        """Facts, warnings and reasons for INVALID about the machines. ``limit_ms``: the limit on the client's lag."""
         ...
 
 

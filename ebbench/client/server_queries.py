@@ -431,7 +431,7 @@ class ServerQueries:
         return f"the server does not accept the key in {named}"
 
     async def _cause(self) -> str | None:
-        """What the address has instead of the server that the URL says."""
+        """What answers at the address instead of the expected server."""
         if self._options.transport != "direct":
             return None
         return await other_protocol(self._server) or unused_proxy(self._server, self._environ)

@@ -41,7 +41,7 @@ class SessionPlan:
         return self.rows[self.starts[session] : self.starts[session + 1]]
 
     def turn(self, row: int) -> Turn:
-        """One request."""
+        """The request at a row of the plan, with its own columns."""
         fields: dict[str, Any] = {name: self.columns[name][row] for name in _TURN_COLUMNS}
         for name in _ATTACHED:
             if name in self.columns and (value := self.columns[name][row]) is not None:

@@ -94,7 +94,7 @@ def _odd_warning(name: str, odd: OddNumber) -> str:
 
 
 def token_time_warning(requests: pa.Table) -> str | None:
-    """What TTFT, TPOT and ITL do not tell about completed answers in which not every token has a time of its own."""
+    """A warning where several tokens share a time, so that TTFT, TPOT and ITL are less precise; None without."""
     done = requests.filter(pc.equal(requests.column("status"), "ok"))
     counted, after = done.column("output_tokens").to_numpy(), tokens_after_first_of(done)
     lists = done.column("itl_ns").combine_chunks()

@@ -132,7 +132,7 @@ class Declared:
     """A run's condition in words where the value is not the default, with a place for it; "": told elsewhere."""
 
     def condition(self, value: Any) -> str:
-        """The value as a condition of a run; "" for the default, and where it is told elsewhere."""
+        """The value as a condition of a run; "" for the default, and for settings that are shown elsewhere."""
         if value is None or value == self.default or self.shown == "":
             return ""
         return f"{self.name} {value}" if self.shown is None else self.shown.format(value)

@@ -25,7 +25,7 @@ class Product:
 
     @property
     def params(self) -> int:
-        """Its elements."""
+        """Number of weights: columns x rows."""
         return self.columns * self.rows
 
     def sliced(self, tp: int) -> Product:

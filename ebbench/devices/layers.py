@@ -566,7 +566,7 @@ def _without_launch(block: Gemm, tensor: Gemm) -> Gemm:
 
 
 def _fill_corner(grid: Array, widths: list[int]) -> None:
-    """A product too large to be measured gets its neighbour's time per parameter."""
+    """Extrapolate the largest products, which were not measured, from the neighbour's time per parameter."""
     for _, i, j in np.argwhere(np.isnan(grid)):
         grid[:, i, j] = np.where(np.isnan(grid[:, i, j]), grid[:, i, j - 1] * widths[j] / widths[j - 1], grid[:, i, j])
 

@@ -71,7 +71,7 @@ class ConfigValues:
         self._read: set[str] = set() if read is None else read
 
     def overlaid(self, further: Mapping[str, Any]) -> ConfigValues:
-        """The same with other values of some keys."""
+        """A copy in which ``further`` replaces some keys; what is read from it counts as read here."""
         return ConfigValues(self.path, {**self._raw, **further}, self._read) if further else self
 
     def get(self, *keys: str) -> Any:

@@ -115,7 +115,7 @@ def is_params(raw: Mapping[str, Any]) -> bool:
 
 
 def as_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model as a config.json. Raises InputFileError for a quantization of another kind."""
+    """Mistral's params.json as a config.json. Raises InputFileError for a quantization of another kind."""
     config = {_KEYS.get(key, key): value for key, value in raw.items()}
     config.setdefault("max_position_embeddings", 128_000)
     config["model_type"] = "mistral"

@@ -356,7 +356,7 @@ def device_identity(
 
 
 def identity_given(cost: object, kv_tokens: int) -> tuple[tuple[str, str], ...]:
-    """The same for a device that is given by its constants."""
+    """As :func:`device_identity`, for a device that is given by its cost model and KV capacity."""
     return (("device_profile", _digest([repr(cost), kv_tokens])),)
 
 

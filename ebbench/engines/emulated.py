@@ -120,7 +120,7 @@ class VirtualClients:
         return rows
 
     def catch_up(self, now_ns: int, *, idle: bool = False) -> None:
-        """Let everything happen that happens outside the engine up to now.
+        """Process all events outside the engine up to ``now_ns``: arrivals, follow-ups, API server, hang-ups.
 
         A client that hangs up at this very moment still gets the tokens of a step that ends now, so its hang-up comes
         later, unless the engine is ``idle``.

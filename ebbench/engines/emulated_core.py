@@ -383,7 +383,7 @@ class VirtualExecutor(StandInExecutor):
     """Runs steps one after another in virtual time. Call ``attach`` before the first step."""
 
     def attach(self, clock: VirtualClock, cost: CostModel, reader: StepReader) -> None:
-        """Set the clock, the cost model and what knows the tokens of the requests."""
+        """Set the clock, the cost model and the source of the requests' tokens."""
         self.clock, self.cost, self.free_ns = clock, cost, 0
         self.reader = reader
         self.on_step: Any = None  # called as on_step(step, start_ns, end_ns) for every step with tokens

@@ -328,7 +328,7 @@ class ScheduledResponse:
         self._sender.finished()
 
     def _commit_fault(self) -> None:
-        """Break the response as its fault says."""
+        """Apply the fault to the response."""
         kind = self._fault.kind if self._fault else ""
         self._close(kind)
         if kind == "reset":

@@ -42,16 +42,16 @@ class Signals:
 
     @property
     def waiting(self) -> bool:
-        """Whether a signal has come that no reaction has taken up."""
+        """Whether a signal was received that has not been handled."""
         return self.received > self.taken
 
     def take(self) -> None:
-        """Take up what has come so far."""
+        """Mark all signals so far as handled."""
         self.taken = self.received
         self.quiet_until_s = time.monotonic() + QUIET_S
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt, unless a signal was taken up just before."""
+        """Raise KeyboardInterrupt, unless a signal was handled less than QUIET_S ago."""
         quiet = time.monotonic() < self.quiet_until_s
         self.taken = self.received
         if not quiet:
@@ -59,7 +59,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def hold(self) -> None:
-        """Let signals wait."""
+        """The reaction inside :func:`held`: only count the signal, for later."""
 
     def send(self) -> None:
         """Signal the thread from another one. Where its reaction is to raise, it does at :func:`raise_if_stopped`."""

@@ -305,7 +305,7 @@ class _Held:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def is_at(self, path: Path) -> bool:
-        """Whether it is still the directory at ``path``."""
+        """Whether ``path`` is still the locked directory: it may have been moved or replaced."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError:

@@ -99,7 +99,7 @@ def _only_reads(connection: Any, statement: Any) -> bool:
 
 
 def _interruptible(connection: Any, work: Callable[[], T]) -> T:
-    """The result of ``work``, done in a thread of its own: DuckDB does not look for signals while it computes."""
+    """The result of ``work``, computed in a thread, since DuckDB does not handle signals during a query."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(work)
         try:

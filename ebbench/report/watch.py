@@ -108,7 +108,7 @@ class Watcher:
         self._server.server_close()
 
     def until_the_end(self) -> None:
-        """Answer until no run goes on and whoever has the page open has got the last one."""
+        """Serve until no run goes on and every open page has received the last state."""
         os.nice(_IDLE_PRIORITY)
         while _active(self._paths):
             self._server.handle_request()
@@ -118,7 +118,7 @@ class Watcher:
             self._server.handle_request()
 
     def _answer(self) -> tuple[str, bool]:
-        """The page, and whether to ask again."""
+        """The page, and whether the browser shall reload it."""
         self._asked = True
         if time.monotonic() - self._made_s >= REFRESH_S:
             try:

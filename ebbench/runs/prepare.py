@@ -84,7 +84,7 @@ def check_plan(spec: RunSpec, plan: Plan, device: Device) -> None:
 def prepared(
     spec: RunSpec, policy: PolicySpec, plan: Plan, device: Device, engine: Engine, *, policy_stated: bool = True
 ) -> Prepared:
-    """The same of parts that exist already. Raises UsageError for a ramp that the engine does not support."""
+    """A prepared run from its parts. Raises UsageError for a ramp that the engine does not support."""
     plan, engine = with_ramp(plan, engine, spec.ramp_up_s)
     return Prepared(spec, policy, plan, device, engine, policy_stated)
 
@@ -236,7 +236,7 @@ class Series:
             raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 
     def with_api_server(self) -> Series:
-        """The same with vLLM's API server simulated."""
+        """A copy of the series in which vLLM's API server is simulated."""
         return replace(self, spec=self.spec.changed(api_server=DEFAULT_CLASS), api_server_if_busy=False)
 
     def labelled(self, engine: Engine) -> Series:
@@ -263,7 +263,7 @@ class Series:
         return plan
 
     def prepared(self, policy: PolicySpec, plan: Plan, device: Device, engine: Engine) -> Prepared:
-        """One run of the series."""
+        """The run of ``policy`` on ``plan``, prepared."""
         spec = replace(self.spec, policy=policy.name)
         return prepared(spec, policy, plan, device, engine, policy_stated=self.policies_stated)
 

@@ -1,4 +1,4 @@
-"""Stored runs as things: found, filtered, sorted, removed, moved, packed. Only manifests are read."""
+"""Lists, filters, sorts, removes, moves and packs stored runs. Only manifests are read."""
 
 from __future__ import annotations
 

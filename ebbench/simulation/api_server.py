@@ -64,7 +64,7 @@ class QueueLimits:
         self._prefilling.pop(row, None)
 
     def accept(self, rows: Sequence[int], now_ns: int, releases: Releases, stamp: Stamp) -> tuple[list[int], int]:
-        """Let requests come now, after ``stamp`` has been called with them, and those sent in place of refused ones.
+        """Accept or refuse requests that arrive now, and those sent in place of refused ones, after calling ``stamp``.
 
         Returns the accepted rows, and how many requests of the plan have ended: refused ones, and later turns of their
         sessions.

@@ -56,7 +56,7 @@ class DraftCounts:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As facts of a run (:mod:`ebbench.analysis.summary`)."""
+        """Steps, drafted and accepted tokens as a fact ``speculative`` of the run."""
         counts = {"steps": self._steps, "drafted": self._drafted.tolist(), "accepted": self._accepted.tolist()}
         return {"speculative": counts}
 

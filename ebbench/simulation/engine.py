@@ -438,7 +438,7 @@ class EngineLoop:
         return Pass(end_ns, [step for _, step in steps])
 
     def _pass_s(self, shapes: Sequence[StepShape]) -> float:
-        """Duration (s) of a pass: from the cost model if it knows, else that of the slowest unit's step."""
+        """Duration (s) of a pass: by a PassCost, else that of the slowest unit's step."""
         if isinstance(self._cost, PassCost):
             return self._cost.pass_s(shapes, len(self.units))
         return max(self._cost.step_s(shape) for shape in shapes)

@@ -209,7 +209,7 @@ class HangUps:
         return [row for row in rows if row not in self.abandoned]
 
     def ended(self, rows: Iterable[int]) -> None:
-        """Note that requests have ended for their clients, who can no longer hang up."""
+        """Record that clients have received complete responses; these requests can no longer be abandoned."""
         self._open.difference_update(rows)
 
     def hangs_up(self, row: int) -> bool:

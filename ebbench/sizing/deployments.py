@@ -126,11 +126,11 @@ class PlanTask:
         return self.spec.model or DEFAULT_MODEL
 
     def changed(self, **settings: Any) -> PlanTask:
-        """The same with other settings of the run."""
+        """A copy with other settings of the run, by name."""
         return replace(self, spec=self.spec.changed(**settings))
 
     def on(self, candidate: Candidate) -> PlanTask:
-        """The same load with another candidate."""
+        """A copy with the same load for another candidate."""
         pool = PoolSpec(tp=candidate.tp, dp=candidate.dp, ep=candidate.ep)
         return self.changed(
             device=candidate.device, policy=candidate.policy, max_num_seqs=candidate.max_num_seqs,
@@ -144,11 +144,11 @@ class PlanTask:
         return self.rate * (1 + self.headroom)
 
     def replicas_for(self, per_replica: float) -> int:
-        """Fewest replicas of which none gets more than ``per_replica`` sessions/s, with and without the spare ones."""
+        """Fewest replicas with at most ``per_replica`` sessions/s each, with and without the spare ones."""
         return max(1, math.ceil(self.most_rate / per_replica), self.spare + max(1, math.ceil(self.rate / per_replica)))
 
     def share_of(self, replicas: int) -> float:
-        """The most sessions/s that one of ``replicas`` gets."""
+        """Highest session rate (1/s) of a replica if ``replicas`` share the load."""
         return max(self.most_rate / replicas, self.rate / (replicas - self.spare))
 
     @property

@@ -113,7 +113,7 @@ def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | No
 
 
 def _overloading(search: SearchSettings, probes: Sequence[Probe], estimated: Estimate) -> float | None:
-    """A load that certainly overloads, at most one that was observed to; None if none was observed."""
+    """A load well above the capacity, but at most the highest load that was observed to overload; None without one."""
     assert estimated.capacity is not None
     highest = max((probe.load for probe in probes if probe.runaway), default=0.0)
     load = search.rounded(min(_OVERLOAD * estimated.capacity, highest))

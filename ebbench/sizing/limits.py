@@ -75,13 +75,13 @@ class LatencyLimits:
         return (*joint, *(Requirement(tail.name, tail.share, tail.of_class or None) for tail in self.tails))
 
     def slos(self) -> tuple[Slo, ...]:
-        """One set of limits per requirement, for the requests that the requirement is of."""
+        """Limits per requirement, in the order of :meth:`requirements`."""
         others = replace(self.slo, classes=())
         joint = [others] if others else []
         return (*joint, *map(self.slo.of_class, self.classes), *(tail.slo for tail in self.tails))
 
     def masks(self, columns: RequestColumns) -> list[Mask]:
-        """Which requests each requirement is of."""
+        """Per requirement, a mask of the requests that it applies to."""
         every = np.ones(len(columns.status), np.bool_)
         some: dict[str | None, Mask] = {name: columns.request_class == name for name in self.named}
         some |= {None: every, OTHERS: ~np.isin(columns.request_class, self.classes)}

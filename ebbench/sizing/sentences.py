@@ -234,7 +234,7 @@ SATURATION: Texts = {"simulated": _simulated, "measured": _measured}
 
 
 def not_saturated(outcome: SearchOutcome) -> str:
-    """Why no run told the saturated rate."""
+    """The reason why no run was usable to measure the saturated rate."""
     failed = next((r.probe.failed for r in outcome.readings if r.probe.failed), "no run was long enough")
     why = failed if outcome.stopped is None else outcome.stopped.worded(ENDS)
     return f"saturation could not be measured ({why}); give --saturation-rate"

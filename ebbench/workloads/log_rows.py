@@ -130,7 +130,7 @@ class Collected:
         self.failed_by.add(row.role)
 
     def forget_single_ids(self) -> None:
-        """Remove the hash ids that only one prompt has: they tell nothing about sharing."""
+        """Remove hash ids that occur in one prompt only: they show no sharing."""
         flat, counts = np.asarray(self.hash_flat, np.int64), np.asarray(self.hash_counts, np.int64)
         if not flat.size:
             return

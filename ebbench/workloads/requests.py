@@ -231,7 +231,7 @@ def first_sessions(requests: Requests, sessions: int, first: int = 0) -> Request
 
 
 def repeatable(requests: Requests) -> bool:
-    """Whether the sessions can come again: a server would have texts that come again in its prefix cache."""
+    """Whether sessions may be repeated: not with own texts, which a server would still hold in its prefix cache."""
     return requests.prompt is None
 
 
