@@ -16,11 +16,20 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, LATER, UNKNOWN, describe_load, differences, machine_of_run, remedy
+from ebbench.analysis.environment import (
+    ENVIRONMENT,
+    LATER,
+    UNKNOWN,
+    describe_load,
+    differences,
+    listed,
+    machine_of_run,
+    remedy,
+)
 from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
 from ebbench.analysis.validity import of_device
-from ebbench.config.declare import Setting, pairs_of, value_of
+from ebbench.config.declare import Setting, split_all_pairs, value_of
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records.run import Run, find_runs
 from ebbench.records.warnings import ABOUT_SERVER, RunWarning
@@ -87,7 +96,7 @@ class GateUnit:
     conditions: Mapping[str, str] = field(default_factory=dict)
     until_clear: bool = False
     steady_rate: float | None = None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[RunWarning, ...] = ()
     invalid_tries: int = 0
     server: str = ""
     cache_unknown: bool = False
@@ -135,15 +144,15 @@ def gate_units(runs: Sequence[Run]) -> list[GateUnit]:
 def valid_units(runs: Sequence[Run]) -> tuple[list[GateUnit], list[Run]]:
     """The units of the valid runs, and the INVALID runs that none of them replaces."""
     invalid = [run for run in runs if not run.manifest.valid]
-    tries, units = Counter(map(_asked, invalid)), []
+    tries, units = Counter(map(_policy_and_plan, invalid)), []
     for run in runs:
         if run.manifest.valid:
-            units.append(replace(_unit_of(run), invalid_tries=tries.pop(_asked(run), 0)))
+            units.append(replace(_unit_of(run), invalid_tries=tries.pop(_policy_and_plan(run), 0)))
     units.sort(key=lambda unit: (unit.seed, unit.anchor_unix_ns, unit.run))
-    return units, [run for run in invalid if _asked(run) in tries]
+    return units, [run for run in invalid if _policy_and_plan(run) in tries]
 
 
-def _asked(run: Run) -> tuple[str, str]:
+def _policy_and_plan(run: Run) -> tuple[str, str]:
     """The key that a repeated run shares with the first one: policy and plan."""
     return run.manifest.policy, run.manifest.plan_hash
 
@@ -165,7 +174,7 @@ def _unit_of(run: Run) -> GateUnit:
         virtual=manifest.clock == "virtual",
         anchor_unix_ns=manifest.anchor_unix_ns,
         run=str(run.path),
-        figures=figures_of(summary.metrics) | {DRAFTS: summary.tokens_per_step},
+        figures=unit_figures(summary.metrics) | {DRAFTS: summary.tokens_per_step},
         slo=str(summary.slo),
         load=describe_load(manifest),
         conditions=summary.conditions,
@@ -191,7 +200,7 @@ def lengths_hash(run: Run) -> str:
     return hashlib.sha256(sink.getvalue()).hexdigest()[:12]
 
 
-def figures_of(metrics: Metrics) -> dict[str, float | None]:
+def unit_figures(metrics: Metrics) -> dict[str, float | None]:
     """The figures of MEASURED in tokens/s, requests/s and ms; None of what is not among the metrics."""
     rates: dict[str, float | None] = {figure: getattr(metrics, figure) for figure in RATES.values()}
     latencies = {
@@ -217,8 +226,8 @@ def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], s
     for unit in units[1:]:
         unlike = differences(first.environment, unit.environment, allowed)
         if unlike:
-            apart = f"{first.run} and {unit.run} are not comparable ({'; '.join(unlike)})"
-            raise DataError(f"{side}: {apart}; {remedy(unlike)} allows it")
+            problem = f"{first.run} and {unit.run} are not comparable ({listed(unlike)})"
+            raise DataError(f"{side}: {problem}; {remedy(unlike)} allows it")
         if unit.policy != first.policy:
             raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")
 
@@ -228,10 +237,10 @@ def require_separate_runs(baseline: Sequence[GateUnit], candidate: Sequence[Gate
     before = {unit.measurement for unit in baseline}
     shared = [unit.run for unit in candidate if unit.measurement in before]
     if shared:
-        which = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
+        shared_runs = f"{shared[0]} is" if len(shared) == 1 else f"{len(shared)} runs are"
         first = "" if len(shared) == 1 else f", {shared[0]} first"
         raise UsageError(
-            f"{which} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
+            f"{shared_runs} on both sides{first}: a run never differs from itself; give runs of the candidate's own"
         )
 
 
@@ -244,7 +253,7 @@ MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, e
 def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
     """The columns of the named figures, in that order. Raises UnknownNameError."""
     figures: dict[str, None] = {}
-    for name in pairs_of(names):
+    for name in split_all_pairs(names):
         if name not in NAMES:
             raise UnknownNameError("figure", name, NAMES)
         figures[NAMES[name]] = None
@@ -254,7 +263,7 @@ def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
     """The default margin and the margins of single figures, as shares. Raises UsageError, also for one given twice."""
     shares: dict[str, float] = {}
-    for pair in pairs_of(texts):
+    for pair in split_all_pairs(texts):
         name, colon, text = pair.rpartition(":")
         if colon and name not in NAMES:
             raise UnknownNameError("figure", name, NAMES)

@@ -248,7 +248,7 @@ def split(plan: PlanPart, machines: int) -> list[PlanPart]:
     session_of_row = np.empty(len(plan.rows), np.int64)
     starts = np.asarray(plan.sessions.starts)
     session_of_row[np.asarray(plan.sessions.rows)] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    return [_part(plan, machine_of, session_of_row, number, machines) for number in range(machines)]
+    return [_machine_part(plan, machine_of, session_of_row, number, machines) for number in range(machines)]
 
 
 def shares(limit: int, machines: int) -> list[int]:
@@ -276,7 +276,7 @@ def _turn_order(slots: Sequence[int]) -> Ints:
     return order
 
 
-def _part(plan: PlanPart, machine_of: Ints, session_of_row: Ints, number: int, machines: int) -> PlanPart:
+def _machine_part(plan: PlanPart, machine_of: Ints, session_of_row: Ints, number: int, machines: int) -> PlanPart:
     local = np.flatnonzero(machine_of[session_of_row] == number)
     phases, first = [], 0
     for phase in plan.phases:

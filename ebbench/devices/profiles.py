@@ -251,7 +251,7 @@ def read_profile(path: Path) -> DeviceProfile:
         raise InputFileError(path, "host must be a table of models")
     if not isinstance(links, dict):
         raise InputFileError(path, "links must be a table of links")
-    host = {model: _part(path, "host", model, values, HostCosts) for model, values in hosts.items()}
+    host = {model: _named_table(path, "host", model, values, HostCosts) for model, values in hosts.items()}
     raw["measured"] = _measured(path, raw.get("measured", {}))
     for model, costs in host.items():
         if costs.request_s and not raw["measured"]:
@@ -267,11 +267,11 @@ def read_profile(path: Path) -> DeviceProfile:
         **raw,
         calibration_names=tuple(names),
         host=host,
-        links={name: _part(path, "links", name, values, Link) for name, values in links.items()},
+        links={name: _named_table(path, "links", name, values, Link) for name, values in links.items()},
     )
 
 
-def _part(path: Path, table: str, name: str, values: object, cls: type[T]) -> T:
+def _named_table(path: Path, table: str, name: str, values: object, cls: type[T]) -> T:
     """One named table of ``table``, as ``cls``."""
     if not isinstance(values, dict):
         raise InputFileError(path, f"{table}.{name} must be a table")

@@ -21,6 +21,7 @@ from ebbench.devices.surfaces import (
     not_measured,
     surfaces,
 )
+from ebbench.records.warnings import RunWarning
 from ebbench.spec.server import HostCosts
 
 # Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
@@ -134,7 +135,7 @@ class TableBuilt(NamedTuple):
 
     cost: TableCost
     provenance: str
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     library: str
 
 
@@ -180,7 +181,7 @@ class _Mixing(NamedTuple):
 
     layers: tuple[tuple[int, AttentionTables], ...]
     whole: frozenset[str]
-    warnings: tuple[str, ...]
+    warnings: tuple[RunWarning, ...]
     notes: tuple[library.Note, ...]
 
 
@@ -188,7 +189,7 @@ def _mixing(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, host:
     """Every kind of layer; None if the device has no attention tables."""
     part = model.sliced(shape.tp)
     layers: list[tuple[int, AttentionTables]] = []
-    warnings: list[str] = []
+    warnings: list[RunWarning] = []
     notes: list[library.Note] = []
     whole: set[str] = set()
     kinds = sorted(zip(model.mixers, part.mixers, strict=True), key=lambda pair: pair[1].kind == "index")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, remedy
+from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, listed, remedy
 from ebbench.analysis.environment import LATER as LATER_CONDITIONS
 from ebbench.analysis.units import FIGURES, MEASURED, GateUnit, load_units
 from ebbench.errors import DataError, UsageError
@@ -108,7 +108,7 @@ def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[
     if not unlike:
         return "; the file is empty"
     store = "store one with --save-baseline"
-    return f"; the nearest differs in {'; '.join(unlike[0])}: {store}, or compare with {remedy(unlike[0])}"
+    return f"; the nearest differs in {listed(unlike[0])}: {store}, or compare with {remedy(unlike[0])}"
 
 
 def _read(path: Path) -> list[GateUnit]:

@@ -38,18 +38,18 @@ def table_setting(options: PaperOptions, reads: Collection[str], published: Publ
     Values of print are shown if the number of requests is theirs and a device and a model of theirs is among the chosen
     ones; an item gives none for the others.
     """
-    said, beside = [], True
+    deviations, beside = [], True
     if options.num_prompts is not None and "num_prompts" in reads:
-        said.append(f"{options.num_prompts:,} requests a run")
+        deviations.append(f"{options.num_prompts:,} requests a run")
         beside = False
     if published is not None:
         chosen = (("device", options.devices, published.devices), ("model", options.models, published.models))
         for kind, named, printed in chosen:
-            said += [f"{kind} {name}" for name in named if name not in printed]
+            deviations += [f"{kind} {name}" for name in named if name not in printed]
             beside = beside and (not named or any(name in printed for name in named))
     if options.outputs != "forced" and "outputs" in reads:
-        said.append("answers of table 9's lengths")
-    return Setting(tuple(said), beside)
+        deviations.append("answers of table 9's lengths")
+    return Setting(tuple(deviations), beside)
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ class PaperFigure:
         """The chart and its caption, which says what was run where that is not the published setting; published values
         of another setting are left out."""
         setting = table_setting(options, self.reads, self.published_on)
-        said = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
-        return self.chart(options, store, setting.beside_print), said + self.caption
+        setting_text = f"{describe_setting(setting, 'figure')} " if setting.deviations else ""
+        return self.chart(options, store, setting.beside_print), setting_text + self.caption
 
 
 def no_cells(_wish: PaperOptions) -> list[RunSpec]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import multiprocessing
 import os
 import resource
@@ -23,14 +24,15 @@ import subprocess
 import sys
 import threading
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ebbench.process.interpreter import process_of_ebbench
-from ebbench.process.termination import hastened
+from ebbench.process.interpreter import is_process_of_ebbench, process_of_ebbench
+from ebbench.process.termination import SIGNALS, hastened
 
 OTHER_FILES = 64
 """Descriptors that a process of the client needs beside its connections."""
@@ -238,6 +240,74 @@ def begin_pool_worker() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         _exit_after(parent.join)
+
+
+_NOT_FORKED = frozenset({"torch", "ray", "datasets", "tokenizers", "grpc"})
+"""Libraries whose threads do not take a fork."""
+
+
+def may_fork() -> bool:
+    """Whether a child can go on with the modules that are loaded here, instead of loading them again.
+
+    Only in a process of ebbench, whose threads are known: others may hold locks, which no thread of the child frees.
+    numpy's and Arrow's threads are idle between their calls, and both libraries start new ones after a fork.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    return main and is_process_of_ebbench() and _NOT_FORKED.isdisjoint(sys.modules)
+
+
+class ForkedChild:
+    """A child that is a copy of this process and runs ``work``; it ends with this process, as :class:`Child` does.
+
+    Of the files that are open here it keeps the standard streams and ``descriptors``. It has a process group of its own
+    and ignores SIGINT, SIGTERM and SIGHUP.
+    """
+
+    def __init__(self, work: Callable[[], object], descriptors: Sequence[int]) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=_work, args=(work, descriptors), daemon=True)
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the child ignores them
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: see may_fork
+                self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process.pid is not None  # it was started
+        return self._process.pid
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for its end. Raises TimeoutExpired."""
+        self._process.join(timeout_s)
+        if timeout_s is not None and self._process.is_alive():
+            raise subprocess.TimeoutExpired("a worker", timeout_s)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+
+def _work(work: Callable[[], object], descriptors: Sequence[int]) -> None:
+    """What a forked child does."""
+    gc.freeze()  # the parent's objects: looking through them would copy their memory
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.setpgid(0, 0)
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # multiprocessing started this process
+    kept = {*range(STDERR + 1), *descriptors, parent.sentinel}
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - kept:
+        os.dup2(null, descriptor)  # not closed: its number would be given again, and an object of the parent's close it
+    # Another thread of the parent may have held the locks of its streams.
+    sys.stdout = sys.stderr = os.fdopen(STDERR, "w", closefd=False)
+    _exit_after(parent.join)
+    work()
 
 
 def _exit_after(wait: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value
-from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, remedy
+from ebbench.analysis.environment import UNKNOWN_DEVICE, differences, listed
 from ebbench.analysis.statistics import PairedInterval
 from ebbench.analysis.trend import Change, Point, Trend
 from ebbench.analysis.units import LABELS
@@ -32,7 +32,7 @@ def document(all_series: Sequence[Series], last: int | None = None) -> Document:
     """One section per series with a row per point (the ``last`` ones), and a sentence per change and alert."""
     sections = tuple(_section(series, _title(series, all_series), last) for series in all_series)
     notes = [line for series in all_series for line in sentences(series, _title(series, all_series))]
-    return Document("trend", _heading(all_series), sections, (*notes, *_apart(all_series)))
+    return Document("trend", _heading(all_series), sections, (*notes, *_why_apart(all_series)))
 
 
 def _heading(all_series: Sequence[Series]) -> str:
@@ -56,22 +56,19 @@ def _title(series: Series, all_series: Sequence[Series]) -> str:
     return ", ".join(filter(None, words)).replace(", on ", " on ")
 
 
-def _apart(all_series: Sequence[Series]) -> list[str]:
+def _why_apart(all_series: Sequence[Series]) -> list[str]:
     """Why runs of one policy and load are in several series: their environments differ."""
-    said = []
+    reasons = []
     known: dict[tuple[str, str, str], Point] = {}
     for series in all_series:
         kind, point = series[0].kind, series[0].points[0]
         first = known.setdefault((kind.policy, kind.load, kind.limits), point)
         unlike = differences(first.units[0].environment, point.units[0].environment)
         if unlike:
-            said.append(
-                f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}. A host that has another name "
-                "every night gets one with --host-label."
-                if remedy(unlike) == "--allow host"
-                else f"Apart, since they differ in {'; '.join(unlike)}: runs of {kind.policy}."
-            )
-    return said
+            renamed = {each.key for each in unlike} == {"host"}
+            label = " A host that has another name every night gets one with --host-label." if renamed else ""
+            reasons.append(f"Apart, since they differ in {listed(unlike)}: runs of {kind.policy}.{label}")
+    return reasons
 
 
 def _section(series: Series, title: str, last: int | None) -> Section:
@@ -133,17 +130,19 @@ def sentences(series: Series, title: str) -> list[str]:
         lines += [_change_told(name, change, points[change.place]) for change in trend.changes]
         if trend.newest is not None and trend.newest.outcome == "fail":
             lines.append(
-                f"{name}: the newest point ({_named(points[-1])}) is {trend.newest.loss:.1%} worse than those before "
-                f"it (p = {trend.newest.p_adjusted:.3f})."
+                f"{name}: the newest point ({_point_name(points[-1])}) is {trend.newest.loss:.1%} worse than those "
+                f"before it (p = {trend.newest.p_adjusted:.3f})."
             )
         elif trend.alert == "doubt" and trend.newest is not None:
             lines.append(
-                f"{name}: the newest point ({_named(points[-1])}) is {trend.newest.loss:.1%} worse, and worse than "
-                f"every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
+                f"{name}: the newest point ({_point_name(points[-1])}) is {trend.newest.loss:.1%} worse, and worse "
+                f"than every point before it, but {len(trend.newest.losses)} pair(s) of runs cannot show it; six can "
                 "(--repeats 6)."
             )
-    told = lines or ["no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"]
-    return [f"{title}: {line}" for line in told]
+    shown_lines = lines or [
+        "no change is shown" if len(series[0].points) > 1 else "one point; a trend needs two or more"
+    ]
+    return [f"{title}: {line}" for line in shown_lines]
 
 
 def _change_told(name: str, change: Change, point: Point) -> str:
@@ -152,12 +151,12 @@ def _change_told(name: str, change: Change, point: Point) -> str:
         f"95 % interval {numbers.change(low)} to {numbers.change(high)}" if math.isfinite(high) else "no interval"
     )
     return (
-        f"{name} {numbers.change(grown)} ({change.direction}) from {_named(point)} on: {interval}, "
+        f"{name} {numbers.change(grown)} ({change.direction}) from {_point_name(point)} on: {interval}, "
         f"p = {change.judged.p_adjusted:.4f} over {len(change.judged.losses)} pairs."
     )
 
 
-def _named(point: Point) -> str:
+def _point_name(point: Point) -> str:
     return ", ".join(filter(None, (point.commit[:_COMMIT], point.label, point.begun[:10])))
 
 
@@ -214,7 +213,7 @@ def chart(series: Series, width: int = 300, height: int = 200) -> Any:
 def _panel(trend: Trend, width: int, height: int) -> Any:
     alt = figures.altair()
     rows = [
-        {"place": place + 1, "commit": _named(point), "value": value.mean,
+        {"place": place + 1, "commit": _point_name(point), "value": value.mean,
          **({"low": value.low, "high": value.high} if math.isfinite(value.high) else {})}
         for place, (point, value) in enumerate(zip(trend.points, trend.values, strict=True)) if value is not None
     ]  # fmt: skip
@@ -273,13 +272,13 @@ def trend_page(all_series: Sequence[Series], title: str = "") -> Page:
     for series, section in zip(all_series, shown.sections, strict=True):
         grouped = [f"{column.group} {column.name}".strip() for column in section.columns]
         table = of_section(section, section.title)
-        told = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
+        lines = tuple(line.removeprefix(f"{section.title}: ") for line in sentences(series, section.title))
         picture = chart(series).to_dict(validate=False) | {"background": None}
-        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), told, picture))
+        sections.append(SearchSection(type(table)(table.title, tuple(grouped), table.rows, table.note), lines, picture))
     alert = {"worse": "Worse.", "doubt": "Perhaps worse.", "": "No alert."}[worst_alert(all_series)]
     return Page(
         title=title or "Trend", subtitle=(shown.title,), verdicts=(("", (alert,), False),),
-        warnings=tuple(_apart(all_series)),
+        warnings=tuple(_why_apart(all_series)),
         tables=(), explanations=(), environment=(), labels=(), policies=(), cases=(), shared={}, runs=(),
         searches=tuple(sections),
     )  # fmt: skip

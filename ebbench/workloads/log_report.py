@@ -108,6 +108,8 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         described["sessions"] = _sessions(requests)
     if rows.cached_share is not None:
         described["cached_share"] = rows.cached_share
+    if rows.acceptance:
+        described["acceptance"] = rows.acceptance
     if requests.hash_ids is not None:
         described["prefixes"] = repeated_prefixes(requests)
     return described
@@ -161,6 +163,6 @@ def _sessions(requests: Requests) -> Mapping[str, Any]:
 def repeated_prefixes(requests: Requests) -> Mapping[str, Any]:
     """Share of the prompt tokens whose blocks an earlier prompt had: the hit rate of a cache that keeps everything."""
     size = requests.block_tokens or CHUNK_TOKENS
-    held = repeats_in(requests).blocks
-    repeated = np.minimum(requests.input_tokens, held * size).sum()
+    blocks = repeats_in(requests).blocks
+    repeated = np.minimum(requests.input_tokens, blocks * size).sum()
     return {"block_tokens": size, "repeated_share": float(repeated / requests.input_tokens.sum())}
