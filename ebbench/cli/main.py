@@ -25,6 +25,7 @@ from typer.core import TyperCommand
 
 from ebbench.cli.options import Command, Group, refuse_repeats
 from ebbench.errors import EbbenchError, UsageError
+from ebbench.process.interpreter import one_numeric_thread
 from ebbench.process.termination import finish, held, received
 from ebbench.untrusted import visible
 
@@ -260,7 +261,7 @@ def load_command(name: str) -> Any:
     """Import a command of the table and convert it to a click command."""
     entry = COMMANDS[name]
     module, _, attribute = entry.target.partition(":")
-    with held():  # an import that is broken off may raise anything
+    with held(), one_numeric_thread():  # an import that is broken off may raise anything
         loaded = getattr(importlib.import_module(module), attribute)
     command: Any = typer.main.get_command(loaded if isinstance(loaded, typer.Typer) else _single(loaded, name))
     _flow(command)
